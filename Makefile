@@ -50,6 +50,7 @@ gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
 	$(if $(DRY),$(PY) -m tests.gpu.run --stand-in,$(GPU_PY) -m tests.gpu.run) $(ARGS)
 
 lint: $(READY)
+	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright
 	cd .venv/src && ../bin/lint-imports ../../pyproject.toml --no-cache

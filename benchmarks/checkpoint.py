@@ -5,18 +5,19 @@
     python benchmarks/checkpoint.py --quick                  2 processes, 2 MB, seconds
     python benchmarks/checkpoint.py --json figures.json --markdown tables.md
 
-The state is that of a transformer and its AdamW: parameters and two moments, sharded along dim 0 over all ranks. Both implementations have
-the same values in the same layouts, as ShardedTensors and DTensors, interleaved in random order; a round starts with a barrier and its time
-is that of the slowest rank. Both sync files before a save returns (torch's default), each save replaces the files of the last one, and
-loads read new files from the page cache.
+The state is that of a transformer and its AdamW: parameters and two moments, sharded along dim 0
+over all ranks. Both implementations have the same values in the same layouts, as ShardedTensors and
+DTensors, interleaved in random order; a round starts with a barrier and its time is that of the
+slowest rank. Both sync files before a save returns (torch's default), each save replaces the files
+of the last one, and loads read new files from the page cache.
 
     save             the whole state
     load             onto the layouts of the save
     load replicated  every rank gets the whole state
     load other cut   sharded along dim 1
 
-Every loaded state is compared bitwise with the saved one, and each implementation loads the other's files. Ours write and verify a CRC-32
-of every piece; torch's have no checksum.
+Every loaded state is compared bitwise with the saved one, and each implementation loads the other's
+files. Ours write and verify a CRC-32 of every piece; torch's have no checksum.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class CheckpointSetup:
         self.nbytes = sum(x.nbytes for x in self.whole.values())
 
     def our(self, dim: int | None, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state as ShardedTensors sharded along `dim`; tensors without this dim are replicated."""
+        """Return the state as ShardedTensors sharded along `dim`; tensors without this dim are
+        replicated.
+        """
         specs = {
             name: P() if dim is None or dim >= x.dim() else P(*[None] * dim, AXIS)
             for name, x in whole.items()
@@ -176,7 +179,9 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 def measured(
     sizes: tuple[int, int, int], folder: Path, rounds: int
 ) -> tuple[int, dict[str, dict[str, list[float]]]]:
-    """Return the bytes of the state, and this rank's seconds per round by operation and implementation."""
+    """Return the bytes of the state, and this rank's seconds per round by operation and
+    implementation.
+    """
     setup = CheckpointSetup(sizes, folder)
     found = {"save": timed(setup.saves(), rounds)}
     for what, dim in CUTS.items():

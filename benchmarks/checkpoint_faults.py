@@ -1,4 +1,5 @@
-"""Robustness of checkpoints: saves killed at every call and at random times, full disks, damaged files, random pairs of meshes.
+"""Robustness of checkpoints: saves killed at every call and at random times, full disks, damaged
+files, random pairs of meshes.
 
     python benchmarks/checkpoint_faults.py                    everything: about 16 minutes on two busy cores
     python benchmarks/checkpoint_faults.py --quick            a few of each
@@ -12,8 +13,9 @@
     damage     2,000 flipped bits, truncated, missing and swapped files
     pairs      2,000 random trees, saved on one random mesh and loaded onto another, in the simulated world
 
-After each, a load must return exactly the old or the new checkpoint, bitwise, or raise an error that names a file; after a kill the next
-save must succeed. The programs are those of tests/sharding/checkpoint/.
+After each, a load must return exactly the old or the new checkpoint, bitwise, or raise an error
+that names a file; after a kill the next save must succeed. The programs are those of
+tests/sharding/checkpoint/.
 """
 
 from __future__ import annotations
@@ -85,7 +87,10 @@ def moment_names(count: int) -> Iterator[str]:
     rng = random.Random(0)
     for _ in range(count):
         who, rank = rng.choice(("one", "all")), rng.randrange(4)
-        yield f"{rng.choice(('save', 'replace', 'async'))} {who} {rank} {rng.uniform(0, LONGEST_S):.4f} after"
+        yield (
+            f"{rng.choice(('save', 'replace', 'async'))} {who} {rank} "
+            f"{rng.uniform(0, LONGEST_S):.4f} after"
+        )
 
 
 def killed(names: Sequence[str], at_once: int) -> Counter[str]:
@@ -108,7 +113,7 @@ def killed(names: Sequence[str], at_once: int) -> Counter[str]:
     return found
 
 
-# -- disks, damage and pairs -------------------------------------------------------------------------------------------
+# -- disks, damage and pairs -----------------------------------------------------------------------
 
 
 def saved(folder: Path, step: int) -> None:

@@ -5,13 +5,15 @@
     python benchmarks/compiled.py --processes 4 --no-inductor      the same without Inductor, which takes minutes to compile
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
-Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A step is forward, backward
-and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
-The implementations are interleaved in every round (see measure.py); figures are minima. Losses are compared before timing.
+Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A
+step is forward, backward and the gradients of all weights. "plain" is the same arithmetic on local
+tensors of the same shapes, without collectives. The implementations are interleaved in every round
+(see measure.py); figures are minima. Losses are compared before timing.
 
-On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see compiled_steps.py. Times are medians;
-ratios of times are medians of the rounds' ratios. "recording" is the call in which `sm.jit` records a graph, runs its passes and
-compares them between ranks, without compiling it.
+On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see
+compiled_steps.py. Times are medians; ratios of times are medians of the rounds' ratios. "recording"
+is the call in which `sm.jit` records a graph, runs its passes and compares them between ranks,
+without compiling it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ Weights = list[tuple[Tensor, Tensor, Tensor]]
 def weights(
     place: Callable[[Tensor, int | None], Tensor], layers: int = LAYERS, width: int = WIDTH
 ) -> Weights:
-    """Return norm, up and down projection of each block; up is sharded by output features, down by input features."""
+    """Return norm, up and down projection of each block; up is sharded by output features, down by
+    input features.
+    """
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(layers):
@@ -162,7 +166,7 @@ def check(losses: dict[str, float]) -> None:
         raise SystemExit(f"the losses differ between implementations: {losses}")
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 COLUMNS = ("implementation", "step ms", "calls", "MB received", "peak MB", "recording s")
 RATIO_COLUMNS = ("sm.jit compared with", "ratio", "goal")
@@ -245,7 +249,7 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
     return tables, figures
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:

@@ -1,8 +1,10 @@
-"""Training steps of `compiled.py` on processes: layers of TP + SP, and FSDP, eager, under torch.compile and under `sm.jit`.
+"""Training steps of `compiled.py` on processes: layers of TP + SP, and FSDP, eager, under
+torch.compile and under `sm.jit`.
 
-The model, the data and the layers are those of `train.py`. Every implementation makes the same first steps, whose losses are compared; then
-they take turns. Collectives and bytes of torch's are counted at its dispatcher (train_counts.py), ours by `comm_budget`, which counts
-them the same way. Memory is that of the allocator, by torch's profiler, so that what compiled code allocates counts.
+The model, the data and the layers are those of `train.py`. Every implementation makes the same
+first steps, whose losses are compared; then they take turns. Collectives and bytes of torch's are
+counted at its dispatcher (train_counts.py), ours by `comm_budget`, which counts them the same way.
+Memory is that of the allocator, by torch's profiler, so that what compiled code allocates counts.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Form:
     Attributes:
         ours: makes the training.
         theirs: implementations of torch, by name.
-        peer: the one that `sm.jit` is compared with, and what the ratios of times to it and to ours, eager, should be.
+        peer: the one that `sm.jit` is compared with, and what the ratios of times to it and to
+            ours, eager, should be.
     """
 
     name: str
@@ -63,7 +66,9 @@ class Form:
 
 
 def compiled_tensor_parallel(setup: Setup) -> Training:
-    """DTensor's tensor and sequence parallelism under torch.compile, as one graph: block by block, torch 2.13 fails in backward."""
+    """DTensor's tensor and sequence parallelism under torch.compile, as one graph: block by block,
+    torch 2.13 fails in backward.
+    """
     training = their_tensor_parallel(setup)
     training.model.compile()
     return training
@@ -83,7 +88,8 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Found:
-    """A implementation on one rank, or on all of them: the slowest rank of each round, and the most of any.
+    """A implementation on one rank, or on all of them: the slowest rank of each round, and the most
+    of any.
 
     Attributes:
         times: of a step.
@@ -109,7 +115,9 @@ class Found:
 
 
 class Steps:
-    """The steps of an implementation, one batch after the other; under `sm.jit` with these options if a backend is given."""
+    """The steps of an implementation, one batch after the other; under `sm.jit` with these options
+    if a backend is given.
+    """
 
     def __init__(self, training: Training, backend: str | None = None, **options: Any) -> None:
         self._training, self._done, self._eager = training, 0, backend is None
@@ -198,8 +206,8 @@ def collectives_of(call: Call, theirs: bool) -> tuple[int, int]:
 
 
 def peak_of(call: Call) -> int:
-    """Return the most bytes that are allocated during a call, above those before it; the least of several calls, since gloo's threads
-    may release buffers late."""
+    """Return the most bytes that are allocated during a call, above those before it; the least of
+    several calls, since gloo's threads may release buffers late."""
     return min(_peak_of_one(call) for _ in range(10))
 
 
@@ -208,8 +216,10 @@ def _peak_of_one(call: Call) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]  # type: ignore[union-attr]
+        event
+        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == "[memory]"
+    ]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()  # type: ignore[attr-defined]

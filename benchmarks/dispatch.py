@@ -1,4 +1,5 @@
-"""Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor, and shardmesh.
+"""Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor,
+and shardmesh.
 
     python benchmarks/dispatch.py                          tables on the terminal, about two minutes
     python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes time
@@ -6,10 +7,11 @@
                                                            optimizers
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
-One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is that of Python and the
-dispatcher. The implementations are interleaved in every round (see measure.py), and all sections run several times, since
-other load can last longer than all rounds of one case. "over plain" is a difference of minima, in microseconds; values
-ending in "x" are ratios of medians.
+One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is
+that of Python and the dispatcher. The implementations are interleaved in every round (see
+measure.py), and all sections run several times, since other load can last longer than all rounds of
+one case. "over plain" is a difference of minima, in microseconds; values ending in "x" are ratios
+of medians.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ PLAIN, DTENSOR, OURS = "plain", "DTensor", "ours"
 
 @dataclass(frozen=True)
 class Size:
-    """Local sizes: `x` is [rows, width]; the MLP is [rows, width] -> [rows, hidden] -> [rows, width]."""
+    """Local sizes: `x` is [rows, width]; the MLP is [rows, width] -> [rows, hidden] -> [rows,
+    width].
+    """
 
     rows: int
     width: int
@@ -51,7 +55,7 @@ SIZES = {"small": Size(4, 8, 16, rounds=25), "large": Size(256, 512, 1024, round
 PASSES = 4
 
 
-# -- the implementations -----------------------------------------------------------------------------------------------
+# -- the implementations ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Implementation:
         name: for the tables.
         mesh: its mesh of 8 ranks; None for plain tensors.
         ranks: number of local tensors in a global one.
-        place: makes a distributed tensor from this rank's part, sharded along a dim, or replicated for None.
+        place: makes a distributed tensor from this rank's part, sharded along a dim, or replicated
+            for None.
     """
 
     name: str
@@ -71,7 +76,9 @@ class Implementation:
     place: Callable[[Tensor, int | None], Tensor]
 
     def leaf(self, local: Tensor, dim: int | None, grad: bool) -> Tensor:
-        """Return a leaf with this local part: sharded along `dim`, or replicated if `dim` is None."""
+        """Return a leaf with this local part: sharded along `dim`, or replicated if `dim`
+        is None.
+        """
         return self.place(local.clone(), dim).requires_grad_(grad)
 
 
@@ -104,7 +111,7 @@ def global_shape(local: Tensor, dim: int | None) -> list[int]:
     return [size * WORLD if i == dim else size for i, size in enumerate(local.shape)]
 
 
-# -- operators ---------------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -170,7 +177,7 @@ def bound(run: Callable[[Any], Any], argument: Any) -> Call:
     return lambda: run(argument)
 
 
-# -- handling ----------------------------------------------------------------------------------------------------------
+# -- handling --------------------------------------------------------------------------------------
 
 
 def time_handling(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
@@ -221,7 +228,7 @@ def _handling_calls(
     }
 
 
-# -- moves -------------------------------------------------------------------------------------------------------------
+# -- moves -----------------------------------------------------------------------------------------
 
 
 def time_moves(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
@@ -287,14 +294,15 @@ def _move_calls(
     }
 
 
-# -- new shapes --------------------------------------------------------------------------------------------------------
+# -- new shapes ------------------------------------------------------------------------------------
 
 
 def time_new_shapes(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
     """Time linear and add on new shapes, four in a row, on meshes of one to four axes.
 
-    On four axes DTensor takes seconds per call, and is left out. On fewer it takes milliseconds, which leaves caches cold for the
-    next implementation; with four calls in a row this affects one of them.
+    On four axes DTensor takes seconds per call, and is left out. On fewer it takes milliseconds,
+    which leaves caches cold for the next implementation; with four calls in a row this affects one
+    of them.
     """
     for mesh_shape in ((8,), (2, 4), (2, 2, 2), (1, 2, 2, 2)):
         names = ("a", "b", "c", "d")[: len(mesh_shape)]
@@ -347,13 +355,15 @@ def _on_new_shapes(
     return lambda: operator(next(fresh), weight)
 
 
-# -- a tensor-parallel MLP ---------------------------------------------------------------------------------------------
+# -- a tensor-parallel MLP -------------------------------------------------------------------------
 
 
 def time_mlp(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
-    """Time forward and backward of gelu(x @ w1.T) @ w2.T, w1 sharded by output features, w2 by input features.
+    """Time forward and backward of gelu(x @ w1.T) @ w2.T, w1 sharded by output features, w2 by
+    input features.
 
-    "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as in a hand-written tensor-parallel layer.
+    "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as in a
+    hand-written tensor-parallel layer.
     """
     x, w1, w2 = (
         torch.randn(size.rows, size.width),
@@ -416,7 +426,7 @@ def _module_step(mesh: Any, x: Tensor, size: Size) -> Call:
     return step
 
 
-# -- a stack of transformer blocks -------------------------------------------------------------------------------------
+# -- a stack of transformer blocks -----------------------------------------------------------------
 
 LAYERS, HEADS = 12, 4
 
@@ -435,7 +445,9 @@ def time_stack(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTim
 
 
 class _TensorParallelBlock:
-    """Pre-norm transformer block: heads and hidden features are sharded, the residual stream is replicated."""
+    """Pre-norm transformer block: heads and hidden features are sharded, the residual stream is
+    replicated.
+    """
 
     def __init__(self, impl: Implementation, width: int) -> None:
         def weight(rows: int, columns: int, dim: int | None) -> Tensor:
@@ -490,7 +502,7 @@ def _stack_step(impl: Implementation, tokens: int, width: int) -> Call:
     return step
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 PARAMETERS = 100
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -518,7 +530,7 @@ def _adamw_step(impl: Implementation, size: Size, options: dict[str, Any]) -> Ca
     return lambda: optimizer.step()
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -529,7 +541,9 @@ class CaseTimes:
     times: dict[str, Times]
 
     def above(self, name: str) -> float | None:
-        """Return the difference to plain between minima, in microseconds; None if either was not timed."""
+        """Return the difference to plain between minima, in microseconds; None if either was not
+        timed.
+        """
         if PLAIN not in self.times or name not in self.times:
             return None
         return (self.times[name].best - self.times[PLAIN].best) * 1e6
@@ -593,7 +607,9 @@ MLP_COLUMNS = ("implementation", "min us", "median us", "x plain", "x by hand")
 
 
 def mlp_rows(found: CaseTimes) -> list[list[str]]:
-    """Return the table of the MLP: one row per implementation, of which there are more than in the other cases."""
+    """Return the table of the MLP: one row per implementation, of which there are more than in the
+    other cases.
+    """
     return [
         [
             name,

@@ -1,9 +1,10 @@
 """Redistribution by DTensor's two planners, and the bytes that it moves.
 
-Greedy is what `DTensor.redistribute` does: axis by axis. Min-cost is the cheapest sequence of such steps by DTensor's cost
-model, found by Dijkstra's algorithm; in torch 2.13 only the private context manager
-`torch.distributed.tensor._redistribute.use_min_cost_redistribution_plan()` selects it. The cache of plans ignores the
-planner, so each planner gets a separate mesh: same process groups, other axis names.
+Greedy is what `DTensor.redistribute` does: axis by axis. Min-cost is the cheapest sequence of such
+steps by DTensor's cost model, found by Dijkstra's algorithm; in torch 2.13 only the private context
+manager `torch.distributed.tensor._redistribute.use_min_cost_redistribution_plan()` selects it. The
+cache of plans ignores the planner, so each planner gets a separate mesh: same process groups, other
+axis names.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
 def redistribution(
     local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int]
 ) -> Call:
-    """Return the call that redistributes. The first call fixes the planner: run it inside `use_min_cost_redistribution_plan`.
+    """Return the call that redistributes. The first call fixes the planner: run it inside
+    `use_min_cost_redistribution_plan`.
 
-    `DTensor.redistribute` does not support `Partial` as the destination; the internal function that DTensor uses in backward does.
+    `DTensor.redistribute` does not support `Partial` as the destination; the internal function that
+    DTensor uses in backward does.
     """
     x = dt.DTensor.from_local(
         local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
@@ -62,7 +65,8 @@ class CountFunctional(TorchDispatchMode):
     Attributes:
         received: total bytes received.
         launches: number of collectives.
-        saved_on_gpu: bytes that DTensor saves on a GPU, where it changes the sharded dim by an all_to_all.
+        saved_on_gpu: bytes that DTensor saves on a GPU, where it changes the sharded dim by an
+            all_to_all.
     """
 
     def __init__(self) -> None:

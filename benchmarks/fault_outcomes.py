@@ -91,7 +91,9 @@ def _kinds(outcome: Outcome, rank: int, expected: Any) -> Iterable[str]:
 
 
 def _names_outliers(fault: Fault, text: str) -> bool:
-    """Return whether torch's DETAIL names the outliers: it shows the calls of two different ranks, or lists missing ranks."""
+    """Return whether torch's DETAIL names the outliers: it shows the calls of two different ranks,
+    or lists missing ranks.
+    """
     differing = set(re.findall(r"Rank (\d+) is running collective", text))
     missing = re.search(r"Ranks ([\d, ]+) failed to pass", text)
     return {str(rank) for rank in fault.outliers} <= differing | set(
@@ -99,7 +101,7 @@ def _names_outliers(fault: Fault, text: str) -> bool:
     )
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

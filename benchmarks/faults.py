@@ -1,16 +1,19 @@
-"""Outcomes of faulty programs with torch.distributed, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and with shardmesh's monitor.
+"""Outcomes of faulty programs with torch.distributed, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and with
+shardmesh's monitor.
 
     python benchmarks/faults.py                            all programs, three ways: about 25 minutes
     python benchmarks/faults.py --only is_killed           one program; may be given several times
     python benchmarks/faults.py --ours                     shardmesh only: a few minutes
     python benchmarks/faults.py --json figures.json --markdown docs/faults.md
 
-The programs are those of tests/faults/: each runs on four gloo processes, forked from one that has imported everything. With
-torch they use `torch.distributed.tensor` instead of `shardmesh`, and a timeout of 5 s for all groups instead of 30 minutes.
-Results are compared with those of the same program without the fault.
+The programs are those of tests/faults/: each runs on four gloo processes, forked from one that has
+imported everything. With torch they use `torch.distributed.tensor` instead of `shardmesh`, and a
+timeout of 5 s for all groups instead of 30 minutes. Results are compared with those of the same
+program without the fault.
 
-The latency is the time from when the outlier diverges (it records the time just before) to the error on each other rank. Ours
-runs one job at a time, so that no other job competes with its four processes.
+The latency is the time from when the outlier diverges (it records the time just before) to the
+error on each other rank. Ours runs one job at a time, so that no other job competes with its four
+processes.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ PARTS = {
     "torch_calls": "A rank calls torch.distributed differently",
     "torch_messages": "Torch's groups, messages, object and functional collectives",
     "torch_training": "DDP and FSDP2",
-    "torch_endings": "A rank raises, dies, ends or hangs while others are in torch.distributed calls",
+    "torch_endings": (
+        "A rank raises, dies, ends or hangs while others are in torch.distributed calls"
+    ),
 }
 # Target latency by kind of verdict, in seconds.
 TARGETS = {
@@ -107,7 +112,7 @@ def is_well(outcome: Outcome) -> bool:
     return all(rank.done and rank.status == 0 for rank in outcome.ranks)
 
 
-# -- the tables --------------------------------------------------------------------------------------------------------
+# -- the tables ------------------------------------------------------------------------------------
 
 
 def table_row(row: FaultRow) -> list[str]:

@@ -1,16 +1,18 @@
-"""Host time of the functional API: entering and leaving a mapped function, its collectives, and type checking.
+"""Host time of the functional API: entering and leaving a mapped function, its collectives, and
+type checking.
 
     python benchmarks/functional.py                        tables on the terminal, about six minutes
     python benchmarks/functional.py --only collectives     one of: boundary, collectives, operators
     python benchmarks/functional.py --json figures.json --markdown tables.md
 
-One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is that of Python and the dispatcher.
-Ours is compared with raw calls of torch.distributed, torch's functional collectives, DTensor's `local_map`, and spmd_types with and
-without its checker, if it is installed (`pip install spmd-types --no-deps`).
+One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is
+that of Python and the dispatcher. Ours is compared with raw calls of torch.distributed, torch's
+functional collectives, DTensor's `local_map`, and spmd_types with and without its checker, if it is
+installed (`pip install spmd-types --no-deps`).
 
-Every implementation runs a case many times in a row inside its own context (a mapped function, an enabled checker), which spreads the
-cost of entering it, and all are interleaved in every round (see measure.py). Times are minima, differences are between minima, ratios
-between medians.
+Every implementation runs a case many times in a row inside its own context (a mapped function, an
+enabled checker), which spreads the cost of entering it, and all are interleaved in every round (see
+measure.py). Times are minima, differences are between minima, ratios between medians.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def timed(
     )
 
 
-# -- entering and leaving ----------------------------------------------------------------------------------------------
+# -- entering and leaving --------------------------------------------------------------------------
 
 PARAMETERS = 20
 
@@ -186,7 +188,9 @@ def _their_map(boundary: Boundary) -> Callable[..., Any]:
 
 
 def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) -> dict[str, Call]:
-    """Return calls of spmd_types' `local_map`, which takes local tensors; its checker ignores backward."""
+    """Return calls of spmd_types' `local_map`, which takes local tensors; its checker ignores
+    backward.
+    """
     spmd, group = setup.spmd, setup.group
     ins, outs = (
         [{group: spmd.R if dim is None else spmd.S(dim)} for dim in dims]
@@ -205,11 +209,13 @@ def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) ->
     return rows
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def time_collectives(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes]:
-    """Time each collective on contiguous buffers: forward without and with an autograd graph, and forward with backward."""
+    """Time each collective on contiguous buffers: forward without and with an autograd graph, and
+    forward with backward.
+    """
     for case in CASES:
         yield timed(case.name, _collective_calls(setup, case, False, False), config)
         if case.differentiable:
@@ -269,7 +275,7 @@ def _inside(
     return partial(mapped, setup.our(x, 0))
 
 
-# -- operators inside --------------------------------------------------------------------------------------------------
+# -- operators inside ------------------------------------------------------------------------------
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "y * w": lambda y, w: y * w,
@@ -342,7 +348,7 @@ def _spmd_body(
         body(x, w)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -392,20 +398,28 @@ def number(value: float | None, unit: str = "") -> str:
 
 SECTIONS = {
     "boundary": Section(
-        "Entering and leaving a mapped function", time_boundary,
+        "Entering and leaving a mapped function",
+        time_boundary,
         (PLAIN, ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP, DTENSOR, SPMD, SPMD_CHECKED),
-        (ONCE, NEVER, DTENSOR, SPMD_CHECKED), ((DTENSOR, ONCE),),
+        (ONCE, NEVER, DTENSOR, SPMD_CHECKED),
+        ((DTENSOR, ONCE),),
     ),
     "collectives": Section(
-        "Collectives inside a mapped function; plain is the raw call, inside a hand-written autograd function with a graph",
-        time_collectives, (PLAIN, NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED),
-        (NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED), ((FUNCTIONAL, NEVER), (SPMD, NEVER)),
+        "Collectives inside a mapped function; plain is the raw call, inside a hand-written "
+        "autograd function with a graph",
+        time_collectives,
+        (PLAIN, NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED),
+        (NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED),
+        ((FUNCTIONAL, NEVER), (SPMD, NEVER)),
     ),
     "operators": Section(
-        "One operator inside a mapped function", time_operators, (PLAIN, ONCE, NEVER, ALWAYS, SPMD_CHECKED),
-        (ONCE, NEVER, ALWAYS, SPMD_CHECKED), ((SPMD_CHECKED, ALWAYS),),
+        "One operator inside a mapped function",
+        time_operators,
+        (PLAIN, ONCE, NEVER, ALWAYS, SPMD_CHECKED),
+        (ONCE, NEVER, ALWAYS, SPMD_CHECKED),
+        ((SPMD_CHECKED, ALWAYS),),
     ),
-}  # fmt: skip
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,6 @@
-"""Setup of `functional.py`: one process group, a mesh of each implementation over it, and sharded tensors on each mesh."""
+"""Setup of `functional.py`: one process group, a mesh of each implementation over it, and sharded
+tensors on each mesh.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Setup:
             yield
 
     def our(self, local: Tensor, dim: int | None) -> Any:
-        """Return a `ShardedTensor` leaf with this local part: sharded along `dim`, or replicated if `dim` is None."""
+        """Return a `ShardedTensor` leaf with this local part: sharded along `dim`, or replicated if
+        `dim` is None.
+        """
         shape = [n * WORLD if i == dim else n for i, n in enumerate(local.shape)]
         whole = sm.from_local(local.detach().clone(), self.ours, our_spec(dim), shape=shape)
         return whole.requires_grad_(local.requires_grad)

@@ -5,20 +5,23 @@
     python benchmarks/kernel_bytes.py --size 1                 MB of the full tensor (default 1)
     python benchmarks/kernel_bytes.py --markdown tables.md     writes there instead
 
-Ours: the kernels run in Triton's interpreter, which records every address that a program loads from or stores to. Addresses
-inside a case's tensors count; tables of a few KB, which caches hold, do not. The addresses give
+Ours: the kernels run in Triton's interpreter, which records every address that a program loads from
+or stores to. Addresses inside a case's tensors count; tables of a few KB, which caches hold, do
+not. The addresses give
 
     read, written    bytes per element of the full tensor
     sectors used     share of used bytes in the 32-byte sectors that the 32 lanes of a warp access at a time
     from memory      bytes of the sectors per element, each sector counted once per program: the memory traffic if no
                      program finds another's data in the cache
 
-Lanes are assigned to warps as in Triton's layout pass: neighbours along the dim that is contiguous in memory, each with as many
-contiguous elements as fit into 16 bytes (tests/kernels/test_assembly.py checks this in the machine code).
+Lanes are assigned to warps as in Triton's layout pass: neighbours along the dim that is contiguous
+in memory, each with as many contiguous elements as fit into 16 bytes
+(tests/kernels/test_assembly.py checks this in the machine code).
 
-Torch: the same expression runs on the CPU under a dispatch mode that adds up the bytes of the tensors that each operation
-reads and writes; views and empty tensors are free. An operation counts as one launch, which favours torch: some
-take several (for instance `cat` of unaligned parts, or `copy_` between irregular strides).
+Torch: the same expression runs on the CPU under a dispatch mode that adds up the bytes of the
+tensors that each operation reads and writes; views and empty tensors are free. An operation counts
+as one launch, which favours torch: some take several (for instance `cat` of unaligned parts, or
+`copy_` between irregular strides).
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class Traffic:
         return self.read + self.written
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ class Access:
 
 
 def vector_width(flat: np.ndarray, mask: np.ndarray, itemsize: int) -> int:
-    """Return the vector width of a lane: the largest power of two of elements that are contiguous everywhere, up to 16 bytes."""
+    """Return the vector width of a lane: the largest power of two of elements that are contiguous
+    everywhere, up to 16 bytes.
+    """
     count = VECTOR // itemsize
     while count > 1:
         if flat.size % count == 0:
@@ -148,7 +153,8 @@ class KernelTraffic(Traffic):
     """Memory traffic of kernels.
 
     Attributes:
-        touched: number of sectors that warps access, summed over their accesses, by "load" or "store".
+        touched: number of sectors that warps access, summed over their accesses, by "load" or
+            "store".
         sectors: the set of sectors that a program accesses, by ("load" or "store", program).
     """
 
@@ -167,7 +173,9 @@ class KernelTraffic(Traffic):
         self.sectors[access.op, access.program].update(np.unique(sectors[mask]).tolist())
 
     def used(self, op: str) -> float | None:
-        """Return the share of used bytes in the sectors that warps access; None without accesses."""
+        """Return the share of used bytes in the sectors that warps access; None without
+        accesses.
+        """
         moved = self.read if op == "load" else self.written
         return moved / (SECTOR * self.touched[op]) if self.touched[op] else None
 
@@ -237,7 +245,7 @@ def recording(accesses: list[Access]) -> Iterator[list[str]]:
         yield launches
 
 
-# -- torch -------------------------------------------------------------------------------------------------------------
+# -- torch -----------------------------------------------------------------------------------------
 
 
 class TrafficMode(TorchDispatchMode):
@@ -304,7 +312,7 @@ def moved_by_torch(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Traf
     return mode.moved
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -357,10 +365,16 @@ def summary(found: Sequence[CaseTraffic]) -> str:
         if one.ours.bytes
         for moved in one.peers.values()
     ]
-    line = f"Ours moves no more than the inputs and the results, each once, in {least} of {len(found)} cases"
+    line = (
+        f"Ours moves no more than the inputs and the results, each once, in {least} of "
+        f"{len(found)} cases"
+    )
     if not ratios:
         return line + "."
-    more = f"{min(ratios):.2f} to {max(ratios):.2f} times as much, {statistics.median(ratios):.2f} in the median"
+    more = (
+        f"{min(ratios):.2f} to {max(ratios):.2f} times as much, {statistics.median(ratios):.2f} in "
+        "the median"
+    )
     return f"{line}; torch's operations move {more}."
 
 
@@ -387,15 +401,18 @@ def document(found: Sequence[CaseTraffic], megabytes: float) -> str:
     environ = environment()
     command = shlex.join(["python", "benchmarks/kernel_bytes.py", *sys.argv[1:]])
     description = (__doc__ or "").split("\n\n", 2)[2]
-    return "\n\n".join([
-        f"# Bytes that the kernels move, {environ['date']}",
-        f"Computed from the addresses that the kernels access in Triton's interpreter, no GPU: `{command}`, "
-        f"full tensors of {megabytes:g} MB, {RANKS} ranks, triton {triton_version()}.",
-        description.rstrip(),
-        markdown(COLUMNS, [row for one in found for row in one.rows()]),
-        summary(found),
-        environment_line(environ),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"# Bytes that the kernels move, {environ['date']}",
+            "Computed from the addresses that the kernels access in Triton's interpreter, no GPU: "
+            f"`{command}`, full tensors of {megabytes:g} MB, {RANKS} ranks, triton "
+            f"{triton_version()}.",
+            description.rstrip(),
+            markdown(COLUMNS, [row for one in found for row in one.rows()]),
+            summary(found),
+            environment_line(environ),
+        ]
+    )
 
 
 def triton_version() -> str:

@@ -1,8 +1,10 @@
-"""Benchmark cases of the kernels: each case runs our kernel and the torch operations that do the same.
+"""Benchmark cases of the kernels: each case runs our kernel and the torch operations that do the
+same.
 
     full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as in torch.chunk
 
-The torch operations are those that PyTorch's libraries run before and after their collectives (read in torch 2.13):
+The torch operations are those that PyTorch's libraries run before and after their collectives (read
+in torch 2.13):
 
     DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`; S -> R: `Shard._to_replicate_tensor`,
                 over `funcol.all_gather_single`; uneven chunks are padded before and narrowed after
@@ -83,7 +85,8 @@ class Work:
     """A case at some size, on some device.
 
     Attributes:
-        elements: number of elements of the full tensor, or of all contributions; figures are bytes per element.
+        elements: number of elements of the full tensor, or of all contributions; figures are bytes
+            per element.
         inputs: inputs of ours and of the peers.
         ours: called with the inputs.
         peers: torch's operations, by name.
@@ -95,7 +98,9 @@ class Work:
     peers: Mapping[str, Peer]
 
     def needed(self) -> int:
-        """Return the bytes that must be read or written: inputs and results, each once; 0 if the results are views."""
+        """Return the bytes that must be read or written: inputs and results, each once; 0 if the
+        results are views.
+        """
         made = tensors_in(self.ours(*self.inputs))
         if {storage_of(x) for x in made} <= {storage_of(x) for x in self.inputs}:
             return 0
@@ -151,7 +156,9 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def chunks(shape: Sequence[int], dim: int) -> list[Box]:
-    """Return the box of each rank when this dim is split as in torch.chunk; empty for ranks without a part."""
+    """Return the box of each rank when this dim is split as in torch.chunk; empty for ranks without
+    a part.
+    """
     step, n = -(-shape[dim] // RANKS), shape[dim]
     bounds = [(min(r * step, n), min(r * step + step, n)) for r in range(RANKS)]
     return [
@@ -164,7 +171,7 @@ def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     return torch.randn(shape, device=device).to(dtype)
 
 
-# -- one tensor --------------------------------------------------------------------------------------------------------
+# -- one tensor ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,9 @@ class Split:
     target: float = BOX_COPY
 
     def shape(self, elements: int) -> tuple[int, ...]:
-        """Return a shape of about this many elements; dim 0 is even unless it is split and the name says uneven."""
+        """Return a shape of about this many elements; dim 0 is even unless it is split and the name
+        says uneven.
+        """
         rows = max(RANKS, elements // math.prod(self.inner) // RANKS * RANKS)
         return (rows - 3 * (self.dim == 0 and "uneven" in self.name), *self.inner)
 
@@ -255,7 +264,9 @@ def uneven_pack_peers(shape: Sequence[int], dim: int) -> dict[str, Peer]:
 
 
 def cat_of_chunks(x: Tensor, dim: int) -> Tensor:
-    """Arrange chunks along this dim as `funcol.reduce_scatter_single` and FSDP2's `foreach_reduce` do."""
+    """Arrange chunks along this dim as `funcol.reduce_scatter_single` and FSDP2's `foreach_reduce`
+    do.
+    """
     return torch.cat(x.chunk(RANKS, dim)) if dim else x
 
 
@@ -274,7 +285,9 @@ def pad(x: Tensor, dim: int, more: int) -> Tensor:
 def unpacking(
     split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str
 ) -> Work:
-    """Return the work after an all_gather along a dim; every rank's part is padded to the same number of elements."""
+    """Return the work after an all_gather along a dim; every rank's part is padded to the same
+    number of elements.
+    """
     shape, dim = split.shape(size // dtype.itemsize), split.dim
     part = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
     boxes, length = chunks(shape, dim), math.prod(part)
@@ -300,7 +313,9 @@ def unpack_peers(shape: Sequence[int], dim: int, part: Sequence[int]) -> dict[st
 def uneven_unpack_peers(
     flat: Tensor, boxes: Sequence[Box], dim: int, part: Sequence[int]
 ) -> dict[str, Peer]:
-    """Return the peer on the same values: DTensor pads each part along the dim, ours after the part's elements."""
+    """Return the peer on the same values: DTensor pads each part along the dim, ours after the
+    part's elements.
+    """
     padded = []
     for values, box in zip(flat.view(RANKS, -1), boxes, strict=True):
         sizes = [stop - start for start, stop in box]
@@ -321,7 +336,7 @@ def dtensor_unpack(flat: Tensor, shape: Sequence[int], dim: int, part: Sequence[
     return whole.narrow(dim, 0, shape[dim]).contiguous()
 
 
-# -- cast and scale ----------------------------------------------------------------------------------------------------
+# -- cast and scale --------------------------------------------------------------------------------
 
 
 def casting(split: Split, size: int, device: torch.device | str) -> Work:
@@ -338,7 +353,7 @@ def casting(split: Split, size: int, device: torch.device | str) -> Work:
     return Work(x.numel(), (x,), ours, {"to(), *, cat of chunks": Peer(chain, compiled=True)})
 
 
-# -- many tensors ------------------------------------------------------------------------------------------------------
+# -- many tensors ----------------------------------------------------------------------------------
 
 LAYER = (
     (4, 1),
@@ -358,7 +373,8 @@ def layer(elements: int, even: bool) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A layer's tensors in one buffer: each rank's parts of all tensors are contiguous, each padded to the same size.
+    """A layer's tensors in one buffer: each rank's parts of all tensors are contiguous, each padded
+    to the same size.
 
     Attributes:
         shapes: shapes of the tensors.
@@ -449,7 +465,7 @@ def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str
     )
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def summing(dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
@@ -462,7 +478,9 @@ def summing(dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
 
 
 def bucket_summing(size: int, device: torch.device | str) -> Work:
-    """Return the work of summing eight contributions to each tensor of a layer; those of a rank are contiguous."""
+    """Return the work of summing eight contributions to each tensor of a layer; those of a rank are
+    contiguous.
+    """
     shapes = layer(size // BF16.itemsize // RANKS, even=False)
     sizes = [math.prod(shape) for shape in shapes]
     total, starts = sum(sizes), list(accumulate(sizes, initial=0))[:-1]
@@ -483,7 +501,7 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
     )
 
 
-# -- quantized ---------------------------------------------------------------------------------------------------------
+# -- quantized -------------------------------------------------------------------------------------
 
 CODES = {
     "int8": (126.0, torch.int8),
@@ -512,7 +530,9 @@ def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
 
 
 def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
-    """Return the work of summing eight quantized contributions: the local part of an all_to_all_reduce."""
+    """Return the work of summing eight quantized contributions: the local part of an
+    all_to_all_reduce.
+    """
     length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
     flat = quantized(random((RANKS, length), BF16, device), 0, transport)
     add = compile_dequantize(
@@ -536,13 +556,15 @@ def dequantized(flat: Tensor, transport: str) -> Tensor:
     return (values * scales.view(FP32).unsqueeze(-1)).sum(0).to(BF16).view(-1)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 def drawing(
     draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: torch.device | str
 ) -> Work:
-    """Return the work of drawing random numbers that do not depend on the mesh; torch draws other values."""
+    """Return the work of drawing random numbers that do not depend on the mesh; torch draws other
+    values.
+    """
     shape = (size // dtype.itemsize,)
     box = ((0, shape[0]),)
     return Work(
@@ -553,7 +575,7 @@ def drawing(
     )
 
 
-# -- the list ----------------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 CASES: tuple[KernelCase, ...] = (
     *(

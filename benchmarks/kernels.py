@@ -6,18 +6,19 @@
     python benchmarks/kernels.py --only "uneven"      cases whose names contain this; may be given several times
     python benchmarks/kernels.py --markdown tables.md --json figures.json
 
-The device-to-device copy rate is measured first: bytes that `copy_` of a contiguous tensor reads and writes per second. Each
-case (kernel_cases.py) then runs ours, the torch operations that it replaces, the same under torch.compile where that is possible,
-and a copy of the bytes that the case must read and write, interleaved in random order. The L2 cache is overwritten before each
-call. Times are between two CUDA events around a call, medians over rounds:
+The device-to-device copy rate is measured first: bytes that `copy_` of a contiguous tensor reads
+and writes per second. Each case (kernel_cases.py) then runs ours, the torch operations that it
+replaces, the same under torch.compile where that is possible, and a copy of the bytes that the case
+must read and write, interleaved in random order. The L2 cache is overwritten before each call.
+Times are between two CUDA events around a call, medians over rounds:
 
     GB/s             bytes that must be read and written (inputs and results, each once) / time
     of the copy      time of the copy of the same bytes / time: 1 is the limit of the memory
     ours faster      time / time of ours
     wanted           targets on an H200: of the copy for ours, of the ratio for the others
 
-All results are compared before anything is timed; a different result is an error that names the implementation. Timing needs a
-GPU; kernel_bytes.py counts bytes without one.
+All results are compared before anything is timed; a different result is an error that names the
+implementation. Timing needs a GPU; kernel_bytes.py counts bytes without one.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
 COPY, OURS, COMPILED = "copy", "ours", ", compiled"
 NO_GPU = (
-    "benchmarks/kernels.py needs a CUDA device, and torch sees none: "
-    "benchmarks/kernel_bytes.py counts what the kernels move without one."
+    "benchmarks/kernels.py needs a CUDA device, and torch sees none: benchmarks/kernel_bytes.py "
+    "counts what the kernels move without one."
 )
 
 Call = Callable[[], Any]
@@ -67,7 +68,8 @@ class TimedPeer:
         bytes: bytes that must be moved.
         copy: median time of a copy of the same bytes.
         ours: median time of ours.
-        wanted: target: for ours the fraction of the copy rate, for others the speedup of ours; None without a target.
+        wanted: target: for ours the fraction of the copy rate, for others the speedup of ours; None
+            without a target.
     """
 
     case: str
@@ -101,16 +103,25 @@ class TimedPeer:
         )
         is_ours = self.who == OURS
         return [
-            self.case, f"{self.megabytes:g}", self.who, f"{self.seconds * 1e6:.1f}", f"{self.bytes / self.seconds / 1e9:.0f}",
-            f"{self.of_copy:.2f}", wanted if is_ours else "", "" if is_ours else f"{self.slower:.2f}x", "" if is_ours else wanted,
-        ]  # fmt: skip
+            self.case,
+            f"{self.megabytes:g}",
+            self.who,
+            f"{self.seconds * 1e6:.1f}",
+            f"{self.bytes / self.seconds / 1e9:.0f}",
+            f"{self.of_copy:.2f}",
+            wanted if is_ours else "",
+            "" if is_ours else f"{self.slower:.2f}x",
+            "" if is_ours else wanted,
+        ]
 
 
-# -- time on a GPU -----------------------------------------------------------------------------------------------------
+# -- time on a GPU ---------------------------------------------------------------------------------
 
 
 def medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each call, interleaved in random order, with a flushed L2 cache."""
+    """Return the median seconds of each call, interleaved in random order, with a flushed
+    L2 cache.
+    """
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
         name: [] for name in calls
@@ -151,7 +162,7 @@ def copy_rate(rounds: int) -> float:
     return size / medians({COPY: copying(size)}, rounds)[COPY]
 
 
-# -- one case ----------------------------------------------------------------------------------------------------------
+# -- one case --------------------------------------------------------------------------------------
 
 
 def measured(case: KernelCase, megabytes: float, rounds: int, compiling: bool) -> list[TimedPeer]:
@@ -195,7 +206,7 @@ def bound(call: Callable[..., Any], work: Work) -> Call:
     return lambda: call(*work.inputs)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def all_measured(
@@ -218,22 +229,28 @@ def summary(found: Sequence[TimedPeer]) -> str:
 
 def hardware() -> str:
     properties = torch.cuda.get_device_properties(0)
-    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda or torch.version.hip}"
+    return (
+        f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA "
+        f"{torch.version.cuda or torch.version.hip}"
+    )
 
 
 def document(found: Sequence[TimedPeer], rate: float) -> str:
     import triton
 
     environ = environment()
-    return "\n\n".join([
-        f"# Kernels, {environ['date']}",
-        f"`{shlex.join(['python', 'benchmarks/kernels.py', *sys.argv[1:]])}` on {hardware()}, triton {triton.__version__}. "
-        f"A device-to-device copy of 1 GB reads and writes {rate / 1e9:.0f} GB/s.",
-        (__doc__ or "").split("\n\n", 2)[2].rstrip(),
-        markdown(COLUMNS, [one.row() for one in found]),
-        summary(found),
-        environment_line(environ),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"# Kernels, {environ['date']}",
+            f"`{shlex.join(['python', 'benchmarks/kernels.py', *sys.argv[1:]])}` on {hardware()}, "
+            f"triton {triton.__version__}. A device-to-device copy of 1 GB reads and writes "
+            f"{rate / 1e9:.0f} GB/s.",
+            (__doc__ or "").split("\n\n", 2)[2].rstrip(),
+            markdown(COLUMNS, [one.row() for one in found]),
+            summary(found),
+            environment_line(environ),
+        ]
+    )
 
 
 def figures(found: Sequence[TimedPeer], rate: float) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Host time of a launch of Triton kernels, through Triton and by `kernels/launcher.py`, on a device that is not there.
+"""Host time of a launch of Triton kernels, through Triton and by `kernels/launcher.py`, on a device
+that is not there.
 
     python benchmarks/launch_time.py                needs triton, no GPU
     python benchmarks/launch_time.py --rounds 1     of 200 calls (default 20)
 
-The launcher of the driver is a function that does nothing, so what is timed is Python: of Triton, of the launcher, and of the call of
-the library. The driver's own launch, 2 to 3 us, comes on top of both. Processor time, the least of all rounds.
+The launcher of the driver is a function that does nothing, so what is timed is Python: of Triton,
+of the launcher, and of the call of the library. The driver's own launch, 2 to 3 us, comes on top of
+both. Processor time, the least of all rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def always() -> bool:
-    """Stand in for a profiler that wants to be told of launches, so that each goes through Triton."""
+    """Stand in for a profiler that wants to be told of launches, so that each goes through
+    Triton.
+    """
     return True
 
 

@@ -4,9 +4,10 @@
     round 1   ours ours ...   plain plain ...   DTensor DTensor ...
     ...
 
-Every implementation runs one short batch per round, in random order, so other load affects all of them alike and none always
-runs after the same other one. The minimum over the rounds is the time without disturbance, the median the typical time; differences
-are taken between minima, ratios between medians.
+Every implementation runs one short batch per round, in random order, so other load affects all of
+them alike and none always runs after the same other one. The minimum over the rounds is the time
+without disturbance, the median the typical time; differences are taken between minima, ratios
+between medians.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def interleaved(
 ) -> dict[str, Times]:
     """Time each call in `rounds` batches of about `batch_s` seconds, in random order.
 
-    Batches are short, so that some of them run undisturbed on a machine with other load. The order is the same on all ranks.
+    Batches are short, so that some of them run undisturbed on a machine with other load. The order
+    is the same on all ranks.
 
     Args:
         calls: what to time, by name.
@@ -86,7 +88,9 @@ def slowest(times: Sequence[Times]) -> Times:
 
 
 def _calls_per_batch(call: Call, batch_s: float, agree: Callable[[int], int]) -> int:
-    """Return how many calls fill a batch, and warm up caches. Makes the same number of calls on all ranks."""
+    """Return how many calls fill a batch, and warm up caches. Makes the same number of calls on all
+    ranks.
+    """
     call()
     if agree(int(batch_s / _batch(call, 1))) <= 1:
         return 1

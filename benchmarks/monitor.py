@@ -1,11 +1,13 @@
-"""Overhead of the monitor: collectives, redistributions and a training step with the monitor on and off, and with torch's DETAIL checks.
+"""Overhead of the monitor: collectives, redistributions and a training step with the monitor on and
+off, and with torch's DETAIL checks.
 
     python benchmarks/monitor.py                     4 gloo processes, then one alone; five minutes on an idle machine
     python benchmarks/monitor.py --only step         one of: collectives, redistribute, step, host
     python benchmarks/monitor.py --quick             2 processes, a tiny model, few rounds
     python benchmarks/monitor.py --json figures.json --markdown tables.md
 
-These modes run in the same processes, interleaved in random order (see measure.py); a round's time is that of its slowest rank:
+These modes run in the same processes, interleaved in random order (see measure.py); a round's time
+is that of its slowest rank:
 
     off       shardmesh without the monitor: `sm.monitor.collective_check("off")`
     on        the default
@@ -14,11 +16,12 @@ These modes run in the same processes, interleaved in random order (see measure.
     DETAIL    the same over process groups with TORCH_DISTRIBUTED_DEBUG=DETAIL checks; a training step is
               shardmesh's over such groups, with the monitor off
 
-"host" is the time spent in Python: one process is rank 0 of 4 (`sm.debug.null_world`) and nothing is communicated. Its first rows
-run on 4 processes, which compare each other's records; the recorded collective moves no data.
+"host" is the time spent in Python: one process is rank 0 of 4 (`sm.debug.null_world`) and nothing
+is communicated. Its first rows run on 4 processes, which compare each other's records; the recorded
+collective moves no data.
 
-Differences are between minima. Ratios are between medians, unless they say minima. "CPU" is the CPU time of all threads of a process;
-other load on the machine does not add to it.
+Differences are between minima. Ratios are between medians, unless they say minima. "CPU" is the CPU
+time of all threads of a process; other load on the machine does not add to it.
 """
 
 from __future__ import annotations
@@ -97,11 +100,13 @@ FULL = MonitorConfig(
 QUICK = MonitorConfig({"fsdp": 2, "tp": 1}, "tiny", dict.fromkeys(SECTIONS, 3), (64,))
 
 
-# -- the modes ---------------------------------------------------------------------------------------------------------
+# -- the modes -------------------------------------------------------------------------------------
 
 
 class Switch:
-    """Switch a mesh's groups to a mode: with or without a recorder, over plain process groups or groups with DETAIL checks."""
+    """Switch a mesh's groups to a mode: with or without a recorder, over plain process groups or
+    groups with DETAIL checks.
+    """
 
     def __init__(self, mesh: sm.DeviceMesh) -> None:
         every = (*mesh.axis_names, tuple(mesh.axis_names))
@@ -138,14 +143,16 @@ def checked_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     backend = type(made._get_backend(torch.device("cpu"))).__name__
     if "Wrapper" not in backend:
         raise RuntimeError(
-            f"with DebugLevel.DETAIL torch {torch.__version__} created a group with {backend}, which checks nothing"
+            f"with DebugLevel.DETAIL torch {torch.__version__} created a group with {backend}, "
+            "which checks nothing"
         )
     return made
 
 
 def measure_ranks(sections: Sequence[str], config: MonitorConfig) -> list[TimedCase]:
     """Return the cases of these sections; runs in every process."""
-    # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at interpreter shutdown.
+    # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at
+    # interpreter shutdown.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -160,7 +167,7 @@ def _mesh_1d(config: MonitorConfig) -> tuple[sm.DeviceMesh, Switch]:
     return mesh, Switch(mesh)
 
 
-# -- raw collectives ---------------------------------------------------------------------------------------------------
+# -- raw collectives -------------------------------------------------------------------------------
 
 
 def time_collectives(config: MonitorConfig) -> list[TimedCase]:
@@ -182,7 +189,9 @@ def time_collectives(config: MonitorConfig) -> list[TimedCase]:
 
 
 def time_monitor_alone(config: MonitorConfig) -> list[TimedCase]:
-    """Time what the monitor does before and after a collective; the collective itself moves no data."""
+    """Time what the monitor does before and after a collective; the collective itself moves no
+    data.
+    """
     mesh, switch = _mesh_1d(config)
     nothing: Call = partial(mesh.group("x").direct, "nothing", 0, 0, torch.float32, lambda: None)
     costs = time_interleaved(
@@ -197,7 +206,9 @@ def time_monitor_alone(config: MonitorConfig) -> list[TimedCase]:
 def _time_torch_call(
     config: MonitorConfig, mesh: sm.DeviceMesh, switch: Callable[[str], None]
 ) -> TimedCase:
-    """Time the same for a call of torch.distributed, with torch's collective replaced by one that moves no data."""
+    """Time the same for a call of torch.distributed, with torch's collective replaced by one that
+    moves no data.
+    """
     group, x = dist.new_group(), torch.zeros(4)
     work: Any = dist.all_reduce(x, group=group, async_op=True)
     work.wait()
@@ -216,7 +227,7 @@ def _time_torch_call(
     return TimedCase("host", f"a call of torch.distributed, {config.ranks} processes", 1, costs)
 
 
-# -- redistributions ---------------------------------------------------------------------------------------------------
+# -- redistributions -------------------------------------------------------------------------------
 
 
 def time_redistribute(config: MonitorConfig) -> list[TimedCase]:
@@ -249,7 +260,7 @@ def _dtensor_round_trip(local: Tensor, mesh: Any) -> Call:
     return lambda: (to_columns(), to_rows())
 
 
-# -- the training example ----------------------------------------------------------------------------------------------
+# -- the training example --------------------------------------------------------------------------
 
 
 def time_step(config: MonitorConfig) -> list[TimedCase]:
@@ -281,7 +292,7 @@ def collectives_of(call: Call) -> int:
     return used.launches
 
 
-# -- one process alone -------------------------------------------------------------------------------------------------
+# -- one process alone -----------------------------------------------------------------------------
 
 
 def time_host(config: MonitorConfig) -> list[TimedCase]:
@@ -329,12 +340,20 @@ def _host_case(name: str, call: Call, count: int, rounds: int) -> TimedCase:
     return TimedCase("host", name, collectives_of(call), costs)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "microseconds, medians", OFF, ON, STRICT, TORCH, DETAIL,
-    "on / off", "on / off, minima", "on - off, a collective", "DETAIL - without, a collective",
-)  # fmt: skip
+    "microseconds, medians",
+    OFF,
+    ON,
+    STRICT,
+    TORCH,
+    DETAIL,
+    "on / off",
+    "on / off, minima",
+    "on - off, a collective",
+    "DETAIL - without, a collective",
+)
 STEP_COLUMNS = (
     "milliseconds, medians",
     *COLUMNS[1:4],
@@ -360,7 +379,9 @@ def row(case: TimedCase) -> list[str]:
 
 
 def step_rows(case: TimedCase) -> list[list[str]]:
-    """Return the rows of the training step: wall time, and CPU time, which varies less on a busy machine."""
+    """Return the rows of the training step: wall time, and CPU time, which varies less on a busy
+    machine.
+    """
     return [
         [
             f"{case.name}, {what}",
@@ -415,7 +436,10 @@ def summary(cases: Sequence[TimedCase]) -> list[str]:
 
 
 def _collective_line(case: TimedCase) -> str:
-    return f"{case.name}: {_per_collective_us(case, case.times(), ON, OFF):.2f} us more with the monitor on."
+    return (
+        f"{case.name}: {_per_collective_us(case, case.times(), ON, OFF):.2f} us more with the "
+        "monitor on."
+    )
 
 
 def _step_line(case: TimedCase) -> str:
@@ -454,7 +478,7 @@ def tables(cases: Sequence[TimedCase]) -> list[tuple[str, Sequence[str], list[li
     return [table for table in found if table[2]]
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line ----------------------------------------------------------------------------------
 
 IN_PROCESSES: dict[str, Callable[[MonitorConfig], list[TimedCase]]] = {
     "collectives": time_collectives,

@@ -5,9 +5,11 @@
     python benchmarks/one_device.py --device cpu --quick         a tiny model on the CPU
     python benchmarks/one_device.py --json figures.json --markdown tables.md
 
-One process is rank 0 of 4 on torch's `fake` backend, where collectives return at once and move nothing. So a step is what a rank
-does apart from communication: the host's work and the device's kernels. The values are not those of a training; `train.py` compares losses.
-The model is that of `train.py`, with AdamW. The implementations take turns in every round (measure.py); times are medians.
+One process is rank 0 of 4 on torch's `fake` backend, where collectives return at once and move
+nothing. So a step is what a rank does apart from communication: the host's work and the device's
+kernels. The values are not those of a training; `train.py` compares losses. The model is that of
+`train.py`, with AdamW. The implementations take turns in every round (measure.py); times are
+medians.
 
     step ms    until the device has done its part
     host ms    until the call returns; where it is about the step's, the host is what limits
@@ -71,7 +73,9 @@ def makers(form: Form, setup: Setup, inductor: bool) -> dict[str, Callable[[], S
 
 
 def measure(form: Form, setup: Setup, rounds: int, inductor: bool) -> dict[str, Timed]:
-    """Time all implementations of a form; one that fails has the error's text, and the others go on."""
+    """Time all implementations of a form; one that fails has the error's text, and the others go
+    on.
+    """
     on_cuda = setup.device == "cuda"
     synchronize = torch.cuda.synchronize if on_cuda else lambda: None
     found: dict[str, Timed] = {}
@@ -108,7 +112,9 @@ def _timed(steps: Steps, timed: Timed, synchronize: Callable[[], None]) -> Calla
 
 
 def rows_of(found: dict[str, Timed]) -> list[list[str]]:
-    """Return the rows of a table; in the last column ours, eager, next to the eager ones, and ours compiled next to the compiled."""
+    """Return the rows of a table; in the last column ours, eager, next to the eager ones, and ours
+    compiled next to the compiled.
+    """
     middle = {name: statistics.median(one.step) for name, one in found.items() if one.step}
     rows = []
     for name, one in found.items():

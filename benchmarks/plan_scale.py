@@ -1,21 +1,22 @@
-"""Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the lookup of one rank's routes.
+"""Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the
+lookup of one rank's routes.
 
     python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to five axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
     python benchmarks/plan_scale.py --only "(512, 8, 32)"    one mesh; may be given several times
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
 
-No devices and no processes: layouts are on a `sm.AbstractMesh`, once with all ranks in one node ("flat") and once with
-nodes of 8 (of 2 or 4 on the smallest meshes). Every case runs in three parts, each in a separate fork, so that caches
-start empty:
+No devices and no processes: layouts are on a `sm.AbstractMesh`, once with all ranks in one node
+("flat") and once with nodes of 8 (of 2 or 4 on the smallest meshes). Every case runs in three
+parts, each in a separate fork, so that caches start empty:
 
     plan      `sm.debug.plan(src, dst, topology)`
     explain   `str(sm.debug.explain(src, dst, topology=topology))`, which plans again
     rank      the boxes that the rank in the middle of the mesh sends and receives (`routes` of every step)
 
-Times are CPU times, since nothing waits. "peers" is the number of ranks that this rank exchanges data with; the cost may
-grow with it and with the number of axes. Memory is the peak of Python's allocations (tracemalloc, in a separate run) and
-the growth of the process.
+Times are CPU times, since nothing waits. "peers" is the number of ranks that this rank exchanges
+data with; the cost may grow with it and with the number of axes. Memory is the peak of Python's
+allocations (tracemalloc, in a separate run) and the growth of the process.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ EVEN, UNEVEN = (1 << 18, 1 << 18), ((1 << 18) - 5, (1 << 18) - 3)
 
 Specs = Callable[[tuple[str, ...]], tuple[P, P]]
 
-# Functions from the axes of a mesh to source and destination specs; those of the second table need at least two axes.
+# Functions from the axes of a mesh to source and destination specs; those of the second table need
+# at least two axes.
 ON_ANY: dict[str, Specs] = {
     "S0 -> R, all axes": lambda axes: (P(axes), P()),
     "S0 -> S1, all axes": lambda axes: (P(axes), P(None, axes)),
@@ -154,7 +156,7 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[PlanCase]:
     ]
 
 
-# -- one case, in separate processes -----------------------------------------------------------------------------------
+# -- one case, in separate processes ---------------------------------------------------------------
 
 
 def time_plan(case: PlanCase) -> PartFigures:
@@ -172,12 +174,16 @@ def time_explain(case: PlanCase) -> PartFigures:
 
 
 def time_rank(case: PlanCase) -> PartFigures:
-    """Time the lookup of what one rank sends and receives in a given plan; return the number of its peers."""
+    """Time the lookup of what one rank sends and receives in a given plan; return the number of its
+    peers.
+    """
     return _timed(_peers, lambda: sm.debug.plan(*case.layouts(), topology=case.topology))
 
 
 def allocated(case: PlanCase) -> int:
-    """Return the peak of Python's allocations while planning, looking up one rank and explaining."""
+    """Return the peak of Python's allocations while planning, looking up one rank and
+    explaining.
+    """
     src, dst = case.layouts()
     tracemalloc.start()
     _peers(sm.debug.plan(src, dst, case.topology))
@@ -201,7 +207,9 @@ def _steps(plan: Plan) -> str:
 
 
 def _peers(plan: Plan) -> int:
-    """Return how many ranks the middle rank sends to or receives from, over all steps; a ring counts its whole group."""
+    """Return how many ranks the middle rank sends to or receives from, over all steps; a ring
+    counts its whole group.
+    """
     me = tuple(n // 2 for n in plan.src.mesh.shape)
     return sum(_peers_in(step, me) for step in plan.steps if not step.is_local)
 
@@ -245,7 +253,7 @@ def _send_result(send: Connection, call: Callable[[PlanCase], Any], case: PlanCa
     send.send(call(case))
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 Result = tuple[PlanCase, CaseFigures]
 COLUMNS = (
@@ -297,7 +305,9 @@ def table_row(case: PlanCase, figures: CaseFigures, limit_s: float) -> list[str]
 
 
 def summary(found: Sequence[Result], limit_s: float) -> list[str]:
-    """Summarize: the slowest case of each part, plans over a second, and growth with the world size."""
+    """Summarize: the slowest case of each part, plans over a second, and growth with the world
+    size.
+    """
     lines = [_slowest(part, found, limit_s) for part in ("plan", "explain", "rank")]
     case, most = max(found, key=lambda one: one[1].allocated or 0)
     lines.append(f"Largest allocation of Python: {(most.allocated or 0) / 1e6:.1f} MB ({case}).")
@@ -317,7 +327,9 @@ def _slowest(part: str, found: Sequence[Result], limit_s: float) -> str:
 
 
 def _growth(found: Sequence[Result]) -> Iterator[str]:
-    """Compare planning on the largest and the smallest mesh, by number of axes, flat and with nodes."""
+    """Compare planning on the largest and the smallest mesh, by number of axes, flat and with
+    nodes.
+    """
     for ndim, nodes in product(sorted({len(case.mesh) for case, _ in found}), (False, True)):
         chosen = [
             (c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan

@@ -55,7 +55,8 @@ class Batch:
 
     def __call__(self) -> None:
         self._prepare()
-        # Reading the thread's time takes a while, so it is outside the span of the process's CPU time.
+        # Reading the thread's time takes a while, so it is outside the span of the process's CPU
+        # time.
         watchdog, cpu = watchdog_cpu_s(), time.process_time()
         for _ in repeat(None, self._count):
             self._call()
@@ -63,7 +64,9 @@ class Batch:
         self.watchdog.append((watchdog_cpu_s() - watchdog) / self._count)
 
     def cost(self, batches: Times) -> Cost:
-        """Return the times per call, given the wall times of the batches; drop the CPU times of warm-up batches."""
+        """Return the times per call, given the wall times of the batches; drop the CPU times of
+        warm-up batches.
+        """
         cpu, watchdog = (
             Times(tuple(seconds[-len(batches.rounds) :])) for seconds in (self.cpu, self.watchdog)
         )
@@ -83,7 +86,8 @@ def time_interleaved(
 
     Args:
         calls: what to time, by name.
-        prepare: called with the name before each batch; excluded from the CPU time, and short compared with the calls.
+        prepare: called with the name before each batch; excluded from the CPU time, and short
+            compared with the calls.
         rounds: number of batches of each.
         count: number of calls per batch.
         together: called before each batch: a barrier, for collective calls.
@@ -94,7 +98,9 @@ def time_interleaved(
 
 
 def watchdog_cpu_s() -> float:
-    """Return the CPU time used by the watchdog's thread; 0 without a watchdog, or where the system does not report it."""
+    """Return the CPU time used by the watchdog's thread; 0 without a watchdog, or where the system
+    does not report it.
+    """
     thread = next((t for t in threading.enumerate() if t.name == "shardmesh-watchdog"), None)
     try:
         return (
@@ -139,7 +145,9 @@ class TimedCase:
 
 
 def merge_ranks(ranks: Sequence[TimedCase]) -> TimedCase:
-    """Merge the measurements of several ranks: the slowest rank of each round, and the mean of CPU times."""
+    """Merge the measurements of several ranks: the slowest rank of each round, and the mean of CPU
+    times.
+    """
     costs = {}
     for who in ranks[0].costs:
         each = [case.costs[who] for case in ranks]

@@ -1,9 +1,10 @@
-"""Each collective in torch.distributed by hand, torch's functional collectives, spmd_types and shardmesh.
+"""Each collective in torch.distributed by hand, torch's functional collectives, spmd_types and
+shardmesh.
 
     psum          raw   clone, all_reduce        ours   sm.psum(x, "x")        spmd_types   all_reduce(x, group, dst=R)
 
-All return a new tensor and do not modify `x`. The raw ones include any arithmetic and reordering of elements that the collective
-needs, written by hand.
+All return a new tensor and do not modify `x`. The raw ones include any arithmetic and reordering of
+elements that the collective needs, written by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _ByHand(torch.autograd.Function):
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def all_reduce(group: Any, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -144,7 +145,7 @@ def shift_back(group: Any, x: Tensor) -> Tensor:
 
 RING = [(i, (i + 1) % WORLD) for i in range(WORLD)]
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -184,57 +185,107 @@ class CollectiveCase:
 wait = funcol.wait_tensor
 CASES = (
     CollectiveCase(
-        "psum", lambda x: sm.psum(x, AXIS), all_reduce, all_reduce,
-        lambda g, x: wait(funcol.all_reduce(x, "sum", g)), lambda spmd, g, x: spmd.all_reduce(x, g, dst=spmd.R), "P",
+        "psum",
+        lambda x: sm.psum(x, AXIS),
+        all_reduce,
+        all_reduce,
+        lambda g, x: wait(funcol.all_reduce(x, "sum", g)),
+        lambda spmd, g, x: spmd.all_reduce(x, g, dst=spmd.R),
+        "P",
     ),
     CollectiveCase(
-        f"psum of {TENSORS} tensors", lambda x: sm.psum([x] * TENSORS, AXIS), all_reduce_many, None,
+        f"psum of {TENSORS} tensors",
+        lambda x: sm.psum([x] * TENSORS, AXIS),
+        all_reduce_many,
+        None,
         lambda g, x: [wait(y) for y in funcol.all_reduce_coalesced([x] * TENSORS, "sum", g)],
-        lambda spmd, g, x: [spmd.all_reduce(x, g, dst=spmd.R) for _ in range(TENSORS)], "P",
+        lambda spmd, g, x: [spmd.all_reduce(x, g, dst=spmd.R) for _ in range(TENSORS)],
+        "P",
     ),
     CollectiveCase(
-        "pmax", lambda x: sm.pmax(x, AXIS), lambda g, x: all_reduce(g, x, dist.ReduceOp.MAX), None,
+        "pmax",
+        lambda x: sm.pmax(x, AXIS),
+        lambda g, x: all_reduce(g, x, dist.ReduceOp.MAX),
+        None,
         lambda g, x: wait(funcol.all_reduce(x, "max", g)),
     ),
     CollectiveCase(
-        "all_gather", lambda x: sm.all_gather(x, AXIS), gather_stacked, scatter_stacked,
-        lambda g, x: wait(funcol.all_gather_single(x.unsqueeze(0), 0, g)), lambda spmd, g, x: spmd.all_gather(x, g, dst=spmd.R),
+        "all_gather",
+        lambda x: sm.all_gather(x, AXIS),
+        gather_stacked,
+        scatter_stacked,
+        lambda g, x: wait(funcol.all_gather_single(x.unsqueeze(0), 0, g)),
+        lambda spmd, g, x: spmd.all_gather(x, g, dst=spmd.R),
     ),
     CollectiveCase(
-        "all_gather, tiled", lambda x: sm.all_gather(x, AXIS, tiled=True), gather, scatter,
+        "all_gather, tiled",
+        lambda x: sm.all_gather(x, AXIS, tiled=True),
+        gather,
+        scatter,
         lambda g, x: wait(funcol.all_gather_single(x, 0, g)),
-        lambda spmd, g, x: spmd.all_gather(x, g, src=spmd.S(0), dst=spmd.R), "S",
+        lambda spmd, g, x: spmd.all_gather(x, g, src=spmd.S(0), dst=spmd.R),
+        "S",
     ),
     CollectiveCase(
-        "all_gather, tiled, dim 1", lambda x: sm.all_gather(x, AXIS, axis=1, tiled=True), gather_columns, scatter_columns,
+        "all_gather, tiled, dim 1",
+        lambda x: sm.all_gather(x, AXIS, axis=1, tiled=True),
+        gather_columns,
+        scatter_columns,
         lambda g, x: wait(funcol.all_gather_single(x, 1, g)),
         lambda spmd, g, x: spmd.all_gather(x, g, src=spmd.S(1), dst=spmd.R),
     ),
     CollectiveCase(
-        "psum_scatter", lambda x: sm.psum_scatter(x, AXIS), scatter_stacked, gather_stacked,
-        lambda g, x: wait(funcol.reduce_scatter_single(x, "sum", 0, g)).squeeze(0), lambda spmd, g, x: spmd.reduce_scatter(x, g), "P",
+        "psum_scatter",
+        lambda x: sm.psum_scatter(x, AXIS),
+        scatter_stacked,
+        gather_stacked,
+        lambda g, x: wait(funcol.reduce_scatter_single(x, "sum", 0, g)).squeeze(0),
+        lambda spmd, g, x: spmd.reduce_scatter(x, g),
+        "P",
     ),
     CollectiveCase(
-        "psum_scatter, tiled", lambda x: sm.psum_scatter(x, AXIS, tiled=True), scatter, gather,
+        "psum_scatter, tiled",
+        lambda x: sm.psum_scatter(x, AXIS, tiled=True),
+        scatter,
+        gather,
         lambda g, x: wait(funcol.reduce_scatter_single(x, "sum", 0, g)),
-        lambda spmd, g, x: spmd.reduce_scatter(x, g, dst=spmd.S(0)), "P",
+        lambda spmd, g, x: spmd.reduce_scatter(x, g, dst=spmd.S(0)),
+        "P",
     ),
     CollectiveCase(
-        "all_to_all", lambda x: sm.all_to_all(x, AXIS, 0, 0), swap, swap,
-        lambda g, x: wait(funcol.all_to_all_single(x, None, None, g)), lambda spmd, g, x: spmd.all_to_all(x, g),
+        "all_to_all",
+        lambda x: sm.all_to_all(x, AXIS, 0, 0),
+        swap,
+        swap,
+        lambda g, x: wait(funcol.all_to_all_single(x, None, None, g)),
+        lambda spmd, g, x: spmd.all_to_all(x, g),
     ),
     CollectiveCase(
-        "all_to_all, tiled, dim 1 to 0", lambda x: sm.all_to_all(x, AXIS, 1, 0, tiled=True), columns_to_rows, rows_to_columns,
+        "all_to_all, tiled, dim 1 to 0",
+        lambda x: sm.all_to_all(x, AXIS, 1, 0, tiled=True),
+        columns_to_rows,
+        rows_to_columns,
         lambda g, x: wait(funcol.all_to_all_single(torch.cat(x.chunk(WORLD, 1)), None, None, g)),
-        lambda spmd, g, x: spmd.all_to_all(x, g, src=spmd.S(0), dst=spmd.S(1)), "S",
+        lambda spmd, g, x: spmd.all_to_all(x, g, src=spmd.S(0), dst=spmd.S(1)),
+        "S",
     ),
     CollectiveCase(
-        "ppermute", lambda x: sm.ppermute(x, AXIS, RING), shift, shift_back,
-        lambda g, x: wait(funcol.permute_tensor(x.view(-1), [to for _, to in RING], g)).view(x.shape),
+        "ppermute",
+        lambda x: sm.ppermute(x, AXIS, RING),
+        shift,
+        shift_back,
+        lambda g, x: wait(funcol.permute_tensor(x.view(-1), [to for _, to in RING], g)).view(
+            x.shape
+        ),
     ),
-    CollectiveCase("axis_index", lambda x: sm.axis_index(AXIS), lambda g, x: torch.tensor(dist.get_rank(g))),
     CollectiveCase(
-        "start and wait for psum", lambda x: sm.async_start(sm.psum, x, AXIS).wait(), all_reduce_waited, all_reduce,
+        "axis_index", lambda x: sm.axis_index(AXIS), lambda g, x: torch.tensor(dist.get_rank(g))
+    ),
+    CollectiveCase(
+        "start and wait for psum",
+        lambda x: sm.async_start(sm.psum, x, AXIS).wait(),
+        all_reduce_waited,
+        all_reduce,
         lambda g, x: wait(funcol.all_reduce(x, "sum", g)),
     ),
-)  # fmt: skip
+)

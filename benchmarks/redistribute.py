@@ -7,21 +7,25 @@
     python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
-All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values (P) and uneven shapes.
-Every pair runs once for bytes, launches and a check of the result; all pairs are also timed, except most of the 702 on (2, 2, 2).
+All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values
+(P) and uneven shapes. Every pair runs once for bytes, launches and a check of the result; all pairs
+are also timed, except most of the 702 on (2, 2, 2).
 
-The implementations run in the same processes over the same process groups, interleaved in random order; a round's time is
-that of its slowest rank. If ours seems more than 5 % slower than either of DTensor's, the pair is timed again with more
-rounds, and only the second measurement counts. DTensor's planners:
+The implementations run in the same processes over the same process groups, interleaved in random
+order; a round's time is that of its slowest rank. If ours seems more than 5 % slower than either of
+DTensor's, the pair is timed again with more rounds, and only the second measurement counts.
+DTensor's planners:
 
     greedy      what `DTensor.redistribute` does: axis by axis, from the last to the first
     min-cost    the cheapest sequence of such steps by DTensor's cost model; dtensor.py says how to select it
 
-Bytes received per rank (the maximum over ranks) are counted by the same convention for all: (n-1) parts for an
-all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from other ranks for an all_to_all. Ours
-are counted by `sm.debug.comm_budget`; DTensor's are computed from the arguments of its functional collectives (where
-CommDebugMode counts calls). On the CPU, DTensor gathers where it would call all_to_all on a GPU; the summary also gives the
-bytes for a GPU. The bound, for pairs that reduce nothing, is the part of a rank's destination box outside its source box,
+Bytes received per rank (the maximum over ranks) are counted by the same convention for all: (n-1)
+parts for an all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from
+other ranks for an all_to_all. Ours are counted by `sm.debug.comm_budget`; DTensor's are computed
+from the arguments of its functional collectives (where CommDebugMode counts calls). On the CPU,
+DTensor gathers where it would call all_to_all on a GPU; the summary also gives the bytes for a GPU.
+The bound, for pairs that reduce nothing, is the part of a rank's destination box outside its source
+box,
 |dst box - src box|.
 """
 
@@ -107,12 +111,14 @@ class RedistributeConfig:
     batch_s: float
 
 
-# -- one pair of layouts -----------------------------------------------------------------------------------------------
+# -- one pair of layouts ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A redistribution of a tensor of this shape on a mesh of this shape; `src` and `dst` have one word per axis."""
+    """A redistribution of a tensor of this shape on a mesh of this shape; `src` and `dst` have one
+    word per axis.
+    """
 
     mesh: tuple[int, ...]
     shape: tuple[int, int]
@@ -132,7 +138,9 @@ class Pair:
         return sm.Layout.of(mesh, self.placements(words, sm), self.shape)
 
     def bound(self) -> int | None:
-        """Return the bytes that some rank must receive; None for a reduction, where it depends on the algorithm."""
+        """Return the bytes that some rank must receive; None for a reduction, where it depends on
+        the algorithm.
+        """
         if "P" in self.src:
             return None
         mesh = sm.AbstractMesh(self.mesh)
@@ -151,7 +159,9 @@ def _missing(have: Any, want: Any) -> int:
 
 
 def pairs_on(mesh: tuple[int, ...], size: int) -> list[Pair]:
-    """Return all pairs without pending values, some with, and some uneven; only a fixed sample of very many is timed."""
+    """Return all pairs without pending values, some with, and some uneven; only a fixed sample of
+    very many is timed.
+    """
     even, uneven = (size, size), (size - 3, size - 9)
     words = list(map(" ".join, product(("R", "S0", "S1"), repeat=len(mesh))))
     moves = [Pair(mesh, even, src, dst) for src, dst in product(words, words) if src != dst]
@@ -208,14 +218,15 @@ Results = dict[str, Result]
 PairResults = tuple[Pair, Results]
 
 
-# -- in a rank ---------------------------------------------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def measure_pairs(
     pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool
 ) -> list[Results]:
     """Return the results of pairs on meshes of all processes; runs in every process."""
-    # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at interpreter shutdown.
+    # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at
+    # interpreter shutdown.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -277,7 +288,9 @@ def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
 
 
 def _part(full: Tensor, layout: sm.Layout) -> Tensor:
-    """Return this rank's part of a tensor; for a pending sum, the first rank holds the value and the others zeros."""
+    """Return this rank's part of a tensor; for a pending sum, the first rank holds the value and
+    the others zeros.
+    """
     part = full[tuple(slice(start, stop) for start, stop in layout.box)].clone()
     coordinate = layout.mesh.coordinate  # type: ignore[attr-defined]
     return part * all(coordinate[layout.mesh.axis_index(axis)] == 0 for axis in layout.pending)
@@ -293,11 +306,13 @@ def _largest(value: int) -> int:
     return max(_gathered(value))
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def _timed(calls: dict[str, Call], results: Results, config: RedistributeConfig) -> Results:
-    """Return the results with times; time again if ours seems too slow. All ranks know all times, so they decide alike."""
+    """Return the results with times; time again if ours seems too slow. All ranks know all times,
+    so they decide alike.
+    """
     times = _times(calls, config.rounds, config.batch_s)
     again = any(times[OURS].median > TOO_SLOW * times[name].median for name in THEIRS)
     if again:
@@ -311,11 +326,13 @@ def _times(calls: dict[str, Call], rounds: int, batch_s: float) -> dict[str, Tim
     return {name: slowest([times[name] for times in everyone]) for name in calls}
 
 
-# -- bytes and launches ------------------------------------------------------------------------------------------------
+# -- bytes and launches ----------------------------------------------------------------------------
 
 
 def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
-    """Run the first call on this rank; return the bytes it received and whether the result is correct."""
+    """Run the first call on this rank; return the bytes it received and whether the result is
+    correct.
+    """
     if name == OURS:
         with sm.debug.comm_budget() as used:
             found = call()
@@ -349,12 +366,21 @@ def _busiest(ranks: Sequence[Result]) -> Result:
     return Result(received, on_gpu, launches, all(r.right for r in ranks))
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "mesh, pair", "greedy KB", "min-cost KB", "ours KB", "bound KB", "launches",
-    "greedy ms", "min-cost ms", "ours ms", "greedy / ours", "min-cost / ours",
-)  # fmt: skip
+    "mesh, pair",
+    "greedy KB",
+    "min-cost KB",
+    "ours KB",
+    "bound KB",
+    "launches",
+    "greedy ms",
+    "min-cost ms",
+    "ours ms",
+    "greedy / ours",
+    "min-cost / ours",
+)
 
 
 def table_row(pair: Pair, results: Results) -> list[str]:
@@ -371,9 +397,16 @@ def table_row(pair: Pair, results: Results) -> list[str]:
 
 
 MESH_COLUMNS = (
-    "mesh", "pairs", "timed", "greedy / bound", "min-cost / bound", "ours / bound", "launches",
-    "greedy / ours, time", "min-cost / ours, time",
-)  # fmt: skip
+    "mesh",
+    "pairs",
+    "timed",
+    "greedy / bound",
+    "min-cost / bound",
+    "ours / bound",
+    "launches",
+    "greedy / ours, time",
+    "min-cost / ours, time",
+)
 
 
 def mesh_rows(found: Sequence[PairResults]) -> list[list[str]]:
@@ -434,8 +467,9 @@ def _bytes_line(found: Sequence[PairResults]) -> str:
     ]
     gpu = [f"{name} {_spread([r[name].on_gpu / b for b, r in bounded], max)}" for name in THEIRS]
     return (
-        f"Bytes received over the bound, {len(bounded)} pairs that must communicate and reduce nothing, geometric mean "
-        f"(worst): {', '.join(parts)}. With all_to_all as on a GPU: {', '.join(gpu)}."
+        f"Bytes received over the bound, {len(bounded)} pairs that must communicate and reduce "
+        f"nothing, geometric mean (worst): {', '.join(parts)}. With all_to_all as on a GPU: "
+        f"{', '.join(gpu)}."
     )
 
 
@@ -444,7 +478,10 @@ def _launches_line(found: Sequence[PairResults]) -> str:
         f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS)
     )
     more = [str(p) for p, r in found if r[OURS].launches > min(r[name].launches for name in THEIRS)]
-    return f"Collectives launched: {totals}; pairs in which ours launches more than either: {_listed(more)}."
+    return (
+        f"Collectives launched: {totals}; pairs in which ours launches more than either: "
+        f"{_listed(more)}."
+    )
 
 
 def _time_line(found: Sequence[PairResults], name: str) -> str:
@@ -456,8 +493,9 @@ def _time_line(found: Sequence[PairResults], name: str) -> str:
         if (b := p.bound()) and r[name].received > WASTEFUL * b
     ]
     return (
-        f"Time of {name} over ours, geometric mean (worst): {_spread(ratios, min)} of {len(ratios)} pairs that communicate; "
-        f"{_spread(wasteful, min)} of the {len(wasteful)} in which it moves more than {WASTEFUL} times the bound."
+        f"Time of {name} over ours, geometric mean (worst): {_spread(ratios, min)} of "
+        f"{len(ratios)} pairs that communicate; {_spread(wasteful, min)} of the {len(wasteful)} in "
+        f"which it moves more than {WASTEFUL} times the bound."
     )
 
 
@@ -467,14 +505,17 @@ def _slower_line(found: Sequence[PairResults]) -> str:
         best = min((r[name].median for name in THEIRS if r[name].right), default=math.nan)
         if r[OURS].median > TOO_SLOW * best:
             slow.append(f"{pair} ({r[OURS].median / best:.2f}x)")
-    return f"Pairs in which ours takes more than {TOO_SLOW} times as long as the faster of the two: {_listed(slow)}."
+    return (
+        f"Pairs in which ours takes more than {TOO_SLOW} times as long as the faster of the two: "
+        f"{_listed(slow)}."
+    )
 
 
 def _listed(items: Sequence[str]) -> str:
     return f"{len(items)}: {'; '.join(items)}" if items else "none"
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line ----------------------------------------------------------------------------------
 
 
 def run(
@@ -503,7 +544,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = list(run(chosen_pairs(size, options.only, options.quick), config, options.calibrate))
     rows = [table_row(*one) for one in found if one[0].timed]
     means = mesh_rows(found)
-    title = f"redistribute, f32[{size}, {size}] (uneven: [{size - 3}, {size - 9}]), gloo{', ours calibrated' * options.calibrate}"
+    title = (
+        f"redistribute, f32[{size}, {size}] (uneven: [{size - 3}, {size - 9}]), "
+        f"gloo{', ours calibrated' * options.calibrate}"
+    )
     show(title, COLUMNS, rows)
     show("by mesh", MESH_COLUMNS, means)
     env, lines = environment(), summary(found)

@@ -17,7 +17,9 @@ _WIDEST = 1000  # characters
 
 
 def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
-    """Print a table, with rich if it is installed; the first column is text, the others are numbers."""
+    """Print a table, with rich if it is installed; the first column is text, the others are
+    numbers.
+    """
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -85,8 +87,8 @@ def _cpu_model() -> str:
 def environment_line(env: dict[str, Any]) -> str:
     """Return the environment as one line, for below a table."""
     return (
-        f"{env['date']}, {env['cpu']} with {env['cores']} cores (load {env['load']} when it ended), "
-        f"Python {env['python']}, torch {env['torch']}"
+        f"{env['date']}, {env['cpu']} with {env['cores']} cores (load {env['load']} when it "
+        f"ended), Python {env['python']}, torch {env['torch']}"
     )
 
 

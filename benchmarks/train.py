@@ -1,4 +1,5 @@
-"""Training steps of shardmesh compared with torch's FSDP2, DDP, ZeroRedundancyOptimizer and DTensor's tensor and sequence parallelism.
+"""Training steps of shardmesh compared with torch's FSDP2, DDP, ZeroRedundancyOptimizer and
+DTensor's tensor and sequence parallelism.
 
     python benchmarks/train.py                       4 gloo processes, a few minutes
     python benchmarks/train.py --only FSDP           one pair; may be given several times
@@ -6,18 +7,22 @@
     python benchmarks/train.py --quick               2 processes, a tiny model, 2 rounds
     python benchmarks/train.py --json figures.json --markdown tables.md
 
-The model is a language model in plain PyTorch with AdamW (train_model.py); the batch has 2 sequences per rank. All implementations train it
-in the same processes, and their steps are interleaved in random order (see measure.py); a round's time is that of its slowest rank. Before
-that, each runs the same first steps; the benchmark fails unless its losses equal those of one process to 1e-4.
+The model is a language model in plain PyTorch with AdamW (train_model.py); the batch has 2
+sequences per rank. All implementations train it in the same processes, and their steps are
+interleaved in random order (see measure.py); a round's time is that of its slowest rank. Before
+that, each runs the same first steps; the benchmark fails unless its losses equal those of one
+process to 1e-4.
 
-Times are medians; ratios of times are medians of the rounds' ratios. "CPU" is the CPU time of all threads of a process, averaged over
-ranks; other load on the machine does not add to it. Calls, bytes received and memory are maxima over ranks, counted by
-train_counts.py. "at rest" is the memory held between steps. "compiled" runs each block under torch.compile (Inductor); its calls,
-bytes and memory are those of an eager step.
+Times are medians; ratios of times are medians of the rounds' ratios. "CPU" is the CPU time of all
+threads of a process, averaged over ranks; other load on the machine does not add to it. Calls,
+bytes received and memory are maxima over ranks, counted by train_counts.py. "at rest" is the memory
+held between steps. "compiled" runs each block under torch.compile (Inductor); its calls, bytes and
+memory are those of an eager step.
 
-All use `torch.optim.AdamW(model.parameters())`, and its default is part of the measurement: on the CPU torch uses the loop for
-plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/ops/rules/optim/implementation.py). With `--fused` all
-use `fused=True`, so that only the difference of the layers remains.
+All use `torch.optim.AdamW(model.parameters())`, and its default is part of the measurement: on the
+CPU torch uses the loop for plain parameters and DTensors, and its fused kernel for `ShardedTensor`s
+(sharding/ops/rules/optim/implementation.py). With `--fused` all use `fused=True`, so that only the
+difference of the layers remains.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ from train_model import Size
 import shardmesh as sm
 
 TOLERANCE = 1e-4  # of losses, relative
-FIRST_STEPS = 5  # with compared losses; memory is measured in the third, collectives in the fourth, only the last is compiled
+# with compared losses; memory is measured in the third, collectives in the fourth, only the last is
+# compiled
+FIRST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Usage:
     losses: tuple[float, ...]
 
 
-# -- in every process --------------------------------------------------------------------------------------------------
+# -- in every process ------------------------------------------------------------------------------
 
 
 def measure_rank(
@@ -146,11 +153,12 @@ def check_losses(uses: dict[str, Usage], expected: Sequence[float]) -> None:
             for loss, right in zip(use.losses, expected, strict=True)
         ):
             raise RuntimeError(
-                f"{name} has the losses {use.losses}, one process has {tuple(expected)}: they must agree to {TOLERANCE}"
+                f"{name} has the losses {use.losses}, one process has {tuple(expected)}: they must "
+                f"agree to {TOLERANCE}"
             )
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 COLUMNS = (
     "implementation",
@@ -220,7 +228,7 @@ def max_over_ranks(uses: Sequence[Usage]) -> Usage:
     return Usage(**most, losses=uses[0].losses)
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line ----------------------------------------------------------------------------------
 
 
 def run(pairs: Sequence[Pair], config: TrainConfig) -> dict[str, StepFigures]:

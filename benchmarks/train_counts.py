@@ -1,11 +1,14 @@
-"""Communication and memory of a training step of `train.py`, counted the same way for all implementations.
+"""Communication and memory of a training step of `train.py`, counted the same way for all
+implementations.
 
-Collectives of all implementations reach torch's dispatcher as `c10d` operators, and are counted there. Bytes received are (n-1) parts
-for an all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from other ranks for an all_to_all, and the
-buffer for a broadcast, except at its root.
+Collectives of all implementations reach torch's dispatcher as `c10d` operators, and are counted
+there. Bytes received are (n-1) parts for an all_gather or reduce_scatter, 2(n-1)/n of the buffer
+for an all_reduce, the parts from other ranks for an all_to_all, and the buffer for a broadcast,
+except at its root.
 
-Memory is the total size of live storages between two operators: parameters, gradients, optimizer state, gathered buffers and
-activations count; temporaries inside an operator and gloo's buffers do not.
+Memory is the total size of live storages between two operators: parameters, gradients, optimizer
+state, gathered buffers and activations count; temporaries inside an operator and gloo's buffers do
+not.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def _group(x: Any) -> dist.ProcessGroup | None:
     )
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class Memory(TorchDispatchMode):

@@ -1,7 +1,9 @@
-"""The implementations that `train.py` compares: one model, optimizer and batch, parallelized by shardmesh and by torch.
+"""The implementations that `train.py` compares: one model, optimizer and batch, parallelized by
+shardmesh and by torch.
 
-Both of a pair do the same work on the same batch: data-parallel ranks take rows of it, tensor-parallel ranks all of its rows and a
-part of the weights. Every process creates the model from the same seed, so no weights are sent.
+Both of a pair do the same work on the same batch: data-parallel ranks take rows of it,
+tensor-parallel ranks all of its rows and a part of the weights. Every process creates the model
+from the same seed, so no weights are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ RATE = 1e-3
 
 
 class Setup:
-    """The process group, our and torch's meshes over it, and the optimizer's options: AdamW's defaults, or `fused=True`."""
+    """The process group, our and torch's meshes over it, and the optimizer's options: AdamW's
+    defaults, or `fused=True`.
+    """
 
     def __init__(self, size: Size, ranks: int, fused: bool = False, device: str = "cpu") -> None:
         self.size, self.device, shape = size, device, (ranks // 2, 2)
@@ -117,7 +121,7 @@ def alone(setup: Setup) -> Training:
     return with_adamw(setup, setup.model(), lambda step: setup.batch(step))
 
 
-# -- data parallelism --------------------------------------------------------------------------------------------------
+# -- data parallelism ------------------------------------------------------------------------------
 
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
@@ -193,7 +197,7 @@ def their_zero(setup: Setup) -> Training:
     return Training(model, optimizer, setup.own_rows)
 
 
-# -- tensor and sequence parallelism -----------------------------------------------------------------------------------
+# -- tensor and sequence parallelism ---------------------------------------------------------------
 
 _BY_POSITION = P(None, "tp")
 
@@ -207,20 +211,29 @@ def our_plan() -> dict[str, Any]:
         **dict.fromkeys(("*.o", "*.down"), rowwise(out=_BY_POSITION)),
         "norm": sequence_parallel(1, out=P()),
         "head": sm.parallel.colwise(),
-    }  # fmt: skip
+    }
 
 
 def their_block_plan() -> dict[str, Any]:
-    """Return the same plan of a block in torch's styles, as in torch's tensor parallelism tutorial."""
+    """Return the same plan of a block in torch's styles, as in torch's tensor parallelism
+    tutorial.
+    """
     position, whole, colwise = dt.Shard(1), dt.Replicate(), theirs.ColwiseParallel()
     return {
-        "attention_norm": theirs.SequenceParallel(), "mlp_norm": theirs.SequenceParallel(),
-        "attention": theirs.PrepareModuleInput(input_layouts=(position, None), desired_input_layouts=(whole, None)),
-        "attention.q": colwise, "attention.k": colwise, "attention.v": colwise,
+        "attention_norm": theirs.SequenceParallel(),
+        "mlp_norm": theirs.SequenceParallel(),
+        "attention": theirs.PrepareModuleInput(
+            input_layouts=(position, None), desired_input_layouts=(whole, None)
+        ),
+        "attention.q": colwise,
+        "attention.k": colwise,
+        "attention.v": colwise,
         "attention.o": theirs.RowwiseParallel(output_layouts=position),
         "mlp": theirs.PrepareModuleInput(input_layouts=(position,), desired_input_layouts=(whole,)),
-        "mlp.gate": colwise, "mlp.up": colwise, "mlp.down": theirs.RowwiseParallel(output_layouts=position),
-    }  # fmt: skip
+        "mlp.gate": colwise,
+        "mlp.up": colwise,
+        "mlp.down": theirs.RowwiseParallel(output_layouts=position),
+    }
 
 
 def their_outer_plan() -> dict[str, Any]:
@@ -273,14 +286,16 @@ def their_two_axes(setup: Setup) -> Training:
     )
 
 
-# -- all pairs ---------------------------------------------------------------------------------------------------------
+# -- all pairs -------------------------------------------------------------------------------------
 
 Make = Callable[[Setup], Training]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two implementations of a form of parallelism; `goal` is the target for time of ours / theirs."""
+    """Two implementations of a form of parallelism; `goal` is the target for time of ours /
+    theirs.
+    """
 
     name: str
     ours: str

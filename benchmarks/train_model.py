@@ -1,6 +1,8 @@
-"""The model and the data of `train.py`: a byte-level language model in plain PyTorch without any parallelism.
+"""The model and the data of `train.py`: a byte-level language model in plain PyTorch without any
+parallelism.
 
-Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, v byte value.
+Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head,
+e width of a head, v byte value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""AdamW as a pure function over pytrees of tensors, plain or sharded, without any code for the mesh.
+"""AdamW as a pure function over pytrees of tensors, plain or sharded, without any code for the
+mesh.
 
     w1 P("dp", "tp")      communication in a training step                             communication in `update`: none
     +----+----+
@@ -7,7 +8,8 @@
     | r2 | r3 |           all_reduce over tp of the pending result of `... @ w2`        ...
     +----+----+
 
-Gradients and both moments have the layout of their parameter, so each rank stores and updates only its part of them.
+Gradients and both moments have the layout of their parameter, so each rank stores and updates only
+its part of them.
 
     python examples/adamw.py                         4 ranks simulated in this process
     python examples/adamw.py --launch 4              4 local processes
@@ -34,7 +36,9 @@ Tree = Any  # of tensors, plain or sharded
 
 
 class State(NamedTuple):
-    """The optimizer state: the number of steps, and pytrees of the moving averages of gradients and squared gradients."""
+    """The optimizer state: the number of steps, and pytrees of the moving averages of gradients and
+    squared gradients.
+    """
 
     step: int
     m: Tree
@@ -51,7 +55,8 @@ def init(params: Tree) -> State:
 def update(
     params: Tree, grads: Tree, state: State, rate: float, decay: float = 1e-2
 ) -> tuple[Tree, State]:
-    """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
+    """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and
+    Hutter 2019, algorithm 2).
 
     The arguments are not modified.
 
@@ -74,7 +79,7 @@ def update(
     return pytree.tree_map(stepped, params, m, v), State(step, m, v)
 
 
-# -- a model on a mesh -------------------------------------------------------------------------------------------------
+# -- a model on a mesh -----------------------------------------------------------------------------
 
 STORED = {
     "w1": P("dp", "tp"),
@@ -91,7 +96,9 @@ def model(params: Tree, x: Tensor) -> Tensor:
 
 
 def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """Return the loss for parameters laid out as `STORED`; their gradients have the same layouts."""
+    """Return the loss for parameters laid out as `STORED`; their gradients have the same
+    layouts.
+    """
     used = dict(
         zip(
             params,
@@ -121,7 +128,7 @@ def train(
     return params, state, losses
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def train_single(params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, list[Tensor]]:
@@ -149,7 +156,9 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss
+    from one process.
+    """
     tp = 2 if ranks % 2 == 0 else 1
     mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("dp", "tp"))
     params, x, y = problem(rows=16 * ranks)
@@ -164,10 +173,12 @@ def main(ranks: int = 4) -> float:
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
         print(
-            f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; layout of the first moment of w1: {sm.typeof(state.m['w1'])}"
+            f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; layout of the first "
+            f"moment of w1: {sm.typeof(state.m['w1'])}"
         )
         print(
-            f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}"
+            "largest difference from torch.optim.AdamW in one process, of any parameter or loss: "
+            f"{difference:.1e}"
         )
     return difference
 

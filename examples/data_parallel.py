@@ -6,8 +6,9 @@ r"""Data-parallel training: every rank has a part of the batch and a copy of all
     rank 2   [rows 32..47]       [w1 b1 w2 b2]   gradient of its rows ---/  for all of them
     rank 3   [rows 48..63]       [w1 b1 w2 b2]   gradient of its rows --/
 
-The loss is a `pmean`, the same on every rank, so the gradient of a replicated parameter is the sum of the ranks' gradients.
-`value_and_grad` returns that sum. Since every rank applies the same update, the copies stay equal.
+The loss is a `pmean`, the same on every rank, so the gradient of a replicated parameter is the sum
+of the ranks' gradients. `value_and_grad` returns that sum. Since every rank applies the same
+update, the copies stay equal.
 
     python examples/data_parallel.py                         4 ranks simulated in this process
     python examples/data_parallel.py --launch 4              4 local processes
@@ -44,12 +45,14 @@ def update(params: Params, grads: Params) -> Params:
     return pytree.tree_map(lambda p, g: p - RATE * g, params, grads)
 
 
-# -- what makes it data-parallel ---------------------------------------------------------------------------------------
+# -- what makes it data-parallel -------------------------------------------------------------------
 
 
 @sm.shard_map(in_specs=(P(), P("dp"), P("dp")), out_specs=(P(), P()))
 def step(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
-    """Take one training step on one rank, given the parameters and this rank's rows of the batch."""
+    """Take one training step on one rank, given the parameters and this rank's rows of the
+    batch.
+    """
 
     def loss(params: Params) -> Tensor:
         return sm.pmean(
@@ -73,7 +76,7 @@ def train(
     return copies, losses
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Tensor]]:
@@ -99,7 +102,9 @@ def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss
+    from one process.
+    """
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("dp",))
     params, x, y = problem(rows=16 * ranks)
     trained, losses = train(mesh, params, x, y)

@@ -1,4 +1,5 @@
-r"""A convolution over an image that is sharded along its height: each rank needs a few rows of its neighbors, the halo.
+r"""A convolution over an image that is sharded along its height: each rank needs a few rows of its
+neighbors, the halo.
 
     image P(None, None, "sp"): [b c h/4 w] on each rank                with a kernel of 3 rows the halo is 1 row
 
@@ -11,8 +12,9 @@ r"""A convolution over an image that is sharded along its height: each rank need
     rank 3   . . . . . .
              0 0 0 0 0 0      the last rank receives zeros too
 
-Two `ppermute`s exchange the halo, whatever the size of the image. Backward reverses them: the gradient of a row that was sent to a
-neighbor is sent back and added. Heights need not be multiples of the number of ranks, but every part must be as high as the halo.
+Two `ppermute`s exchange the halo, whatever the size of the image. Backward reverses them: the
+gradient of a row that was sent to a neighbor is sent back and added. Heights need not be multiples
+of the number of ranks, but every part must be as high as the halo.
 
     python examples/halo_conv.py                         4 ranks simulated in this process
     python examples/halo_conv.py --launch 4              4 local processes
@@ -36,7 +38,8 @@ ROWS = P(None, None, "sp")  # layout of an image [b c h w]
 
 
 def conv(image: sm.ShardedTensor, kernel: Tensor) -> Any:
-    """Compute `F.conv2d(image, kernel, padding="same")` of an image laid out as `ROWS`; the result has the same layout.
+    """Compute `F.conv2d(image, kernel, padding="same")` of an image laid out as `ROWS`; the result
+    has the same layout.
 
     Args:
         image: [b c h w].
@@ -49,7 +52,9 @@ def conv(image: sm.ShardedTensor, kernel: Tensor) -> Any:
 
 
 def check_rows(height: int, ranks: int, size: int) -> None:
-    """Raise ValueError on every rank, before any communication, if a rank has fewer rows than the halo."""
+    """Raise ValueError on every rank, before any communication, if a rank has fewer rows than the
+    halo.
+    """
     if size % 2 == 0:
         raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
     most, needed = -(-height // ranks), max(size // 2, 1)
@@ -58,8 +63,9 @@ def check_rows(height: int, ranks: int, size: int) -> None:
     )  # parts as from torch.chunk: the last one has the remainder
     if fewest < needed:
         raise ValueError(
-            f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of {size} rows needs {needed} of each: "
-            f"use fewer ranks, or add rows of zeros until there are {ranks * max(most, needed)}"
+            f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of "
+            f"{size} rows needs {needed} of each: use fewer ranks, or add rows of zeros until "
+            f"there are {ranks * max(most, needed)}"
         )
 
 
@@ -74,7 +80,7 @@ def conv_part(image: Tensor, kernel: Tensor) -> Tensor:
     return F.conv2d(torch.cat([above, image, below], dim=2), kernel, padding=(0, margin))
 
 
-# -- a network of two convolutions, and the reference in one process ---------------------------------------------------
+# -- a network of two convolutions, and the reference in one process -------------------------------
 
 
 def network(image: sm.ShardedTensor, first: Tensor, second: Tensor) -> Tensor:
@@ -88,7 +94,9 @@ def network_single(image: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def main(ranks: int = 4) -> float:
-    """Compare loss and gradients with one process; return the largest difference relative to the largest element."""
+    """Compare loss and gradients with one process; return the largest difference relative to the
+    largest element.
+    """
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("sp",))
     random = torch.Generator().manual_seed(0)  # every rank draws the same
     shapes = [
@@ -111,10 +119,12 @@ def main(ranks: int = 4) -> float:
     difference = torch.stack(differences).max().item()
     if mesh.get_rank() == 0:
         print(
-            f"{shapes[0][2]} rows over {ranks} ranks, convolved with 3x3 and 5x5 kernels: loss {expected:.4f}"
+            f"{shapes[0][2]} rows over {ranks} ranks, convolved with 3x3 and 5x5 kernels: loss "
+            f"{expected:.4f}"
         )
         print(
-            f"largest relative difference from one process, of the loss or any gradient: {difference:.1e}"
+            "largest relative difference from one process, of the loss or any gradient: "
+            f"{difference:.1e}"
         )
     return difference
 

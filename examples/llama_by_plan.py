@@ -1,4 +1,5 @@
-"""Parallelize a model written for one process, such as Hugging Face's, by a plan of module paths, without changing its code.
+"""Parallelize a model written for one process, such as Hugging Face's, by a plan of module paths,
+without changing its code.
 
 {"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which weights are sharded over tp, and how
 fully_shard(model, mesh, units=DecoderLayer)            sharded over fsdp between steps, gathered layer by layer
@@ -31,11 +32,12 @@ PLAN = {
     "*.self_attn.o_proj": rowwise(),  # partial sums over these heads
     "*.mlp.[gu]*_proj": colwise(),
     "*.mlp.down_proj": rowwise(),
-    "lm_head": colwise(),  # logits stay sharded by vocabulary: the loss needs two small reductions, not the logits
+    # logits stay sharded by vocabulary: the loss needs two small reductions, not the logits
+    "lm_head": colwise(),
 }
 
 
-# -- plain PyTorch -----------------------------------------------------------------------------------------------------
+# -- plain PyTorch ---------------------------------------------------------------------------------
 
 
 class SelfAttention(nn.Module):
@@ -105,7 +107,7 @@ def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
     return losses
 
 
-# -- what makes it run on a mesh ---------------------------------------------------------------------------------------
+# -- what makes it run on a mesh -------------------------------------------------------------------
 
 
 def shard(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
@@ -126,7 +128,9 @@ def problem(rows: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of `ranks` ranks and return the largest difference of a loss or parameter from one process."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a loss or parameter
+    from one process.
+    """
     tp = 2 if ranks % 2 == 0 else 1
     mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("fsdp", "tp"))
     model, ids, targets = problem(rows=8)
@@ -143,7 +147,8 @@ def main(ranks: int = 4) -> float:
     differences = [(ours - other).abs().max().item() for ours, other in pairs]
     if mesh.get_rank() == 0:
         print(
-            f"Llama by plan on {mesh}: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; in {STEPS} steps {used.by_op}"
+            f"Llama by plan on {mesh}: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; in "
+            f"{STEPS} steps {used.by_op}"
         )
         print(
             f"largest difference from one process, of any loss or parameter: {max(differences):.1e}"

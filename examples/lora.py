@@ -1,4 +1,5 @@
-"""LoRA: freeze the weights of a model and train small matrices next to them; all are sharded over the ranks between uses.
+"""LoRA: freeze the weights of a model and train small matrices next to them; all are sharded over
+the ranks between uses.
 
     y = x W' + x A' B'        W is frozen and gathered for use; A and B are trained, and only they have gradients and optimizer state
 
@@ -49,7 +50,9 @@ class LoRABlock(nn.Module):
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return the loss of each step on the given rows: this rank's, or all of them in one process."""
+    """Return the loss of each step on the given rows: this rank's, or all of them in one
+    process.
+    """
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), RATE)
     losses = []
     for _ in range(STEPS):
@@ -81,7 +84,9 @@ def mean_of(losses: list[Tensor], mesh: sm.DeviceMesh) -> list[Any]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of `ranks` ranks and return the largest difference of a loss from one process."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a loss from one
+    process.
+    """
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     model, x, y = problem()
     expected = [loss.item() for loss in train(copy.deepcopy(model), x, y)]
@@ -95,7 +100,8 @@ def main(ranks: int = 4) -> float:
             for every in (False, True)
         )
         print(
-            f"LoRA: {trained:,} of {total:,} parameters trained, loss {losses[0]:.4f} -> {losses[-1]:.4f}; in {STEPS} steps {used.by_op}"
+            f"LoRA: {trained:,} of {total:,} parameters trained, loss {losses[0]:.4f} -> "
+            f"{losses[-1]:.4f}; in {STEPS} steps {used.by_op}"
         )
         print(f"largest difference from one process, of any loss: {difference:.1e}")
     return difference

@@ -1,4 +1,5 @@
-r"""A transformer block whose heads and MLP are sharded over "tp", and whose batch is sharded over "dp".
+r"""A transformer block whose heads and MLP are sharded over "tp", and whose batch is sharded over
+"dp".
 
     on each tp rank:  x [b s d], replicated
 
@@ -9,12 +10,14 @@ r"""A transformer block whose heads and MLP are sharded over "tp", and whose bat
                                                                        psum --> + x        MLP
       the other rank: other columns, other rows ----------------------/
 
-The first matrix is split by columns and the second by the matching rows, so no communication is needed between them: each rank ends
-with one term of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` after attention and one after the MLP add the terms, and each
-has one more in backward. "dp" needs no code in the block: backward ends by summing gradients of replicated parameters over the ranks.
+The first matrix is split by columns and the second by the matching rows, so no communication is
+needed between them: each rank ends with one term of a sum (Shoeybi et al. 2019, "Megatron-LM"). One
+`psum` after attention and one after the MLP add the terms, and each has one more in backward. "dp"
+needs no code in the block: backward ends by summing gradients of replicated parameters over the
+ranks.
 
-Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, f width of
-the MLP, c query, key and value.
+Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head,
+e width of a head, f width of the MLP, c query, key and value.
 
     python examples/megatron_block.py                         4 ranks simulated in this process
     python examples/megatron_block.py --launch 4              4 local processes
@@ -42,7 +45,7 @@ Params = Mapping[str, Tensor]
 Total = Callable[[Tensor], Tensor]
 SIZES = {"b": 8, "s": 16, "d": 32, "h": 4, "e": 8, "f": 96, "c": 3}
 
-# -- layouts on the mesh -----------------------------------------------------------------------------------------------
+# -- layouts on the mesh ---------------------------------------------------------------------------
 
 STREAM = P("dp")  # [b s d]: the batch is sharded over dp
 SPECS = {
@@ -65,11 +68,13 @@ def sharded_block(mesh: sm.DeviceMesh) -> Callable[[Params, Tensor], Tensor]:
     )
 
 
-# -- the block, for all heads or some of them --------------------------------------------------------------------------
+# -- the block, for all heads or some of them ------------------------------------------------------
 
 
 def block(params: Params, x_bsd: Tensor, total: Total) -> Tensor:
-    """Apply the block, in plain PyTorch. `total` sums this rank's term with those of the others; in one process it is the identity."""
+    """Apply the block, in plain PyTorch. `total` sums this rank's term with those of the others; in
+    one process it is the identity.
+    """
     x_bsd = x_bsd + total(attention(params, norm(x_bsd, params["norm_1_d"])))
     return x_bsd + total(mlp(params, norm(x_bsd, params["norm_2_d"])))
 
@@ -90,7 +95,7 @@ def mlp(params: Params, x_bsd: Tensor) -> Tensor:
     return F.gelu(x_bsd @ params["w_up_df"]) @ params["w_down_fd"]
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def problem() -> tuple[Params, Tensor, Tensor]:
@@ -106,7 +111,9 @@ def problem() -> tuple[Params, Tensor, Tensor]:
 
 
 def largest_difference(ours: Any, plain: Any) -> float:
-    """Return the largest difference between two trees, relative to the largest element of each leaf."""
+    """Return the largest difference between two trees, relative to the largest element of each
+    leaf.
+    """
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(plain), strict=True)
     return (
         torch.stack(
@@ -136,7 +143,8 @@ def main(ranks: int = 4) -> float:
     if mesh.get_rank() == 0:
         print(f"transformer block on (dp={ranks // tp}, tp={tp}): output {sm.typeof(ours)}")
         print(
-            f"largest relative difference from one process: output {difference:.1e}, gradients {of_grads:.1e}"
+            f"largest relative difference from one process: output {difference:.1e}, gradients "
+            f"{of_grads:.1e}"
         )
     return max(difference, of_grads)
 

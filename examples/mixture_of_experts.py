@@ -1,4 +1,5 @@
-"""A mixture of experts with the experts sharded over the ranks: dispatch tokens to their experts, and combine the results.
+"""A mixture of experts with the experts sharded over the ranks: dispatch tokens to their experts,
+and combine the results.
 
     tokens P("ep"), experts P("ep"), router P()       here each token is routed to one expert; each rank has two experts
 
@@ -9,14 +10,16 @@
 
     the results are sent back in the same way:         rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
 
-Ranks first exchange row counts; then `ragged_all_to_all` moves exactly these rows. No token is dropped and nothing is padded,
-whatever the router chooses. Combining uses the transposed counts; backward runs both exchanges in reverse.
+Ranks first exchange row counts; then `ragged_all_to_all` moves exactly these rows. No token is
+dropped and nothing is padded, whatever the router chooses. Combining uses the transposed counts;
+backward runs both exchanges in reverse.
 
     python examples/mixture_of_experts.py                         4 ranks simulated in this process
     python examples/mixture_of_experts.py --launch 4              4 local processes
     torchrun --nproc-per-node 4 examples/mixture_of_experts.py    the same, started by torchrun
 
-Tensor names end in one letter per dim where that helps: t token, k choice, e expert, r row (a dispatched token), d width.
+Tensor names end in one letter per dim where that helps: t token, k choice, e expert, r row (a
+dispatched token), d width.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def expert(x_rd: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.silu(x_rd @ up) @ down
 
 
-# -- what makes it expert-parallel -------------------------------------------------------------------------------------
+# -- what makes it expert-parallel -----------------------------------------------------------------
 
 
 @sm.shard_map(in_specs=(LAYOUT, TOKENS), out_specs=TOKENS)
@@ -64,7 +67,8 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
     ranks, experts = sm.axis_size("ep"), params["router"].shape[1]
     if experts % ranks:
         raise ValueError(
-            f"{experts} experts over {ranks} ranks; use {experts + -experts % ranks}, as many on each"
+            f"{experts} experts over {ranks} ranks; use {experts + -experts % ranks}, as many on "
+            "each"
         )
     expert_tk, share_tk = choose(x_td, params["router"])
     by_expert_r = expert_tk.flatten().argsort(
@@ -82,7 +86,9 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
 
 
 def exchange(x_rd: Tensor, rows: Tensor) -> Tensor:
-    """Send this rank's rows, sorted by destination; return the received rows, sorted by source. `rows`: [source, destination]."""
+    """Send this rank's rows, sorted by destination; return the received rows, sorted by source.
+    `rows`: [source, destination].
+    """
     send_at, receive_at, rank = (
         rows.cumsum(1) - rows,
         rows.cumsum(0) - rows,
@@ -95,7 +101,9 @@ def exchange(x_rd: Tensor, rows: Tensor) -> Tensor:
 
 
 def local_experts(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
-    """Apply this rank's experts to rows sorted by source, then by expert. `counts`: [source, expert]."""
+    """Apply this rank's experts to rows sorted by source, then by expert. `counts`: [source,
+    expert].
+    """
     ranks, experts = counts.shape
     expert_r = (
         torch.arange(experts, device=counts.device)
@@ -111,7 +119,7 @@ def local_experts(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
     )
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def mixture_dense(params: Params, x_td: Tensor) -> Tensor:
@@ -139,7 +147,9 @@ def problem(experts: int, seed: int = 0) -> Params:
 
 
 def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
-    """Return the largest difference from the dense computation, of outputs or gradients, relative to the largest element."""
+    """Return the largest difference from the dense computation, of outputs or gradients, relative
+    to the largest element.
+    """
     plain = [p.requires_grad_() for p in params.values()] + [x.requires_grad_()]
     expected = mixture_dense(params, x)
     expected_grads = torch.autograd.grad(expected.square().mean(), plain)
@@ -169,10 +179,12 @@ def main(ranks: int = 4) -> float:
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)
         print(
-            f"{len(batches[0])} tokens on {ranks} ranks with {CHOICES} experts each; tokens per expert: {loads.tolist()}"
+            f"{len(batches[0])} tokens on {ranks} ranks with {CHOICES} experts each; tokens per "
+            f"expert: {loads.tolist()}"
         )
         print(
-            f"largest relative difference from the dense computation, of output or any gradient: {difference:.1e}"
+            "largest relative difference from the dense computation, of output or any gradient: "
+            f"{difference:.1e}"
         )
     return difference
 

@@ -1,4 +1,5 @@
-"""Muon with owners: each matrix is orthogonalized once, on one rank; two collectives move all matrices there and back.
+"""Muon with owners: each matrix is orthogonalized once, on one rank; two collectives move all
+matrices there and back.
 
     momentum, rows sharded          by owner                         orthogonalized, rows sharded
     rank 0   [A0] [B0] [C0]         rank 0   [A]                     rank 0   [A0] [B0] [C0]
@@ -6,8 +7,9 @@
     rank 2   [A2] [B2] [C2]         rank 2         [C]               rank 2   [A2] [B2] [C2]
                      one all_to_all                  one all_to_all
 
-Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written P("fsdp", sizes={"fsdp": (0, rows, 0)}).
-`redistribute_many` therefore does both moves, for any shapes. Owners are chosen to balance the cost of the multiplications.
+Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written P("fsdp",
+sizes={"fsdp": (0, rows, 0)}). `redistribute_many` therefore does both moves, for any shapes. Owners
+are chosen to balance the cost of the multiplications.
 
 Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon
 
@@ -43,7 +45,9 @@ Tree = Any  # of tensors
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """Approximate the nearest matrix whose singular values are 1, U V^T for x = U S V^T, in plain PyTorch."""
+    """Approximate the nearest matrix whose singular values are 1, U V^T for x = U S V^T, in plain
+    PyTorch.
+    """
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.mT, steps).mT
     a, b, c = QUINTIC
@@ -55,7 +59,9 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 
 
 def update(params: Tree, grads: Tree, momentum: Tree, orthogonal: Callable) -> tuple[Tree, Tree]:
-    """Return the parameters, a tree of matrices, and their momentum after one step; `orthogonal` is `newton_schulz` on a list."""
+    """Return the parameters, a tree of matrices, and their momentum after one step; `orthogonal` is
+    `newton_schulz` on a list.
+    """
     momentum = pytree.tree_map(lambda m, g: m.lerp(g, 1 - MOMENTUM), momentum, grads)
     ahead, tree = pytree.tree_flatten(
         pytree.tree_map(lambda m, g: g.lerp(m, MOMENTUM), momentum, grads)
@@ -75,11 +81,13 @@ def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(F.linear(x, params["head"]), y)
 
 
-# -- what makes it work with owners ------------------------------------------------------------------------------------
+# -- what makes it work with owners ----------------------------------------------------------------
 
 
 def by_owners(matrices: list[sm.ShardedTensor]) -> list[sm.ShardedTensor]:
-    """Apply `newton_schulz` to matrices laid out as `STORED`; the results have the same layout. Communication: two all_to_all."""
+    """Apply `newton_schulz` to matrices laid out as `STORED`; the results have the same layout.
+    Communication: two all_to_all.
+    """
     specs = owners(tuple(tuple(m.shape) for m in matrices), matrices[0].mesh.size("fsdp"))
     owned = mapped(specs)(*sm.redistribute_many(matrices, specs))
     return sm.redistribute_many(owned, [STORED] * len(owned))
@@ -87,7 +95,9 @@ def by_owners(matrices: list[sm.ShardedTensor]) -> list[sm.ShardedTensor]:
 
 @functools.cache
 def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
-    """Return the layout of each matrix on its owner, assigning the largest first, each to the least loaded rank."""
+    """Return the layout of each matrix on its owner, assigning the largest first, each to the least
+    loaded rank.
+    """
     specs, loads, work = {}, [0] * ranks, [m * n * min(m, n) for m, n in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -work[i]):
         owner = loads.index(min(loads))
@@ -101,14 +111,18 @@ def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
 
 @functools.cache  # a mapped function caches what it has seen, so create it once
 def mapped(at: tuple[P, ...]) -> Callable:
-    """Return `newton_schulz` as a function of matrices on their owners; on other ranks they have no rows."""
+    """Return `newton_schulz` as a function of matrices on their owners; on other ranks they have no
+    rows.
+    """
     return sm.shard_map(
         lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=at, out_specs=at
     )
 
 
 def loss_sharded(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """Return the same loss for weights laid out as `STORED`: they are gathered for use, and their gradients reduce-scattered."""
+    """Return the same loss for weights laid out as `STORED`: they are gathered for use, and their
+    gradients reduce-scattered.
+    """
     leaves, tree = pytree.tree_flatten(params)
     return loss_of(
         pytree.tree_unflatten(sm.redistribute_many(leaves, [P()] * len(leaves)), tree), x, y
@@ -118,7 +132,9 @@ def loss_sharded(params: Tree, x: Tensor, y: Tensor) -> Tensor:
 def train(
     loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Callable
 ) -> tuple[Tree, list, list]:
-    """Return the parameters after `STEPS` steps, and the loss and the communication of each step."""
+    """Return the parameters after `STEPS` steps, and the loss and the communication of each
+    step.
+    """
     momentum, losses, uses = pytree.tree_map(torch.zeros_like, params), [], []
     for step in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
@@ -145,7 +161,9 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss
+    from one process.
+    """
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     plain = problem(rows=16 * ranks)
     expected, expected_losses, _ = train(
@@ -162,7 +180,8 @@ def main(ranks: int = 4) -> float:
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
         print(
-            f"Muon: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; collectives in an update: {uses[-1].by_op}"
+            f"Muon: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; collectives in an update: "
+            f"{uses[-1].by_op}"
         )
         print(f"largest difference from one process, of any parameter or loss: {difference:.1e}")
     return difference

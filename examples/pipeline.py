@@ -1,4 +1,5 @@
-"""Pipeline parallelism: each rank has one stage of the network, and microbatches pass from stage to stage.
+"""Pipeline parallelism: each rank has one stage of the network, and microbatches pass from stage to
+stage.
 
     stages over "pp"; time from left to right; each number is the microbatch that a stage processes
 
@@ -7,8 +8,9 @@
     stage 2    .  .  0  1  2  3  4  5  .         m microbatches through n stages take m + n - 1 ticks, of which each
     stage 3    .  .  .  0  1  2  3  4  5         stage wastes n - 1
 
-The schedule is GPipe's (Huang et al. 2018), written as a loop in one mapped function. Backward needs no schedule of its own: the
-gradient of a `ppermute` is the reverse `ppermute`, so backward runs the diagram from right to left.
+The schedule is GPipe's (Huang et al. 2018), written as a loop in one mapped function. Backward
+needs no schedule of its own: the gradient of a `ppermute` is the reverse `ppermute`, so backward
+runs the diagram from right to left.
 
     python examples/pipeline.py                         4 ranks simulated in this process
     python examples/pipeline.py --launch 4              4 local processes
@@ -39,7 +41,7 @@ def stage(params: Params, x: Tensor) -> Tensor:
     return x + torch.tanh(x @ params["w"] + params["b"])
 
 
-# -- the pipeline ------------------------------------------------------------------------------------------------------
+# -- the pipeline ----------------------------------------------------------------------------------
 
 
 @sm.shard_map(in_specs=(P("pp"), P()), out_specs=P())
@@ -66,7 +68,7 @@ def pipeline(params: Params, batches: Tensor) -> Tensor:
     return sm.pbroadcast(torch.stack(finished), "pp", stages - 1)
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def sequential(params: Params, batches: Tensor) -> Tensor:
@@ -77,7 +79,9 @@ def sequential(params: Params, batches: Tensor) -> Tensor:
 
 
 def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> Any:
-    """Return the mean squared error of a network, and its gradients with respect to parameters and microbatches."""
+    """Return the mean squared error of a network, and its gradients with respect to parameters and
+    microbatches.
+    """
 
     def loss_of(params: Params, batches: Tensor, targets: Tensor) -> Tensor:
         return (network(params, batches) - targets).square().mean()
@@ -113,10 +117,12 @@ def main(ranks: int = 4) -> float:
     if mesh.get_rank() == 0:
         idle = (ranks - 1) / (MICROBATCHES + ranks - 1)
         print(
-            f"{MICROBATCHES} microbatches, {ranks} stages, idle for {idle:.0%} of the ticks: loss {expected[0]:.4f}"
+            f"{MICROBATCHES} microbatches, {ranks} stages, idle for {idle:.0%} of the ticks: loss "
+            f"{expected[0]:.4f}"
         )
         print(
-            f"largest difference from the stages in one process, of the loss or any gradient: {difference:.1e}"
+            "largest difference from the stages in one process, of the loss or any gradient: "
+            f"{difference:.1e}"
         )
     return difference
 

@@ -1,4 +1,5 @@
-"""Ring attention: the sequence is sharded over the ranks, and blocks of keys and values are passed around a ring of ranks.
+"""Ring attention: the sequence is sharded over the ranks, and blocks of keys and values are passed
+around a ring of ranks.
 
     q, k, v: P(None, None, "sp") of [b h s e]
 
@@ -8,10 +9,11 @@
     rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3        all queries have seen all keys
     rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
 
-Each block updates an online softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; on a ring: Liu,
-Zaharia and Abbeel 2023). A rank computes on one block while the next is being sent: `sm.async_start` sends, `wait` receives.
-Scores are never stored; autograd saves the received keys and values. With a causal mask, ranks also compute fully masked blocks,
-about half of the work; assigning each rank early and late positions (load balancing) would avoid that.
+Each block updates an online softmax (Milakov and Gimelshein 2018, "Online normalizer calculation
+for softmax"; on a ring: Liu, Zaharia and Abbeel 2023). A rank computes on one block while the next
+is being sent: `sm.async_start` sends, `wait` receives. Scores are never stored; autograd saves the
+received keys and values. With a causal mask, ranks also compute fully masked blocks, about half of
+the work; assigning each rank early and late positions (load balancing) would avoid that.
 
     python examples/ring_attention.py                         4 ranks simulated in this process
     python examples/ring_attention.py --launch 4              4 local processes
@@ -54,7 +56,9 @@ class OnlineSoftmax(NamedTuple):
 def add_block(
     state: OnlineSoftmax, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> OnlineSoftmax:
-    """Return the softmax after another block of keys and values; `mask` [q k] is True where a key is hidden from a query."""
+    """Return the softmax after another block of keys and values; `mask` [q k] is True where a key
+    is hidden from a query.
+    """
     score = q @ k.mT / math.sqrt(q.shape[-1])
     if mask is not None:
         score = score.masked_fill(mask, -math.inf)
@@ -70,14 +74,17 @@ def add_block(
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Compute `F.scaled_dot_product_attention(q, k, v, is_causal=causal)` on one rank, given its part of the sequence.
+    """Compute `F.scaled_dot_product_attention(q, k, v, is_causal=causal)` on one rank, given its
+    part of the sequence.
 
-    Parts [b h s e] must have equal lengths, since `ppermute` moves equal parts: pad the sequence to a multiple of the number of ranks.
+    Parts [b h s e] must have equal lengths, since `ppermute` moves equal parts: pad the sequence to
+    a multiple of the number of ranks.
     """
     here, ranks, length = sm.axis_index("sp"), sm.axis_size("sp"), q.shape[2]
     position = torch.arange(length, device=q.device)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    # A rank's own block comes first. It contains a key for every query, so max_score is finite after it.
+    # A rank's own block comes first. It contains a key for every query, so max_score is finite
+    # after it.
     state = OnlineSoftmax(
         torch.full_like(q[..., :1], -math.inf), torch.zeros_like(q[..., :1]), torch.zeros_like(q)
     )
@@ -92,11 +99,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return state.output / state.total
 
 
-# -- reference in one process ------------------------------------------------------------------------------------------
+# -- reference in one process ----------------------------------------------------------------------
 
 
 def compare(mesh: sm.DeviceMesh, plain: list[Tensor], causal: bool) -> float:
-    """Return the largest difference from `scaled_dot_product_attention`, of the output or the gradients of q, k and v."""
+    """Return the largest difference from `scaled_dot_product_attention`, of the output or the
+    gradients of q, k and v.
+    """
     q, k, v = plain
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     pull = torch.linspace(-1, 1, expected.numel()).view_as(expected)  # the gradient of the output
@@ -119,7 +128,8 @@ def main(ranks: int = 4) -> float:
     differences = {causal: compare(mesh, plain, causal) for causal in (False, True)}
     if mesh.get_rank() == 0:
         print(
-            f"ring attention over {16 * ranks} positions on {ranks} ranks; largest difference, of output or gradients,"
+            f"ring attention over {16 * ranks} positions on {ranks} ranks; largest difference, of "
+            "output or gradients,"
         )
         for causal, difference in differences.items():
             print(f"  from scaled_dot_product_attention(is_causal={causal}): {difference:.1e}")

@@ -1,4 +1,5 @@
-"""Train a byte-level GPT on the source code of Python's standard library, sharded over a 2-D mesh of processes.
+"""Train a byte-level GPT on the source code of Python's standard library, sharded over a 2-D mesh
+of processes.
 
     python examples/train_lm.py                              4 local processes, mesh (fsdp=2, tp=2)
     torchrun --nproc-per-node 4 examples/train_lm.py         the same, started by torchrun
@@ -9,13 +10,15 @@
     python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         continue from the newest checkpoint, of any mesh
     python examples/train_lm.py --jit inductor               compile the step with Inductor; --no-jit runs every step eagerly
 
-The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in which each weight is stored (`STORED`),
-and calls of `reshard(x, spec)` change the layout where needed. Everything else follows from the layouts of the operands: what each rank
-computes, what is pending, and what backward communicates. With `--parallel`, the library's layers shard an unchanged model: see
-`parallelize_model`. On a mesh, a whole step (forward, backward, clipping, optimizer) is one graph under `sm.jit`; one process runs eagerly.
+The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in
+which each weight is stored (`STORED`), and calls of `reshard(x, spec)` change the layout where
+needed. Everything else follows from the layouts of the operands: what each rank computes, what is
+pending, and what backward communicates. With `--parallel`, the library's layers shard an unchanged
+model: see `parallelize_model`. On a mesh, a whole step (forward, backward, clipping, optimizer) is
+one graph under `sm.jit`; one process runs eagerly.
 
-Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of the residual stream,
-h head, e width of a head, f width of the MLP, v byte value.
+Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of
+the residual stream, h head, e width of a head, f width of the MLP, v byte value.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ TOLERANCE = 1e-4  # of the relative difference between a loss on the mesh and in
 VOCABULARY = 256
 CORPUS_BYTES = 3_000_000
 MAX_NORM = 1.0  # gradients are clipped to this norm
-WARM_UP_STEPS = 25  # a shorter warm-up works too, but amplifies rounding errors and so the difference between runs
+# a shorter warm-up works too, but amplifies rounding errors and so the difference between runs
+WARM_UP_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,12 @@ SIZES = {
     "medium": Size(layers=12, d=768, heads=12, f=2048, s=1024, b=64, lr=6e-4),
 }
 
-# -- layouts of the model ----------------------------------------------------------------------------------------------
+# -- layouts of the model --------------------------------------------------------------------------
 
-# Every weight is sharded over both axes. Over tp: either its rows, so that each tp rank computes some output features of
-# `F.linear`, or its columns, so that each sums over some input features. Over fsdp: always rows, minor to those of tp,
-# so that the parts received by a gather are in memory order and need no copy.
+# Every weight is sharded over both axes. Over tp: either its rows, so that each tp rank computes
+# some output features of `F.linear`, or its columns, so that each sums over some input features.
+# Over fsdp: always rows, minor to those of tp, so that the parts received by a gather are in memory
+# order and need no copy.
 STORED = {
     "embedding": P("fsdp", "tp"),  # [v, d]
     "w_qkv": P(("tp", "fsdp")),  # [h 3 e, d]
@@ -90,7 +95,8 @@ STORED = {
     "w_down": P("fsdp", "tp"),  # [d, f]
 }  # the norms' weights are small and stay replicated
 
-# For use, a weight is gathered over fsdp (the embedding over both axes); it is freed after its backward.
+# For use, a weight is gathered over fsdp (the embedding over both axes); it is freed after its
+# backward.
 SPLIT_OUTPUTS, SPLIT_INPUTS, WHOLE = P("tp"), P(None, "tp"), P()
 
 STREAM = P(
@@ -105,7 +111,9 @@ Reshard = Callable[[Any, P], Any]
 
 
 def reshard(x: Tensor, spec: P) -> Tensor:
-    """Redistribute a tensor to `spec`. Backward is the dual: the gradient of a gathered weight is reduce-scattered."""
+    """Redistribute a tensor to `spec`. Backward is the dual: the gradient of a gathered weight is
+    reduce-scattered.
+    """
     return sm.reshard(x, spec)  # type: ignore[arg-type]
 
 
@@ -120,13 +128,15 @@ def place(x: Tensor, mesh: sm.DeviceMesh | None, spec: P) -> Tensor:
 
 
 def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
-    """Shard a module's own weights as in STORED; `distribute_module` calls this for every module."""
+    """Shard a module's own weights as in STORED; `distribute_module` calls this for every
+    module.
+    """
     for name in [name for name, _ in module.named_parameters(recurse=False)]:
         if name in STORED:
             shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
 
 
-# -- the same with the library's layers --------------------------------------------------------------------------------
+# -- the same with the library's layers ------------------------------------------------------------
 
 SPLIT = {
     "*.w_qkv": P("tp"),
@@ -138,7 +148,8 @@ SUMMED = {
     "*.attention": prepare_outputs(P()),
     "*.mlp": prepare_outputs(P()),
 }  # their outputs are pending over tp
-# With "sp" in place of "tp", the residual stream is sharded by positions outside of attention and MLP.
+# With "sp" in place of "tp", the residual stream is sharded by positions outside of attention and
+# MLP.
 IN_SEQUENCE = {
     **{path: P(*["sp" if axes else None for axes in spec.dims]) for path, spec in SPLIT.items()},
     **{
@@ -180,7 +191,7 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, sm.ShardedTensor) else x
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -200,7 +211,8 @@ class Attention(nn.Module):
         q_bhse, k_bhse = rotate(q_bhse, rotary), rotate(k_bhse, rotary)
         y_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True)
         y_bsd = y_bhse.transpose(1, 2).flatten(-2)
-        # Each tp rank has summed over its own heads, so the product is pending over tp; STREAM reduces it.
+        # Each tp rank has summed over its own heads, so the product is pending over tp; STREAM
+        # reduces it.
         return self.reshard(F.linear(y_bsd, self.reshard(self.w_out, SPLIT_INPUTS)), STREAM)
 
 
@@ -244,13 +256,16 @@ class GPT(nn.Module):
         self.register_buffer("sin_se", angle_se.sin())
 
     def forward(self, ids_bs: Tensor, last_only: bool = False) -> Tensor:
-        """Return logits [t, v] for the byte after each position, or only for the byte after the last one."""
+        """Return logits [t, v] for the byte after each position, or only for the byte after the
+        last one.
+        """
         embedding_vd = self.reshard(self.embedding, WHOLE)
         x_bsd = F.embedding(ids_bs, embedding_vd)
         for block in self.blocks:
             x_bsd = block(x_bsd, (self.cos_se, self.sin_se))
         x_bsd = x_bsd[:, -1:] if last_only else x_bsd
-        # With 256 byte values the head is small, so its tokens are sharded over tp as well, not its vocabulary.
+        # With 256 byte values the head is small, so its tokens are sharded over tp as well, not its
+        # vocabulary.
         return F.linear(self.reshard(self.norm(x_bsd).flatten(0, 1), TOKENS), embedding_vd)
 
 
@@ -259,16 +274,20 @@ def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
 
 
 def rotate(x_bhse: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embeddings: rotate each pair of features by an angle proportional to the position."""
+    """Apply rotary position embeddings: rotate each pair of features by an angle proportional to
+    the position.
+    """
     (a, b), (cos, sin) = x_bhse.chunk(2, dim=-1), rotary
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-# -- the data ----------------------------------------------------------------------------------------------------------
+# -- the data --------------------------------------------------------------------------------------
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """Return the modules of the standard library as bytes, for training and (every tenth module) for validation."""
+    """Return the modules of the standard library as bytes, for training and (every tenth module)
+    for validation.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     modules = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     train = b"".join(text for i, text in enumerate(modules) if i % 10)[:CORPUS_BYTES]
@@ -282,13 +301,15 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     )
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def train_on(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Train on a batch in equal parts, whose gradients are summed; return the mean of their losses. Under `sm.jit` this is one graph."""
+    """Train on a batch in equal parts, whose gradients are summed; return the mean of their losses.
+    Under `sm.jit` this is one graph.
+    """
     losses = []
     # Gradients are reduced over the mesh once, after all parts.
     with sm.accumulate_grads() if len(parts) > 1 else contextlib.nullcontext():
@@ -303,7 +324,9 @@ def train_on(
 
 
 class Trainer:
-    """Model, optimizer and data. For the same seed they are equal on every mesh, and without a mesh."""
+    """Model, optimizer and data. For the same seed they are equal on every mesh, and without a
+    mesh.
+    """
 
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
         self.size, self.steps, self.accumulate, self.mesh = (
@@ -324,7 +347,8 @@ class Trainer:
             self.stream = self.tokens = P(
                 tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None
             )
-        # The optimizer does not depend on the mesh: its fused kernel updates each rank's part of the weights.
+        # The optimizer does not depend on the mesh: its fused kernel updates each rank's part of
+        # the weights.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True
         )
@@ -362,7 +386,8 @@ class Trainer:
     def draw(self, text: Tensor, random: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield random windows of the text: bytes [b, s], and the byte after each of them [t].
 
-        Every rank draws the same windows and keeps its part, so distributing data needs no communication.
+        Every rank draws the same windows and keeps its part, so distributing data needs no
+        communication.
         """
         window_s = torch.arange(self.size.s + 1)
         while True:
@@ -374,7 +399,9 @@ class Trainer:
             )
 
     def step(self) -> Tensor:
-        """Train on the next batch. What changes Python state stays outside of the graph: the data, the schedule, the count of steps."""
+        """Train on the next batch. What changes Python state stays outside of the graph: the data,
+        the schedule, the count of steps.
+        """
         loss = self.train_on(
             self.model, self.optimizer, [next(self.batches) for _ in range(self.accumulate)]
         )
@@ -468,9 +495,14 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
 
 
 def introduction(run: report.Run, trainer: Trainer) -> str:
-    """Return a summary of the model, the layouts of two of its weights, and the plan for using one of them."""
+    """Return a summary of the model, the layouts of two of its weights, and the plan for using one
+    of them.
+    """
     share_v = trainer.train_text.bincount(minlength=VOCABULARY) / len(trainer.train_text)
-    guesses = f"{math.log(VOCABULARY):.2f} for uniform bytes, {torch.special.entr(share_v).sum():.2f} for byte frequencies"
+    guesses = (
+        f"{math.log(VOCABULARY):.2f} for uniform bytes, {torch.special.entr(share_v).sum():.2f} "
+        "for byte frequencies"
+    )
     lines = [
         f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes",
         f"baseline loss: {guesses}",
@@ -487,7 +519,7 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
     return "\n".join([*lines, "", report.header()])
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def mesh_axes(text: str) -> dict[str, int]:
@@ -516,7 +548,8 @@ def layer_axes(text: str) -> dict[str, int]:
     if len(axes) < len(pairs) or {"tp", "sp"} <= set(axes):
         known = ", ".join(LAYERS)
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write sizes of axes among {known}, of tp and sp only one: such as fsdp=2,tp=2"
+            f"{text!r}: write sizes of axes among {known}, of tp and sp only one: such as "
+            "fsdp=2,tp=2"
         )
     return axes
 
@@ -618,9 +651,15 @@ def find_problem(options: argparse.Namespace) -> str | None:
             else None
         )
     if size.heads % tp:
-        return f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp that does"
+        return (
+            f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp "
+            "that does"
+        )
     if size.b % data:
-        return f"{named} does not divide the batch of {size.b} of --size {options.size} into {data}: choose sizes that do"
+        return (
+            f"{named} does not divide the batch of {size.b} of --size {options.size} into {data}: "
+            "choose sizes that do"
+        )
     if started and started != ranks:
         wanted = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
         return (

@@ -46,12 +46,14 @@ class Run:
     sample: str = ""
 
 
-# -- during a run ------------------------------------------------------------------------------------------------------
+# -- during a run ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def progress_bar(name: str, steps: int, quiet: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step. The bar is drawn only on a terminal, with rich if it is installed."""
+    """Yield a function to call after each step. The bar is drawn only on a terminal, with rich if
+    it is installed.
+    """
     if quiet or not sys.stdout.isatty():
         yield lambda: None
     elif importlib.util.find_spec("rich"):
@@ -83,13 +85,16 @@ def ending(run: Run) -> str:
     )
 
 
-# -- after all runs ----------------------------------------------------------------------------------------------------
+# -- after all runs --------------------------------------------------------------------------------
 
 
 def compare(run: Run, reference: Run, tolerance: float) -> float:
-    """Print the losses of two runs side by side; return the largest relative difference, NaN if there is a NaN."""
+    """Print the losses of two runs side by side; return the largest relative difference, NaN if
+    there is a NaN.
+    """
     print(
-        f"\n=== {run.name} against {reference.name}\n\n  step  {'loss':^21}  {'validation loss':^21}  difference"
+        f"\n=== {run.name} against {reference.name}\n\n  step  {'loss':^21}  "
+        f"{'validation loss':^21}  difference"
     )
     largest = 0.0
     for a, b in zip(run.rows, reference.rows, strict=True):

@@ -1,4 +1,5 @@
-"""Copies, reductions, quantization and random numbers on one device: the lowest layer, without meshes and layouts.
+"""Copies, reductions, quantization and random numbers on one device: the lowest layer, without
+meshes and layouts.
 
 Its inputs are tensors, boxes (a half-open interval per dim) and integers.
 

@@ -1,7 +1,8 @@
 """Choose between Triton kernels, on accelerators, and torch operations, everywhere else.
 
-Every kernel of this folder exists twice: `name.py` defines it in torch operations, and `name_triton.py` next to it
-has it for accelerators. Triton is imported when the first tensor needs it.
+Every kernel of this folder exists twice: `name.py` defines it in torch operations, and
+`name_triton.py` next to it has it for accelerators. Triton is imported when the first tensor needs
+it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _by_default(device: torch.device) -> bool:
 def using_kernels(use: bool = True) -> Iterator[None]:
     """Use kernels for tensors of every device, or of none, inside the block and in this thread.
 
-    For tests and measurements: on a CPU this needs Triton's interpreter (TRITON_INTERPRET=1 in the environment), which is
-    thousands of times slower than torch.
+    For tests and measurements: on a CPU this needs Triton's interpreter (TRITON_INTERPRET=1 in the
+    environment), which is thousands of times slower than torch.
     """
     before = _override.use
     _override.use = use
@@ -58,8 +59,8 @@ def _has_triton() -> bool:
         import triton  # noqa: F401
     except ImportError:
         warnings.warn(
-            "triton is not installed, so boxes are packed, reduced and quantized by torch operations, which read and write "
-            "memory more often; pip install triton",
+            "triton is not installed, so boxes are packed, reduced and quantized by torch "
+            "operations, which read and write memory more often; pip install triton",
             stacklevel=2,
         )
         return False

@@ -1,4 +1,6 @@
-"""A box: one half-open interval per tensor dim, `((start, stop), ...)`. The box of a 0-d tensor is `()`."""
+"""A box: one half-open interval per tensor dim, `((start, stop), ...)`. The box of a 0-d tensor is
+`()`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -48,7 +50,8 @@ def overlap(a: Box, b: Box) -> int:
 
 
 def shift(box: Box, origin: Sequence[int]) -> Box:
-    """`shift(box, origin) -> Box`: the box in the coordinates of a tensor whose first element is at `origin`.
+    """`shift(box, origin) -> Box`: the box in the coordinates of a tensor whose first element is at
+    `origin`.
 
     A rank that holds global rows 4:8 keeps global rows 5:7 at local rows 1:3:
 
@@ -84,7 +87,8 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def merge_dims(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the same order, in the fewest dims (at least one).
+    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the same order, in the
+    fewest dims (at least one).
 
     >>> merge_dims((2, 1, 3, 4), (24, 24, 4, 1))
     ((2, 12), (24, 1))
@@ -104,16 +108,18 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """`check_boxes(shape, boxes)`: raise unless every box is inside a tensor of `shape`.
 
     Raises:
-        ValueError: a box has another number of dims than `shape`, a stop before its start, or exceeds `shape`.
+        ValueError: a box has another number of dims than `shape`, a stop before its start, or
+            exceeds `shape`.
     """
     for number, box in enumerate(boxes):
         if len(box) != len(shape):
             raise ValueError(
-                f"box {number} {box} has {len(box)} dims, but the tensor's shape {tuple(shape)} has {len(shape)}"
+                f"box {number} {box} has {len(box)} dims, but the tensor's shape {tuple(shape)} "
+                f"has {len(shape)}"
             )
         for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
             if not 0 <= start <= stop <= size:
                 raise ValueError(
-                    f"box {number} {box} spans {start}:{stop} in dim {dim}, which is not inside 0:{size} "
-                    f"of the tensor of shape {tuple(shape)}"
+                    f"box {number} {box} spans {start}:{stop} in dim {dim}, which is not inside "
+                    f"0:{size} of the tensor of shape {tuple(shape)}"
                 )

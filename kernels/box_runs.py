@@ -1,4 +1,6 @@
-"""Describe the boxes of a copy as few strided views: join neighbours, fold equal boxes at a constant step into one run."""
+"""Describe the boxes of a copy as few strided views: join neighbours, fold equal boxes at a
+constant step into one run.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ BoxRange = tuple[int, int, Box]  # where in the flat buffer it starts and stops,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i * step0 + j * step1 ...
+    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i *
+    step0 + j * step1 ...
 
     Attributes:
         first: the first box.
         start: where it begins in the flat buffer.
-        levels: (count, step per dim, step in the flat buffer), outermost first; () for a single box.
+        levels: (count, step per dim, step in the flat buffer), outermost first; () for a single
+            box.
     """
 
     first: Box
@@ -60,7 +64,9 @@ def _join_neighbours(boxes: Iterable[BoxRange]) -> list[Run]:
 
 
 def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
-    """Return the distance from a to b if they are otherwise equal and torch can express it (no negative stride), else None."""
+    """Return the distance from a to b if they are otherwise equal and torch can express it (no
+    negative stride), else None.
+    """
     if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
         return None
     step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])
@@ -103,8 +109,8 @@ def box_ranges(
         offsets = list(accumulate(sizes, initial=0))
     elif len(offsets) != len(boxes) or min(offsets, default=0) < 0:
         raise ValueError(
-            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, each >= 0, in elements of the flat "
-            "buffer"
+            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, each >= 0, in "
+            "elements of the flat buffer"
         )
     placed = [
         (start, start + size, box)
@@ -139,6 +145,6 @@ def check_disjoint(placed: Sequence[BoxRange]) -> None:
     for (start, stop, box), (next_start, _, next_box) in pairwise(placed):
         if stop > next_start:
             raise ValueError(
-                f"box {box} takes {start}:{stop} of the flat buffer, and box {next_box} starts at {next_start}: "
-                "give offsets that keep them apart"
+                f"box {box} takes {start}:{stop} of the flat buffer, and box {next_box} starts at "
+                f"{next_start}: give offsets that keep them apart"
             )

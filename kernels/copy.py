@@ -3,18 +3,20 @@
     pack:    x ---> [ box 0, row-major | box 1, row-major | ... ]
     unpack:  x <--- [ box 0, row-major | box 1, row-major | ... ]
 
-`compile_pack` and `compile_unpack` take the boxes once, and their results are called many times. They describe the
-boxes by as few strided views of the tensor as they find (`box_runs.py`), each of which is one `copy_`:
+`compile_pack` and `compile_unpack` take the boxes once, and their results are called many times.
+They describe the boxes by as few strided views of the tensor as they find (`box_runs.py`), each of
+which is one `copy_`:
 
-1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim whose outer dims have size 1);
-2. equal boxes at a constant step become one view with an extra leading dim, and equal runs of those likewise, so
-   W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
+1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim
+   whose outer dims have size 1);
+2. equal boxes at a constant step become one view with an extra leading dim, and equal runs of those
+   likewise, so W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
 
-A pack that is one contiguous view is returned as that view, without a copy. On a GPU everything else is one launch for all
-tensors of a bucket (`strided_triton.py`), which also casts and scales.
+A pack that is one contiguous view is returned as that view, without a copy. On a GPU everything
+else is one launch for all tensors of a bucket (`strided_triton.py`), which also casts and scales.
 
-With `offsets` the boxes can be anywhere in the flat buffer, so that several tensors can share one (a bucket), here one for
-two peers:
+With `offsets` the boxes can be anywhere in the flat buffer, so that several tensors can share one
+(a bucket), here one for two peers:
 
     a ---> [ a's box 0 |         | a's box 1 |         ]     pack_a = compile_pack(a.shape, boxes, offsets=[0, 6])
     b ---> [           | b's 0   |           | b's 1   ]     pack_b = compile_pack(b.shape, boxes, offsets=[4, 10])
@@ -105,8 +107,8 @@ class _BoxCopy:
                 return
             least = "at least " if self._anywhere else ""
             raise ValueError(
-                f"{self!r} needs a contiguous buffer of shape ({least}{self.size},), "
-                f"not one of shape {tuple(flat.shape)} and strides {flat.stride()}"
+                f"{self!r} needs a contiguous buffer of shape ({least}{self.size},), not one of "
+                f"shape {tuple(flat.shape)} and strides {flat.stride()}"
             )
 
     def __repr__(self) -> str:
@@ -129,9 +131,11 @@ class Pack(_BoxCopy):
     def __call__(
         self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> Tensor:
-        """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new tensor or a view of x.
+        """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new
+        tensor or a view of x.
 
-        Elements of `out` between and after the boxes are not written. `scale` is a factor, in float32 for 16-bit floats.
+        Elements of `out` between and after the boxes are not written. `scale` is a factor, in
+        float32 for 16-bit floats.
         """
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
@@ -170,10 +174,11 @@ class Unpack(_BoxCopy):
     def __call__(
         self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> Tensor:
-        """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if given.
+        """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if
+        given.
 
-        Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole tensor in order.
-        `scale` is a factor, in float32 for 16-bit floats.
+        Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole
+        tensor in order. `scale` is a factor, in float32 for 16-bit floats.
         """
         self.check_flat(flat)
         if out is None:
@@ -206,7 +211,9 @@ class Unpack(_BoxCopy):
 def pack_many(
     packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None
 ) -> Tensor:
-    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to out's dtype; one launch on a GPU."""
+    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to
+    out's dtype; one launch on a GPU.
+    """
     tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
     for pack_one in packs:
         pack_one.check_flat(out)
@@ -226,7 +233,8 @@ def unpack_many(
     outs: Sequence[Tensor] | None = None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one launch on a GPU.
+    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one
+    launch on a GPU.
 
     Without `outs` the results are new tensors, or views of `flat` for tensors that it has in order.
     """
@@ -310,7 +318,9 @@ def widened(x: Tensor) -> Tensor:
 
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
-    """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only those in which they equal torch."""
+    """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only
+    those in which they equal torch.
+    """
     if any(
         x.is_conj() or x.is_neg() for x in (*tensors, flat)
     ):  # lazy: their memory holds other numbers
@@ -362,16 +372,17 @@ def _halves(view: View) -> View:
 def compile_pack(
     shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
 ) -> Pack:
-    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how to pack.
+    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how
+    to pack.
 
-    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the input, so do not
-    write to it.
+    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the
+    input, so do not write to it.
 
     Args:
         shape: of the tensors that will be packed.
         boxes: what to pack.
-        offsets: where each box starts in the flat buffer, in elements; consecutive by default. With offsets
-            `out` may be longer than needed, and must be given if the boxes leave gaps.
+        offsets: where each box starts in the flat buffer, in elements; consecutive by default. With
+            offsets `out` may be longer than needed, and must be given if the boxes leave gaps.
 
     >>> columns = compile_pack((2, 4), [((0, 2), (0, 2)), ((0, 2), (2, 4))])
     >>> columns
@@ -380,8 +391,8 @@ def compile_pack(
     [0, 1, 4, 5, 2, 3, 6, 7]
 
     Raises:
-        ValueError: a box is not inside `shape`, offsets are negative, not one for each box, or make boxes overlap
-            in the flat buffer.
+        ValueError: a box is not inside `shape`, offsets are negative, not one for each box, or make
+            boxes overlap in the flat buffer.
     """
     return Pack(shape, boxes, offsets)
 
@@ -389,10 +400,11 @@ def compile_pack(
 def compile_unpack(
     shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
 ) -> Unpack:
-    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile the inverse of a pack.
+    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile
+    the inverse of a pack.
 
-    Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read more than once). With
-    offsets, `flat` may be longer than needed.
+    Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read
+    more than once). With offsets, `flat` may be longer than needed.
 
     Raises:
         ValueError: a box is not inside `shape`, offsets are negative or not one for each box.
@@ -405,10 +417,14 @@ _cached_unpack: Callable[..., Unpack] = lru_cache(maxsize=1024)(compile_unpack)
 
 
 def pack(x: Tensor, boxes: Sequence[Box], out: Tensor | None = None) -> Tensor:
-    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, consecutive. See `compile_pack`."""
+    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, consecutive. See
+    `compile_pack`.
+    """
     return _cached_pack(tuple(x.shape), tuple(boxes))(x, out)
 
 
 def unpack(flat: Tensor, boxes: Sequence[Box], out: Tensor) -> Tensor:
-    """`unpack(flat, boxes, out) -> out`: the boxes of `out` read from `flat`, as `pack` wrote them."""
+    """`unpack(flat, boxes, out) -> out`: the boxes of `out` read from `flat`, as `pack`
+    wrote them.
+    """
     return _cached_unpack(tuple(out.shape), tuple(boxes))(flat, out)

@@ -1,11 +1,13 @@
-"""Launches of Triton kernels in a few microseconds of host time: the only place that calls Triton's launcher.
+"""Launches of Triton kernels in a few microseconds of host time: the only place that calls Triton's
+launcher.
 
     first launch    Triton binds and specializes the arguments, hashes constants and options, compiles, and launches
     later ones      the compiled kernel is found by what Triton specialized on, and its launcher called with plain addresses
 
-A `KernelLauncher` has what does not change between launches: kernel, grid, constants and options; those that differ only in the grid share
-compiled kernels. What remains of Triton's key are the dtypes of tensors, whether their addresses, and integers, are multiples of 16, and
-whether integers are 1 or need 64 bits.
+A `KernelLauncher` has what does not change between launches: kernel, grid, constants and options;
+those that differ only in the grid share compiled kernels. What remains of Triton's key are the
+dtypes of tensors, whether their addresses, and integers, are multiples of 16, and whether integers
+are 1 or need 64 bits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class KernelLauncher:
         kernel: a `triton.jit` function, whose constants come last.
         grid: one to three sizes.
         constants: values of its constants, and options such as `num_warps`.
-        dtypes: of the first arguments, the dtypes as which their elements are read; None for their own.
+        dtypes: of the first arguments, the dtypes as which their elements are read; None for their
+            own.
     """
 
     __slots__ = ("_constants", "_dtypes", "_fixed", "_grid", "_kept", "_kernel", "_tail")

@@ -1,14 +1,16 @@
-"""Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats, and back.
+"""Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats,
+and back.
 
     quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
 
 A record is a box's elements, row-major, in blocks of `block`:
 
-    [ codes of block 0 | codes of block 1 | ... | float32 scale of block 0 | of block 1 | ... | up to a multiple of 16 bytes ]
+    [ codes of block 0 | codes of block 1 | ... | float32 scale of block 0 | of block 1 | ... | up
+    to a multiple of 16 bytes ]
 
-The last block is padded with zeros, and so are the last 16 bytes. With amax the largest finite |element| of a
-block, in float32 with IEEE rounding of every operation:
+The last block is padded with zeros, and so are the last 16 bytes. With amax the largest finite
+|element| of a block, in float32 with IEEE rounding of every operation:
 
     scale = max(amax * (1 / largest), 2**-126)        code = nearest(element * (1 / scale)), ties to even        value = code * scale
 
@@ -17,13 +19,15 @@ block, in float32 with IEEE rounding of every operation:
 | int8 | integers -126 ... 126 | 126 | +-127 | -128 | scale / 2, so amax / 252 |
 | fp8 | float8_e4m3fn up to 416 | 416 | +-448 | NaN | max(|element| / 16, scale / 1024): 3 bits of mantissa, spacing 2**-9 below 2**-6 |
 
-and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the result to its dtype
-(`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and no finite value becomes infinite: the largest
-element keeps its value except for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
-the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantized to the dtype that they were
-quantized from get the same codes again, except subnormal 16-bit values in fp8.
+and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the
+result to its dtype (`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and
+no finite value becomes infinite: the largest element keeps its value except for its last bits, even
+next to float32's largest number, as no product overflows. The lower bound of the scale, float32's
+smallest normal number, keeps its reciprocal finite. Values that were dequantized to the dtype that
+they were quantized from get the same codes again, except subnormal 16-bit values in fp8.
 
-torch operations take a dozen passes over memory; on a GPU one launch handles all boxes of all tensors (`quantize_triton.py`).
+torch operations take a dozen passes over memory; on a GPU one launch handles all boxes of all
+tensors (`quantize_triton.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class Quantize:
 
     Attributes:
         shape: of the tensor.
-        records: the boxes that are not empty, and the starts of their records in the buffer, in bytes.
+        records: the boxes that are not empty, and the starts of their records in the buffer, in
+            bytes.
         size: bytes of the buffer, up to the end of the last record.
         transport: the format of the codes.
         block: elements that share a scale.
@@ -95,7 +100,10 @@ class Quantize:
             record[used:] = 0
 
     def __repr__(self) -> str:
-        return f"Quantize({list(self.shape)} -> {self.transport}, {len(self.records)} records, {self.size} bytes)"
+        return (
+            f"Quantize({list(self.shape)} -> {self.transport}, {len(self.records)} records, "
+            f"{self.size} bytes)"
+        )
 
 
 class Dequantize:
@@ -120,7 +128,9 @@ class Dequantize:
         self.size = max(ends, default=0)
 
     def __call__(self, flat: Tensor, out: Tensor) -> Tensor:
-        """`dequantize(flat: uint8, out) -> out`: the boxes of `out`, which is contiguous; other elements are not written."""
+        """`dequantize(flat: uint8, out) -> out`: the boxes of `out`, which is contiguous; other
+        elements are not written.
+        """
         return dequantize_many([self], flat, [out])[0]
 
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
@@ -149,7 +159,10 @@ class Dequantize:
 
     def __repr__(self) -> str:
         most = max([len(starts) for starts in self.stacks.values()], default=0)
-        return f"Dequantize({self.transport} -> {list(self.shape)}, {len(self.stacks)} boxes of up to {most} records)"
+        return (
+            f"Dequantize({self.transport} -> {list(self.shape)}, {len(self.stacks)} boxes of up to "
+            f"{most} records)"
+        )
 
 
 def compile_quantize(
@@ -159,14 +172,15 @@ def compile_quantize(
     offsets: Sequence[int] | None = None,
     block: int = BLOCK,
 ) -> Quantize:
-    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile how to quantize.
+    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile
+    how to quantize.
 
     Args:
         shape: of the tensors: float16, bfloat16 or float32, with any strides.
         boxes: what to quantize; they may be empty, overlap or repeat.
         transport: "int8" or "fp8".
-        offsets: where each box's record starts in the flat buffer: in bytes, multiples of 16; consecutive by
-            default.
+        offsets: where each box's record starts in the flat buffer: in bytes, multiples of 16;
+            consecutive by default.
         block: elements that share a scale, a power of two from 16 to 1024.
 
     >>> quantize = compile_quantize((4,), [((0, 4),)], "int8", block=16)
@@ -175,8 +189,8 @@ def compile_quantize(
     ([0, 1, -126, 127], 1.0)
 
     Raises:
-        ValueError: a box is not inside `shape`, an unknown transport or block, or offsets that are negative, not
-            multiples of 16, not one per box, or make records overlap.
+        ValueError: a box is not inside `shape`, an unknown transport or block, or offsets that are
+            negative, not multiples of 16, not one per box, or make records overlap.
     """
     check_boxes(shape, boxes)
     _check_format(transport, block)
@@ -198,25 +212,28 @@ def compile_quantize(
 def compile_dequantize(
     shape: Sequence[int], stacks: Stacks, transport: str, kind: str = "sum", block: int = BLOCK
 ) -> Dequantize:
-    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile how to dequantize.
+    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile
+    how to dequantize.
 
     Args:
         shape: of the results: float16, bfloat16 or float32, contiguous.
-        stacks: for each box of the result, the starts in the flat buffer of the records that it is the sum of: in bytes,
-            multiples of 16. The sum is computed in float32, in this order, and rounded once.
+        stacks: for each box of the result, the starts in the flat buffer of the records that it is
+            the sum of: in bytes, multiples of 16. The sum is computed in float32, in this order,
+            and rounded once.
         transport: "int8" or "fp8".
         kind: "sum"; any kind if every box has one record.
         block: elements that share a scale, as they were quantized.
 
     Raises:
-        ValueError: a box is not inside `shape` or has no record, an unknown transport, block or kind, or starts that
-            are negative or not multiples of 16.
+        ValueError: a box is not inside `shape` or has no record, an unknown transport, block or
+            kind, or starts that are negative or not multiples of 16.
     """
     check_boxes(shape, list(stacks))
     _check_format(transport, block)
     if kind != "sum" and any(len(starts) > 1 for starts in stacks.values()):
         raise ValueError(
-            f"quantized records can only be summed, not combined by {kind!r}: send the values without quantizing"
+            f"quantized records can only be summed, not combined by {kind!r}: send the values "
+            "without quantizing"
         )
     for box, starts in stacks.items():
         if not starts:
@@ -226,12 +243,13 @@ def compile_dequantize(
 
 
 def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """`quantize_many(quantizes, tensors, out: uint8) -> out`: write every tensor's records to their places; one launch on a GPU.
+    """`quantize_many(quantizes, tensors, out: uint8) -> out`: write every tensor's records to their
+    places; one launch on a GPU.
 
     Raises:
         TypeError: a tensor that is not float16, bfloat16 or float32.
-        ValueError: a tensor of another shape than its boxes were compiled for, or a buffer that is too short, not uint8,
-            not contiguous or not aligned to 16 bytes.
+        ValueError: a tensor of another shape than its boxes were compiled for, or a buffer that is
+            too short, not uint8, not contiguous or not aligned to 16 bytes.
     """
     for quantize, x in zip(quantizes, tensors, strict=True):
         _check_tensor(quantize, x)
@@ -252,12 +270,13 @@ def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out:
 def dequantize_many(
     dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all of them from one buffer; one launch on a GPU.
+    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all of them from one buffer;
+    one launch on a GPU.
 
     Raises:
         TypeError: a result that is not float16, bfloat16 or float32.
-        ValueError: a result of another shape or that is not contiguous, or a buffer that is too short, not uint8, not
-            contiguous or not aligned to 16 bytes.
+        ValueError: a result of another shape or that is not contiguous, or a buffer that is too
+            short, not uint8, not contiguous or not aligned to 16 bytes.
     """
     for dequantize, out in zip(dequantizes, outs, strict=True):
         _check_tensor(dequantize, out)
@@ -280,7 +299,9 @@ def dequantize_many(
 def _alike(
     compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]
 ) -> list[list[int]]:
-    """Return the indices of those that can share a launch, of one dtype and format; those without boxes are omitted."""
+    """Return the indices of those that can share a launch, of one dtype and format; those without
+    boxes are omitted.
+    """
     found: dict[object, list[int]] = {}
     for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
         if one.size:
@@ -289,12 +310,14 @@ def _alike(
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:
-    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantized and dequantized element from x.
+    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantized and
+    dequantized element from x.
 
     For a sum of n records the bounds of the elements add up, plus n - 1 roundings to float32.
 
     Args:
-        x_block_amax: the largest finite |element| of the block that an element is in, of a shape that broadcasts with x.
+        x_block_amax: the largest finite |element| of the block that an element is in, of a shape
+            that broadcasts with x.
         x: the elements; those that are not finite have no bound (they are preserved).
         transport: "int8" or "fp8".
     """
@@ -311,7 +334,7 @@ def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tens
     return bound + (size + bound) * dtype.eps / 2 + dtype.tiny * dtype.eps / 2
 
 
-# -- blocks in torch operations ----------------------------------------------------------------------------------------
+# -- blocks in torch operations --------------------------------------------------------------------
 
 
 def _blocks(part: Tensor, block: int) -> Tensor:
@@ -348,7 +371,7 @@ def _values(transport: str, device: torch.device) -> Tensor:
     return values.to(device)
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_format(transport: str, block: int) -> None:
@@ -364,7 +387,8 @@ def _check_starts(starts: Sequence[int]) -> None:
     for start in starts:
         if start < 0 or start % RECORD_ALIGNMENT:
             raise ValueError(
-                f"a record cannot start at byte {start}: starts must be multiples of {RECORD_ALIGNMENT}, >= 0"
+                f"a record cannot start at byte {start}: starts must be multiples of "
+                f"{RECORD_ALIGNMENT}, >= 0"
             )
 
 
@@ -372,8 +396,8 @@ def _check_apart(ranges: Sequence[tuple[int, int]]) -> None:
     for (start, stop), (next_start, _) in pairwise(ranges):
         if stop > next_start:
             raise ValueError(
-                f"one record takes the bytes {start}:{stop}, and another starts at {next_start}: give offsets that keep "
-                "them apart (each takes record_bytes(elements))"
+                f"one record takes the bytes {start}:{stop}, and another starts at {next_start}: "
+                "give offsets that keep them apart (each takes record_bytes(elements))"
             )
 
 
@@ -384,7 +408,8 @@ def _check_tensor(compiled: Quantize | Dequantize, x: Tensor) -> None:
         )
     if x.dtype not in DTYPES:
         raise TypeError(
-            f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantizing"
+            f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor "
+            "without quantizing"
         )
 
 
@@ -397,6 +422,7 @@ def _check_flat(compiled: Quantize | Dequantize, flat: Tensor) -> None:
     )
     if not fits or flat.data_ptr() % RECORD_ALIGNMENT:
         raise ValueError(
-            f"{compiled!r} needs a contiguous uint8 buffer of at least {compiled.size} bytes that begins at a multiple of "
-            f"{RECORD_ALIGNMENT}, not {flat.dtype} of shape {tuple(flat.shape)} and strides {flat.stride()} at {flat.data_ptr():#x}"
+            f"{compiled!r} needs a contiguous uint8 buffer of at least {compiled.size} bytes that "
+            f"begins at a multiple of {RECORD_ALIGNMENT}, not {flat.dtype} of shape "
+            f"{tuple(flat.shape)} and strides {flat.stride()} at {flat.data_ptr():#x}"
         )

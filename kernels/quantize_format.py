@@ -1,4 +1,6 @@
-"""The format of quantized records: block sizes, scales and alignment, shared by the definition and the kernels."""
+"""The format of quantized records: block sizes, scales and alignment, shared by the definition and
+the kernels.
+"""
 
 from __future__ import annotations
 

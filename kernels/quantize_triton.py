@@ -3,18 +3,20 @@
     quantize_boxes      flat[record of box] = codes and scales of x[box]           3 + 4/128 bytes an element of 16 bits
     dequantize_boxes    out[box] = cast(sum over records of codes * scales)        2 + (1 + 4/128) * records bytes
 
-Every element is read once and every code written once; a scale is 4 bytes for each block. Where runs, strides and offsets are
-multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes and writes 8 (4) bytes of codes, else one element at a
-time, but codes as before; likewise the other way. All records of a box are under way before the first is added up (of up
-to 8). A block's maximum is found in registers, by lanes of one warp. Against torch, whose definition passes over memory a
+Every element is read once and every code written once; a scale is 4 bytes for each block. Where
+runs, strides and offsets are multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes
+and writes 8 (4) bytes of codes, else one element at a time, but codes as before; likewise the other
+way. All records of a box are under way before the first is added up (of up to 8). A block's maximum
+is found in registers, by lanes of one warp. Against torch, whose definition passes over memory a
 dozen times, and against quantizing a packed buffer, which reads and writes the tensor once more.
 
-A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is takes one multiplication
-for each dim of the box, of the fewest that describe it, but the outermost.
+A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is
+takes one multiplication for each dim of the box, of the fewest that describe it, but the outermost.
 
-Arithmetic is what could hold these kernels back: per element of 16 bits an H200 has time for about 20 instructions, half of
-them logic and comparisons, while its memory moves 3 bytes. Compiled for sm_90 (not run: no GPU was at hand), quantizing
-takes 21 (int8) and 16 (fp8), and 33 where elements are moved one by one; a code read takes 9 to 12. At 62 to 72 registers.
+Arithmetic is what could hold these kernels back: per element of 16 bits an H200 has time for about
+20 instructions, half of them logic and comparisons, while its memory moves 3 bytes. Compiled for
+sm_90 (not run: no GPU was at hand), quantizing takes 21 (int8) and 16 (fp8), and 33 where elements
+are moved one by one; a code read takes 9 to 12. At 62 to 72 registers.
 """
 
 # The language of kernels is not quite Python:
@@ -47,9 +49,10 @@ if TYPE_CHECKING:
     from .quantize import Dequantize, Quantize
 
 HEAD = tl.constexpr(5)
-"""Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in it, 3 how long the box is
-(both in units), 4 its blocks. Then (size, its divisor's multiplier and shift, stride), in units, of each dim, the fastest first,
-and where the records begin, in 16 bytes."""
+"""Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in
+it, 3 how long the box is (both in units), 4 its blocks. Then (size, its divisor's multiplier and
+shift, stride), in units, of each dim, the fastest first, and where the records begin, in 16 bytes.
+"""
 START = tl.constexpr(RECORD_ALIGNMENT)
 AT_ONCE = tl.constexpr(8)  # records whose loads are all under way before the first is added
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
@@ -86,7 +89,9 @@ def places(
     DIMS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and whether they exist."""
+    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and
+    whether they exist.
+    """
     if WIDE:
         n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)
         offset = n * 0
@@ -112,7 +117,8 @@ def encoded(x, LARGEST: tl.constexpr):
     scale = tl.maximum(amax * (1.0 / LARGEST), SMALLEST_SCALE)
     x = x * tl.div_rn(1.0, scale)[:, None, None]
     if LARGEST == 126:
-        # + 1.5 * 2**23, so that the last bit is worth 1: the sum is rounded to the code, which is its lowest byte
+        # + 1.5 * 2**23, so that the last bit is worth 1: the sum is rounded to the code, which is
+        # its lowest byte
         code = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True)
         return tl.where(x == x, code, -128).to(tl.int8), scale
     else:
@@ -133,10 +139,22 @@ def decoded(code, LARGEST: tl.constexpr):
 
 @triton.jit
 def quantize_boxes(
-    x, flat, pointers, table,
-    ROWS: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    x,
+    flat,
+    pointers,
+    table,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    MANY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     row, program = find_row(table, ROWS, HEAD + 4 * DIMS + PARTS)
     local = tl.arange(0, BLOCKS)
     block, blocks = program * BLOCKS + local, tl.load(row + 4)
@@ -168,10 +186,22 @@ def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LAR
 
 @triton.jit
 def dequantize_boxes(
-    flat, out, pointers, table,
-    ROWS: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    flat,
+    out,
+    pointers,
+    table,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    MANY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     row, program = find_row(table, ROWS, HEAD + 4 * DIMS + PARTS)
     block, blocks = program * BLOCKS + tl.arange(0, BLOCKS), tl.load(row + 4)
     starts = row + HEAD + 4 * DIMS
@@ -195,13 +225,14 @@ def dequantize_boxes(
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
 
 
-# -- arguments of a launch ---------------------------------------------------------------------------------------------
+# -- arguments of a launch -------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
 PROGRAM_ELEMENTS = (
     1 << 12
 )  # that one program writes, 32 per thread of 128; half if it sums many records
-MIN_VECTOR = 4  # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
+# a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
+MIN_VECTOR = 4
 VECTOR = 8
 NARROW = 1 << 30  # with more elements in a box, or between its ends, offsets have 64 bits
 
@@ -209,7 +240,9 @@ Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
 
 class BoxRow(NamedTuple):
-    """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit` elements at a time."""
+    """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit`
+    elements at a time.
+    """
 
     tensor: int
     offset: int
@@ -234,7 +267,8 @@ class BoxTable:
         rows: as `HEAD` describes, after their first programs; padded to a power of two.
         grid: number of programs.
         constants: compile-time constants of the kernel.
-        launchers: of the kernels that were launched with this table, by what else their constants depend on.
+        launchers: of the kernels that were launched with this table, by what else their constants
+            depend on.
     """
 
     rows: DeviceCopies
@@ -246,7 +280,9 @@ class BoxTable:
 def make_row(
     tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int
 ) -> BoxRow:
-    """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a power of two, at a time."""
+    """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a
+    power of two, at a time.
+    """
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
     (run, step), *others = dims
@@ -255,7 +291,9 @@ def make_row(
 
 
 def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
-    """`make_tables(rows, block) -> one table per launch`; rows with equal unit and number of records share one."""
+    """`make_tables(rows, block) -> one table per launch`; rows with equal unit and number of
+    records share one.
+    """
     alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
@@ -279,14 +317,22 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     made += [[NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
     flat = [columns[0] for columns in made] + [n for columns in made for n in columns]
     constants = {
-        "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
-        "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),
-    }  # fmt: skip
+        "ROWS": len(made),
+        "DIMS": dims,
+        "BLOCKS": blocks,
+        "BLOCK": block,
+        "UNIT": unit,
+        "VECTOR": unit if unit > 1 else VECTOR,
+        "PARTS": parts,
+        "WIDE": any(row.is_wide for row in rows),
+    }
     return BoxTable(DeviceCopies(flat), firsts[-1], constants)
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
-    """Return the blocks per program: enough to keep the memory busy, not many more than a typical box has."""
+    """Return the blocks per program: enough to keep the memory busy, not many more than a typical
+    box has.
+    """
     return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
@@ -300,7 +346,7 @@ def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
     return [row.tensor, row.offset // unit, row.elements // unit, blocks, *columns, *starts]
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------
 
 
 def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
@@ -313,7 +359,9 @@ def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], fl
 def launch_dequantize(
     dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype, from one format."""
+    """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype,
+    from one format.
+    """
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
         _launch(dequantize_boxes, table, (flat, outs[0]), outs, dequantizes[0].transport, aligned)
@@ -326,7 +374,9 @@ def _quantize_tables(
     itemsize: int,
     aligned: int,
 ) -> list[BoxTable]:
-    """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a launch."""
+    """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a
+    launch.
+    """
     rows = [
         make_row(i, ours, box, (start,), max(1, aligned // itemsize))
         for i, (quantize, ours) in enumerate(zip(quantizes, strides, strict=True))

@@ -2,11 +2,12 @@
 
     flat   [ a0 a1 | . . | b0 b1 | c0 c1 ]     box ((0, 2),) from 0, 4, 6   --->   x [a0+b0+c0  a1+b1+c1]
 
-This is the local half of a reduction by all_to_all: every rank receives all contributions to its elements and combines them
-in the order of the group, so that all ranks with an element have the same bits (the order of torch's `sum` depends on the
-position in a tensor). 16-bit floats are combined in float32 and rounded once. torch operations make one pass per sum and
-another per box that is not the whole tensor; on a GPU one launch for all tensors of a bucket reads each contribution once and
-writes each result once (`strided_triton.py`).
+This is the local half of a reduction by all_to_all: every rank receives all contributions to its
+elements and combines them in the order of the group, so that all ranks with an element have the
+same bits (the order of torch's `sum` depends on the position in a tensor). 16-bit floats are
+combined in float32 and rounded once. torch operations make one pass per sum and another per box
+that is not the whole tensor; on a GPU one launch for all tensors of a bucket reads each
+contribution once and writes each result once (`strided_triton.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Combine:
         self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
 
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) if given; else it may be a view of `flat`."""
+        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) if given; else
+        it may be a view of `flat`.
+        """
         return combine_many([self], flat, None if out is None else [out])[0]
 
     @property
@@ -74,12 +77,14 @@ class Combine:
 
 
 def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> Combine:
-    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: compile how to combine.
+    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: compile
+    how to combine.
 
     Args:
         shape: of the result.
-        stacks: for each box of the result, the starts in the flat buffer of the contributions to it, each row-major. Elements
-            in no box are not written in `out`, and undefined without it.
+        stacks: for each box of the result, the starts in the flat buffer of the contributions to
+            it, each row-major. Elements in no box are not written in `out`, and undefined without
+            it.
         kind: "sum", "max", "min" or "product".
 
     >>> add = compile_combine((2,), {((0, 2),): [0, 2, 4]})
@@ -92,7 +97,9 @@ def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> 
 def combine_many(
     combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one buffer; one launch on a GPU."""
+    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one
+    buffer; one launch on a GPU.
+    """
     if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
         return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]
     if outs is None:
@@ -130,7 +137,9 @@ def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView
 
 
 def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
-    """Return the contributions to a box, combined in order; 16-bit floats in float32, not rounded."""
+    """Return the contributions to a box, combined in order; 16-bit floats in float32, not
+    rounded.
+    """
     shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
     first, *others = [flat[start:][:size].view(shape) for start in starts]
     if not others:

@@ -1,8 +1,9 @@
 """Strided copies as data: the tables from which one launch copies many views (`strided_views.py`).
 
-Tables are computed once per (views, direction, alignment) and do not depend on addresses. Offsets are in units, so that a
-kernel multiplies them by a constant and the compiler knows their alignment. Divisions by sizes in the table are
-multiplications (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994).
+Tables are computed once per (views, direction, alignment) and do not depend on addresses. Offsets
+are in units, so that a kernel multiplies them by a constant and the compiler knows their alignment.
+Divisions by sizes in the table are multiplications (Granlund and Montgomery, "Division by Invariant
+Integers using Multiplication", 1994).
 """
 
 from __future__ import annotations
@@ -32,18 +33,23 @@ COMPUTED = frozenset(
 )
 
 SPAN = 1 << 40
-"""If the parts of a sum are in several tensors, elements are numbered as if each tensor had this many."""
+"""If the parts of a sum are in several tensors, elements are numbered as if each tensor had this
+many.
+"""
 
 COLUMNS = 27
-"""Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a plane, then
+"""Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a
+plane, then
 
     rows    5 lanes of a plane, 6 lanes of a run, 7 and 8 their divisor, 9 and 10 strides of A, ..., 21 size of B, 22 and 23
             its divisor, 24 and 25 strides of B, 26 units of a run
     tiles   5 words along I (a run padded to a power of two), 6 along J, 7 source stride of J, 8 destination stride of I,
             9 programs along J
 
-and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest first, and 20 the first entry
-in the table of parts, for sums. Everything of the source is counted in its units, everything of the destination in those."""
+and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest
+first, and 20 the first entry in the table of parts, for sums. Everything of the source is counted
+in its units, everything of the destination in those.
+"""
 NEVER = (1 << 62) - 1  # first program of a row that pads the table
 
 
@@ -59,7 +65,8 @@ class Table:
         parts: the offsets that rows with several parts refer to, in units; the rows if none has.
         elements: number of elements written.
         aligned: the power of two that divides every address.
-        launchers: of the kernels that were launched with this table, by what else their constants depend on.
+        launchers: of the kernels that were launched with this table, by what else their constants
+            depend on.
     """
 
     kind: KernelKind
@@ -107,8 +114,8 @@ _known: dict[tuple, tuple[Sequence[object], list[Table]]] = {}
 def remembered(
     owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]
 ) -> list[Table]:
-    """Return the tables of these objects, cached by identity (and kept alive): comparing hundreds of views takes longer than a
-    launch."""
+    """Return the tables of these objects, cached by identity (and kept alive): comparing hundreds
+    of views takes longer than a launch."""
     key = (*map(id, owners), *key)
     found = _known.get(key)
     if found is None:
@@ -118,7 +125,7 @@ def remembered(
     return found[1]
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
@@ -132,7 +139,8 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
         parts += [p // kind.unit for p in row.parts]
     if program > MAX_PROGRAMS:
         raise ValueError(
-            f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts"
+            f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: "
+            "copy in parts"
         )
     made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
@@ -142,7 +150,9 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
 
 
 def _row_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int]:
-    """Return the lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
+    """Return the lanes of a program: enough bytes to keep the memory busy, not much more than a
+    typical plane has.
+    """
     planes = sorted(_lanes_of_plane(row) for row in rows)
     accesses = (
         MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2
@@ -170,7 +180,9 @@ def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list
 
 
 def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int, int]:
-    """Return runs along I and J: about as many bytes along both, more along one if the other is short."""
+    """Return runs along I and J: about as many bytes along both, more along one if the other is
+    short.
+    """
     words = min(kind.unit, kind.dst_unit) // kind.word * MAX_ACCESSES
     most = min(words, MAX_TILE, PROGRAM_BYTES // (kind.word * itemsize)) // kind.padded
     i, j = (next_power_of_two(max(row.inner[side][0] for row in rows)) for side in (0, 1))
@@ -192,7 +204,8 @@ def _batch_columns(row: Row) -> list[int]:
 
 
 def divisor(d: int) -> tuple[int, int]:
-    """`divisor(d) -> (multiplier, shift)`: n // d == (high 32 bits of n * multiplier + n) >> shift, for n and d < 2**31.
+    """`divisor(d) -> (multiplier, shift)`: n // d == (high 32 bits of n * multiplier + n) >> shift,
+    for n and d < 2**31.
 
     >>> multiplier, shift = divisor(7)
     >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1, (2**31 - 1) // 7]

@@ -1,11 +1,13 @@
-"""Triton kernels for many strided copies in one launch, for `copy.py`, `reduce.py` and the pulls of `symmetric/`.
+"""Triton kernels for many strided copies in one launch, for `copy.py`, `reduce.py` and the pulls of
+`symmetric/`.
 
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
     tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides are read in order
 
-Bytes moved: each element is read once for each part and written once, plus some 200 bytes of table for each
-program, from the cache. Against torch, which takes one launch per view (`copy_`), and one more pass over memory, read and
-written, for each of cast, scale and sum; a copy of one contiguous range is left to torch (a device-to-device memcpy).
+Bytes moved: each element is read once for each part and written once, plus some 200 bytes of table
+for each program, from the cache. Against torch, which takes one launch per view (`copy_`), and one
+more pass over memory, read and written, for each of cast, scale and sum; a copy of one contiguous
+range is left to torch (a device-to-device memcpy).
 """
 
 # The language of kernels is not quite Python:
@@ -58,7 +60,9 @@ def _last_not_after(table, program, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def batch_offsets(row, index):
-    """Return the offset of the batch with this index, below 2**31, in the source and in the destination."""
+    """Return the offset of the batch with this index, below 2**31, in the source and in the
+    destination.
+    """
     index = index.to(tl.uint32)
     src, dst = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for d in tl.static_range(3):
@@ -79,7 +83,9 @@ def quotient(n, multiplier, shift):
 
 @triton.jit
 def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the start of the row's tensor: the given pointer, or that of the tensor with the row's index."""
+    """Return the start of the row's tensor: the given pointer, or that of the tensor with the row's
+    index.
+    """
     if FROM_TABLE:
         given = tl.load(pointers + tl.load(row + 1)).to(tl.pointer_type(given.dtype.element_ty))
     return tl.multiple_of(given, ALIGNED)
@@ -89,7 +95,9 @@ def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 def part_at(
     src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return the start of a part of a sum, in the given tensor or in the one that its offset encodes."""
+    """Return the start of a part of a sum, in the given tensor or in the one that its offset
+    encodes.
+    """
     place = (tl.load(parts) + batch) * UNIT
     if FROM_TABLE:
         src = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
@@ -99,8 +107,8 @@ def part_at(
 
 @triton.jit
 def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
-    """Return, for each lane of a program of rows: source and destination offset inside the plane, in units, its position in
-    its run, and whether it is inside the plane."""
+    """Return, for each lane of a program of rows: source and destination offset inside the plane,
+    in units, its position in its run, and whether it is inside the plane."""
     lane = (tile * LANES + tl.arange(0, LANES)).to(tl.uint32)
     ab = quotient(lane, tl.load(row + 7), tl.load(row + 8))
     a = quotient(ab, tl.load(row + 22), tl.load(row + 23))
@@ -121,10 +129,12 @@ def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.
 def unit_offsets(
     row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr
 ):
-    """[LANES, (32 or 1) * UNIT], the elements of a program of rows, or the first 32 units of each group: source and destination
-    offset inside the plane, and how many units of the plane, or of the run, begin here or after.
+    """[LANES, (32 or 1) * UNIT], the elements of a program of rows, or the first 32 units of each
+    group: source and destination offset inside the plane, and how many units of the plane, or of
+    the run, begin here or after.
 
-    Of groups a warp moves 32 consecutive units at a time, and each thread every 32nd: one pair of divisions and one address.
+    Of groups a warp moves 32 consecutive units at a time, and each thread every 32nd: one pair of
+    divisions and one address.
     """
     src, dst, r, inside = _lane_offsets(row, tile, LANES, GROUP, WIDE)
     if GROUP == 1:
@@ -141,15 +151,17 @@ def unit_offsets(
 
 @triton.jit
 def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
-    """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes that are aligned in the destination.
+    """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes that are
+    aligned in the destination.
 
-    A word is made of the two aligned words of the source that its bytes are in, so at most 7 bytes around a run are read. A group
-    writes all words that begin in it, if the run ends after them; what is before the first word and after the last of a run is
-    moved by elements.
+    A word is made of the two aligned words of the source that its bytes are in, so at most 7 bytes
+    around a run are read. A group writes all words that begin in it, if the run ends after them;
+    what is before the first word and after the last of a run is moved by elements.
 
     Args:
         src, dst: [LANES], where the groups begin.
-        left: [LANES], int32: the elements of the run from there on, if not many more than GROUP; 0 for lanes without a group.
+        left: [LANES], int32: the elements of the run from there on, if not many more than GROUP; 0
+            for lanes without a group.
         is_first: [LANES], whether the run begins there.
     """
     BYTES: tl.constexpr = src.dtype.element_ty.primitive_bitwidth // 8
@@ -190,13 +202,27 @@ def combined(total, x, KIND: tl.constexpr):
 
 @triton.jit
 def move_rows(
-    src, dst, pointers, table, parts, scale,
-    ROWS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, WIDE: tl.constexpr, SRC_MANY: tl.constexpr, DST_MANY: tl.constexpr, ALIGNED: tl.constexpr,
+    src,
+    dst,
+    pointers,
+    table,
+    parts,
+    scale,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
+    SRC_MANY: tl.constexpr,
+    DST_MANY: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     row, index = find_row(table, ROWS)
-    # programs that run together take the same position of different batches, which often share cache lines
+    # programs that run together take the same position of different batches, which often share
+    # cache lines
     count = (
         tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)
     ).to(tl.uint32)
@@ -221,7 +247,9 @@ def move_rows(
     if GROUP > 1:
         src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
         src_at = src + src_at
-        values = ()  # all loads before the first store; a loop, for in three dims the order of warps is the compiler's choice
+        # all loads before the first store; a loop, for in three dims the order of warps is the
+        # compiler's choice
+        values = ()
         for step in tl.static_range(0, GROUP, WARP):
             values += (tl.load(src_at + step * UNIT, mask=step < left),)
         for step in tl.static_range(0, GROUP, WARP):
@@ -253,11 +281,24 @@ def move_rows(
 
 @triton.jit
 def move_tiles(
-    src, dst, pointers, table, scale,
-    ROWS: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr,
-    UNIT_I: tl.constexpr, UNIT_J: tl.constexpr,
-    WIDE: tl.constexpr, SRC_MANY: tl.constexpr, DST_MANY: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    src,
+    dst,
+    pointers,
+    table,
+    scale,
+    ROWS: tl.constexpr,
+    ALONG_I: tl.constexpr,
+    ALONG_J: tl.constexpr,
+    RUN: tl.constexpr,
+    PADDED: tl.constexpr,
+    UNIT_I: tl.constexpr,
+    UNIT_J: tl.constexpr,
+    WIDE: tl.constexpr,
+    SRC_MANY: tl.constexpr,
+    DST_MANY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     row, index = find_row(table, ROWS)
     index = index.to(tl.uint32)
     tiles, tiles_j = tl.load(row + 4).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
@@ -287,7 +328,9 @@ def move_tiles(
 
 @triton.jit
 def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
-    """[1, words]: offsets of the words of consecutive runs, and which of them belong to the view."""
+    """[1, words]: offsets of the words of consecutive runs, and which of them belong to the
+    view.
+    """
     word = tl.arange(0, RUNS * PADDED)[None, :]
     if RUN == PADDED:
         return word, word < left
@@ -305,7 +348,8 @@ def launch(
     kind: str = "sum",
     scale: float | None = None,
 ) -> None:
-    """`launch(table, src, dst)`: copy the table's views, from or to several tensors if a list is given.
+    """`launch(table, src, dst)`: copy the table's views, from or to several tensors if a list is
+    given.
 
     Args:
         src, dst: with the dtypes and the alignment that the table was made for.
@@ -335,12 +379,14 @@ def run(
     scale: float | None,
     many: tuple[bool, bool],
 ) -> None:
-    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that are on the device already.
+    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that
+    are on the device already.
 
     Args:
         src, dst: of the side that has many tensors, one of their dtype.
         pointers: int64, the addresses of those, if a side has many.
-        many: of source and destination, whether the table has the tensor's index: in each row, or for sums in each part (`SPAN`).
+        many: of source and destination, whether the table has the tensor's index: in each row, or
+            for sums in each part (`SPAN`).
     """
     key = (src.dtype, dst.dtype, reduction, scale is None, many)
     launcher = table.launchers.get(key)
@@ -391,8 +437,8 @@ def _launcher(
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`addresses(tensors, device) -> int64`: on the device. Buffers and parameters keep their addresses from step to step, so the
-    result is often cached."""
+    """`addresses(tensors, device) -> int64`: on the device. Buffers and parameters keep their
+    addresses from step to step, so the result is often cached."""
     return _addresses(tuple([x.data_ptr() for x in tensors])).on(device)
 
 

@@ -1,12 +1,15 @@
 """A strided copy, and its conversion to the rows of a kernel's table.
 
-A `View` has the same elements as a strided view of a tensor and of a flat buffer. Kernels copy it in one of two ways:
+A `View` has the same elements as a strided view of a tensor and of a flat buffer. Kernels copy it
+in one of two ways:
 
     rows   (batch ..., A, B, run) -> the same on both sides, `run` contiguous on both: each lane moves one unit, the largest
-           power of two of bytes, up to 16, that divides the run and every stride and offset. A and B are the dims next to
-           the run in source and destination, so that a program takes whole lines of both
+           power of two of bytes, up to 16, that divides the run and every stride and offset. A and
+           B are the dims next to the run in source and destination, so that a program takes whole
+           lines of both
     tile   runs under 16 bytes: (I, J, run) where (I, run) is contiguous in the source and (J, run) in the destination; a
-           program reads a block along I, transposes it and writes it along J, each side in its own units
+           program reads a block along I, transposes it and writes it along J, each side in its own
+           units
 
 A view that does not fit one row (too many dims, or planes too large for 32 bits) becomes several.
 """
@@ -45,7 +48,8 @@ class PlacedView(NamedTuple):
     Attributes:
         tensor: its index.
         view: the elements.
-        parts: offsets in the flat buffer of the values that are combined, instead of `view.flat_offset`; () for a copy.
+        parts: offsets in the flat buffer of the values that are combined, instead of
+            `view.flat_offset`; () for a copy.
     """
 
     tensor: int
@@ -56,7 +60,9 @@ class PlacedView(NamedTuple):
 def merge_views(
     sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the same elements on both sides in the fewest dims (at least one), as `box.merge_dims` does for one side."""
+    """Return the same elements on both sides in the fewest dims (at least one), as `box.merge_dims`
+    does for one side.
+    """
     merged: list[Dim] = []
     for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
         if size == 1:
@@ -126,7 +132,9 @@ class Row:
 def rows_of(
     p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool
 ) -> Iterable[Row]:
-    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see `strided.make_tables`."""
+    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see
+    `strided.make_tables`.
+    """
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
     if not to_flat:
@@ -160,7 +168,9 @@ def _common(most: int, *numbers: int) -> int:
 
 
 def _transposed_dims(others: Sequence[Dim], run: int) -> tuple[Dim, Dim] | None:
-    """Return the dims next to the run in the source and in the destination, None if they are the same."""
+    """Return the dims next to the run in the source and in the destination, None if they are the
+    same.
+    """
     i = next((d for d in others if d[1] == run), None)
     j = next((d for d in others if d[2] == run and d is not i), None)
     return None if i is None or j is None else (i, j)
@@ -194,7 +204,9 @@ def _tile_kind(
 
 
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
-    """Return (A, B): the larger and the smaller of the dims next to the run in source and destination, or of the longest two."""
+    """Return (A, B): the larger and the smaller of the dims next to the run in source and
+    destination, or of the longest two.
+    """
     longest = sorted(others, key=itemgetter(0), reverse=True)
     near = (
         [min(others, key=itemgetter(side)) for side in (1, 2)]
@@ -211,14 +223,18 @@ def _group(units: int) -> int:
 
 
 def _split(row: Row) -> Iterable[Row]:
-    """Yield the row as several, if it has more batch dims than a table has columns or a plane is too large."""
+    """Yield the row as several, if it has more batch dims than a table has columns or a plane is
+    too large.
+    """
     extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
     for index in product(*(range(size) for size, _, _ in extra)):
         yield from _cut(_moved(row, *_at(index, extra)))
 
 
 def _cut(row: Row) -> Iterable[Row]:
-    """Yield rows whose planes are small enough for 32 bits; only offsets inside a program may need more."""
+    """Yield rows whose planes are small enough for 32 bits; only offsets inside a program may need
+    more.
+    """
     pieces = [_pieces(dim, most) for dim, most in zip(row.inner, _most(row), strict=True)]
     for cut in product(*pieces):
         starts, inner = zip(*cut, strict=True)

@@ -1,4 +1,6 @@
-"""AbstractMesh: an N-D grid of ranks with named axes, without devices, for planning, counting and drawing."""
+"""AbstractMesh: an N-D grid of ranks with named axes, without devices, for planning, counting and
+drawing.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ class MeshCache(Protocol):
         """Drop what depends on the topology of the mesh, which has changed."""
 
 
-ELSEWHERE = "ELSEWHERE"  # in the memo of a deepcopy: what returns the counterpart of a mesh or a layout on another mesh
+# in the memo of a deepcopy: what returns the counterpart of a mesh or a layout on another mesh
+ELSEWHERE = "ELSEWHERE"
 
 
 class AbstractMesh:
-    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without processes.
+    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without
+    processes.
 
     Immutable; equal meshes compare equal and hash alike.
 
@@ -38,7 +42,8 @@ class AbstractMesh:
         axis_sizes: the same as a plain tuple.
         ndim: number of axes.
         ranks: the ranks in the shape of the mesh, int64, read-only.
-        cache: data that the package that builds on meshes keeps with this one; None until that package sets it.
+        cache: data that the package that builds on meshes keeps with this one; None until that
+            package sets it.
 
     Raises: MeshError when a size is not a positive integer, names are missing or appear twice.
 
@@ -95,7 +100,9 @@ class AbstractMesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device, so the rank number identifies it."""
+        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device,
+        so the rank number identifies it.
+        """
         return self.ranks
 
     device_ids = devices
@@ -112,17 +119,20 @@ class AbstractMesh:
 
     @property
     def topology(self) -> Topology:
-        """The cost of communication and the ranks of each node, which the planner prices plans with.
+        """The cost of communication and the ranks of each node, which the planner prices plans
+        with.
 
-        Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the whole, and any other
-        mesh has `Topology.default` for its device type ("cuda" without devices), with the nodes that torchrun sets for
-        processes (LOCAL_WORLD_SIZE, if all nodes have as many ranks), else with one node.
+        Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the
+        whole, and any other mesh has `Topology.default` for its device type ("cuda" without
+        devices), with the nodes that torchrun sets for processes (LOCAL_WORLD_SIZE, if all nodes
+        have as many ranks), else with one node.
 
-        Set it to a `Topology`, or to None for the default; cached plans are dropped. All users of a mesh share its topology, so set
-        it before sharding, and to the same value on all ranks: each rank makes its own plans, and ranks with different plans
-        deadlock.
+        Set it to a `Topology`, or to None for the default; cached plans are dropped. All users of a
+        mesh share its topology, so set it before sharding, and to the same value on all ranks: each
+        rank makes its own plans, and ranks with different plans deadlock.
 
-        Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of the mesh.
+        Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of
+        the mesh.
         Communication: none (`calibrate` measures).
 
         >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))
@@ -151,7 +161,9 @@ class AbstractMesh:
         self._forget_plans()
 
     def _keep_alive(self) -> None:
-        """Keep this mesh as long as its world: the program has changed it, and may ask for it again."""
+        """Keep this mesh as long as its world: the program has changed it, and may ask for it
+        again.
+        """
 
     def _default_topology(self) -> Topology:
         return Topology.default("cuda")
@@ -161,7 +173,9 @@ class AbstractMesh:
         return None if above is None else above.mesh.topology.part(above.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
-        """Return the nodes of a part according to the whole mesh, None if its topology does not come from there."""
+        """Return the nodes of a part according to the whole mesh, None if its topology does not
+        come from there.
+        """
         above = self._inherits_from()
         if above is None or self._own_topology is not None or topology != self.topology:
             return None
@@ -192,8 +206,8 @@ class AbstractMesh:
     def size(
         self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None
     ) -> int:
-        """Return the number of ranks along an axis (a name or a position; torch calls it `mesh_dim`), along several together, or
-        in the whole mesh.
+        """Return the number of ranks along an axis (a name or a position; torch calls it
+        `mesh_dim`), along several together, or in the whole mesh.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -210,7 +224,8 @@ class AbstractMesh:
         return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as one axis.
+        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as
+        one axis.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -218,10 +233,11 @@ class AbstractMesh:
         return self._part({name: self._flattened.get(name, (name,)) for name in _as_tuple(axes)})
 
     def flatten(self, axes: Axes | None = None, name: str | None = None) -> Self:
-        """Return a mesh with the axes (all by default; major to minor as given) as one, named like "dp_tp" unless a name is given.
+        """Return a mesh with the axes (all by default; major to minor as given) as one, named like
+        "dp_tp" unless a name is given.
 
-        The name can be used afterwards on this mesh, as in `mesh["dp_tp"]` or `mesh["pp", "dp_tp"]`, and on the meshes that this
-        one is a part of.
+        The name can be used afterwards on this mesh, as in `mesh["dp_tp"]` or
+        `mesh["pp", "dp_tp"]`, and on the meshes that this one is a part of.
 
         Raises: MeshError for an unknown axis, one named twice, or a name that is used already.
         """
@@ -242,7 +258,8 @@ class AbstractMesh:
             taken = (name,) if name in mesh._index else mesh._flattened.get(name, axes)
             if taken != axes:
                 raise errors.MeshError(
-                    f"flatten({names}): the name {name!r} is already used for {taken} of {mesh!r}; give another name=."
+                    f"flatten({names}): the name {name!r} is already used for {taken} of {mesh!r}; "
+                    "give another name=."
                 )
             todo += [
                 (whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes
@@ -252,7 +269,9 @@ class AbstractMesh:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
-        """Return the part with these axes, each made of axes of this mesh; the same object each time."""
+        """Return the part with these axes, each made of axes of this mesh; the same object each
+        time.
+        """
         if (
             all(axes == (name,) for name, axes in made_of.items())
             and tuple(made_of) == self.axis_names
@@ -329,8 +348,9 @@ class AbstractMesh:
         old = self.axis_names[position]
         if prod(sizes) != self.axis_sizes[position]:
             raise errors.MeshError(
-                f"unflatten({axis!r}, {sizes}): the product of the sizes is {prod(sizes)}, but axis {old!r} of {self!r} has "
-                f"{self.axis_sizes[position]} ranks; write sizes whose product is that."
+                f"unflatten({axis!r}, {sizes}): the product of the sizes is {prod(sizes)}, but "
+                f"axis {old!r} of {self!r} has {self.axis_sizes[position]} ranks; write sizes "
+                "whose product is that."
             )
         shape = (*self.axis_sizes[:position], *sizes, *self.axis_sizes[position + 1 :])
         all_names = checked_names(
@@ -359,7 +379,9 @@ class AbstractMesh:
         return AbstractMesh(shape, names)
 
     def _descends_from(self, mesh: AbstractMesh) -> bool:
-        """Return whether this is `mesh` or a part of it. (Equal device meshes are one object, so a part of a part may be its whole.)"""
+        """Return whether this is `mesh` or a part of it. (Equal device meshes are one object, so a
+        part of a part may be its whole.)
+        """
         above = self._inherits_from()
         return self is mesh or (above is not None and above.mesh._descends_from(mesh))
 
@@ -367,7 +389,9 @@ class AbstractMesh:
         return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
 
     def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return, of one value per rank of this mesh, those of the part of these axes that this rank belongs to."""
+        """Return, of one value per rank of this mesh, those of the part of these axes that this
+        rank belongs to.
+        """
         kept = [self._index[name] for name in names]
         coordinate = self._coordinate_or_zeros()
         index = tuple(slice(None) if i in kept else coordinate[i] for i in range(self.ndim))
@@ -488,7 +512,9 @@ def _digits(size: int) -> str:
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:
-    """Return one name per axis, "axis_0", "axis_1", ... if none are given. Raises: MeshError when they do not fit the shape."""
+    """Return one name per axis, "axis_0", "axis_1", ... if none are given. Raises: MeshError when
+    they do not fit the shape.
+    """
     if names is None:
         return tuple(f"axis_{i}" for i in range(len(shape)))
     found = (names,) if isinstance(names, str) else tuple(names)

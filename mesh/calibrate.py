@@ -1,4 +1,6 @@
-"""calibrate: measure the cost of communication on a mesh, so that plans are priced with the numbers of this machine."""
+"""calibrate: measure the cost of communication on a mesh, so that plans are priced with the numbers
+of this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,22 @@ from .comm.symmetric_memory import peers_of
 from .device_mesh import DeviceMesh
 from .topology import OPS, Link, Topology
 
-# Bytes that each rank receives in a timed collective. The smallest measures the latency; at the largest the time per byte is
-# constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
+# Bytes that each rank receives in a timed collective. The smallest measures the latency; at the
+# largest the time per byte is constant: NCCL reaches its full bandwidth at some tens of MB, gloo
+# between processes below one.
 _SMALLEST = 1 << 10
 _LARGEST = {"cpu": 4 << 20, "cuda": 64 << 20}
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 30
-# Back-to-back calls per sample: several on an accelerator, so that synchronizing with the device is a small part of the time.
+# Back-to-back calls per sample: several on an accelerator, so that synchronizing with the device is
+# a small part of the time.
 _CALLS = {"cpu": 1, "cuda": 10}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """An op to time, and the bytes that it moves into this rank over a link; run is None if this rank has no peers there."""
+    """An op to time, and the bytes that it moves into this rank over a link; run is None if this
+    rank has no peers there.
+    """
 
     link: str
     op: str
@@ -41,23 +47,27 @@ class _Probe:
 
 
 def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
-    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to the result.
+    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to the
+    result.
 
-    Measures latency and bandwidth inside nodes, and between them if the mesh has several; which ranks share a node is
-    taken from the present `mesh.topology`. What cannot be measured (the network in one node) keeps its value. If the ranks of
-    a node can read each other's memory, kernels that do so are timed, too, and plans may use them from then on. All ranks
-    get the same topology. It is cached: a second call returns it at once, until `mesh.topology` is set.
+    Measures latency and bandwidth inside nodes, and between them if the mesh has several; which
+    ranks share a node is taken from the present `mesh.topology`. What cannot be measured (the
+    network in one node) keeps its value. If the ranks of a node can read each other's memory,
+    kernels that do so are timed, too, and plans may use them from then on. All ranks get the same
+    topology. It is cached: a second call returns it at once, until `mesh.topology` is set.
 
-    On a mesh of one rank, a "meta" mesh, and a rank outside the mesh (which does not take part) it returns
-    `mesh.topology`. In simulated and null worlds the numbers are valid but meaningless.
+    On a mesh of one rank, a "meta" mesh, and a rank outside the mesh (which does not take part) it
+    returns `mesh.topology`. In simulated and null worlds the numbers are valid but meaningless.
 
     Args:
         mesh: a mesh of devices; every rank of it must call this.
-        seconds: about how long to measure, not counting the start of process groups; a slow link may take longer.
+        seconds: about how long to measure, not counting the start of process groups; a slow link
+            may take longer.
 
-    Raises: MeshError on an AbstractMesh, when seconds is not positive, or when ranks have different topologies.
-    Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between them, counted by
-        `comm_budget` like any others.
+    Raises: MeshError on an AbstractMesh, when seconds is not positive, or when ranks have different
+    topologies.
+    Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between
+        them, counted by `comm_budget` like any others.
 
         calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s, memory 2.1 TB/s
     """
@@ -85,7 +95,8 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
 def _checked(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise errors.MeshError(
-            f"calibrate({mesh!r}): there are no devices to measure. Set mesh.topology to a Topology instead, "
+            f"calibrate({mesh!r}): there are no devices to measure. Set mesh.topology to a "
+            f"Topology instead, "
             'for example Topology.default("cuda", node_size=8).'
         )
     if not isfinite(seconds) or seconds <= 0:
@@ -101,14 +112,16 @@ def _agreed_topology(mesh: DeviceMesh) -> Topology:
     for rank, topology in zip(everyone.ranks, found, strict=True):
         if topology != found[0]:
             raise errors.MeshError(
-                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology ({found[0]}) but rank {rank} "
-                f"has ({topology}). Set mesh.topology to the same on all ranks first."
+                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology ({found[0]}) but "
+                f"rank {rank} has ({topology}). Set mesh.topology to the same on all ranks first."
             )
     return found[0]
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest rank."""
+    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest
+    rank.
+    """
     found = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     mesh.group().all_reduce(found, "max")
     return found.tolist()
@@ -130,7 +143,9 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
 
 
 def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
-    """Return the group of this rank's node, and that of the ranks with its index in the other nodes."""
+    """Return the group of this rank's node, and that of the ranks with its index in the other
+    nodes.
+    """
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank, node in sorted(zip(mesh.ranks.flat, topology.node_ids(mesh).flat, strict=True)):
         nodes[int(node)].append(int(rank))
@@ -141,7 +156,9 @@ def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
 
 
 def _collective(link: str, op: str, group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as in `CollectiveRecord`."""
+    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as
+    in `CollectiveRecord`.
+    """
     n = group.size
     if n == 1:
         return _Probe(link, op, 0, None)
@@ -152,7 +169,9 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
 
 
 def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of an all_gather by kernels that read the peers' memory, if there is such memory."""
+    """Return the probe of an all_gather by kernels that read the peers' memory, if there is such
+    memory.
+    """
     peers = peers_of(group, device)
     if peers is None:
         return _Probe("symmetric", "all_gather", 0, None)
@@ -178,10 +197,11 @@ def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], A
 
 
 def _times(mesh: DeviceMesh, probes: Sequence[_Probe], count: int) -> list[float]:
-    """Return seconds per call of each probe, the same on all ranks: the median of its samples on the slowest rank.
+    """Return seconds per call of each probe, the same on all ranks: the median of its samples on
+    the slowest rank.
 
-    The probes take turns, so that other load on the machine slows all of them equally. A barrier before each sample excludes the
-    wait for ranks that are still in the one before.
+    The probes take turns, so that other load on the machine slows all of them equally. A barrier
+    before each sample excludes the wait for ranks that are still in the one before.
     """
     everyone = mesh.group()
     samples: list[list[float]] = [[] for _ in probes]
@@ -210,7 +230,9 @@ def _synchronize(device: torch.device) -> None:
 def _fit(
     known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]
 ) -> Topology:
-    """Return the topology with these measured times; the same on all ranks, since moved and times are."""
+    """Return the topology with these measured times; the same on all ranks, since moved and times
+    are.
+    """
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):
         if size:
@@ -236,5 +258,7 @@ def _link(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def _seconds_per_byte(size: float, seconds: float, latency: float) -> float:
-    """Return the time per byte. At the largest size the bytes take most of the time; count at least half, as the latency is noisy."""
+    """Return the time per byte. At the largest size the bytes take most of the time; count at least
+    half, as the latency is noisy.
+    """
     return max(seconds - latency, seconds / 2) / size

@@ -19,10 +19,12 @@ from .device_mesh import DeviceMesh, as_device_mesh
 
 
 class set_mesh:
-    """set_mesh(mesh): use this mesh where none is given, from now on; as `with set_mesh(mesh):`, until the block ends.
+    """set_mesh(mesh): use this mesh where none is given, from now on; as `with set_mesh(mesh):`,
+    until the block ends.
 
-    As in JAX it takes effect when it is called. It applies to this thread (this rank of `simulate`); ranks of a `simulate`
-    called from here have their own world, and set their own mesh. `with mesh:` does the same for a block.
+    As in JAX it takes effect when it is called. It applies to this thread (this rank of
+    `simulate`); ranks of a `simulate` called from here have their own world, and set their own
+    mesh. `with mesh:` does the same for a block.
 
     Args:
         mesh: a `DeviceMesh` of the world that runs here, or torch's own; None for no mesh.
@@ -63,7 +65,8 @@ class set_mesh:
 
 
 def get_mesh() -> DeviceMesh | None:
-    """get_mesh() -> the mesh that is used where none is given, or None if none is set (JAX returns an empty mesh).
+    """get_mesh() -> the mesh that is used where none is given, or None if none is set (JAX returns
+    an empty mesh).
 
     Communication: none.
 
@@ -82,7 +85,8 @@ def get_mesh() -> DeviceMesh | None:
 
 
 def given_or_current(mesh: Any) -> DeviceMesh:
-    """Return the mesh, converted if it is one of torch's own; if it is None, the one of `set_mesh` or the innermost `with mesh:`.
+    """Return the mesh, converted if it is one of torch's own; if it is None, the one of `set_mesh`
+    or the innermost `with mesh:`.
 
     Raises: TypeError when there is neither.
     """
@@ -96,8 +100,8 @@ def given_or_current(mesh: Any) -> DeviceMesh:
     if meshes:
         here = world_text(current_world())
         elsewhere = (
-            f"; {meshes[-1]!r} is set, but it is a mesh of another world ({world_text(meshes[-1].world)}), and this runs in {here}: "
-            "set one here"
+            f"; {meshes[-1]!r} is set, but it is a mesh of another world "
+            f"({world_text(meshes[-1].world)}), and this runs in {here}: set one here"
         )
     raise TypeError(
         "give the mesh of the tensor, device_mesh=mesh, or call this inside `with mesh:` or after "

@@ -1,8 +1,10 @@
-"""The current mesh of each context, as `set_mesh` and `with mesh:` set it. `context.py` has the functions that read it.
+"""The current mesh of each context, as `set_mesh` and `with mesh:` set it. `context.py` has the
+functions that read it.
 
-It is kept in a context variable, one mesh per world. So each thread has its own, simulated ranks start with their caller's, and
-the mesh of another world is never current: inside `simulate` and `null_world` there is no current mesh until one is set there, and
-after them the one before is current again.
+It is kept in a context variable, one mesh per world. So each thread has its own, simulated ranks
+start with their caller's, and the mesh of another world is never current: inside `simulate` and
+`null_world` there is no current mesh until one is set there, and after them the one before is
+current again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class CurrentMesh:
-    """A reference to a current mesh that keeps the mesh alive, but not its world: the world keeps the mesh, as long as this is alive.
+    """A reference to a current mesh that keeps the mesh alive, but not its world: the world keeps
+    the mesh, as long as this is alive.
 
     Call it for the mesh; None if its world is gone.
     """
@@ -78,8 +81,9 @@ def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContex
         return MeshContext(others, before)
     if mesh.world is not here:
         raise MeshError(
-            f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in {world_text(here)}: make the mesh "
-            "there, with init_device_mesh or DeviceMesh inside the function that runs on each rank"
+            f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in "
+            f"{world_text(here)}: make the mesh there, with init_device_mesh or DeviceMesh inside "
+            "the function that runs on each rank"
         )
     first_block.begin()
     return MeshContext((*others, CurrentMesh(mesh)), before)

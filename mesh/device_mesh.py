@@ -1,4 +1,6 @@
-"""DeviceMesh: an N-D grid of the ranks of a world, with named axes and a communication group per axis."""
+"""DeviceMesh: an N-D grid of the ranks of a world, with named axes and a communication group per
+axis.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ from .topology import Topology, torchrun_node_size
 class DeviceMesh(AbstractMesh):
     """DeviceMesh(device_type, ranks): the ranks of a world in an N-D grid with named axes.
 
-    The ranks may be any of the world's, in any order. On a rank that is not among them `coordinate` is None. In one
-    world the same device type, ranks and names give the same object, so meshes can be compared by identity. It lives as long as
-    something refers to it, such as a tensor or a part of the mesh, or as long as its world if its topology was set.
+    The ranks may be any of the world's, in any order. On a rank that is not among them `coordinate`
+    is None. In one world the same device type, ranks and names give the same object, so meshes can
+    be compared by identity. It lives as long as something refers to it, such as a tensor or a part
+    of the mesh, or as long as its world if its topology was set.
 
     Attributes:
         axis_names, shape, ndim, ranks: as in `AbstractMesh`.
@@ -54,10 +57,10 @@ class DeviceMesh(AbstractMesh):
         backends: for each axis, the backend of its process groups: see `backend_override` of
             `init_device_mesh`.
 
-    Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's backend does not support the
-        device type.
-    Communication: none; process groups are made by their first collective. In a torchrun job without a default process
-        group, that group is started first.
+    Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's
+        backend does not support the device type.
+    Communication: none; process groups are made by their first collective. In a torchrun job
+        without a default process group, that group is started first.
 
         DeviceMesh("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
     """
@@ -112,12 +115,14 @@ class DeviceMesh(AbstractMesh):
         return self._coordinates.get(rank)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of these axes, in this order, over the ranks with the same index as this rank on the other axes.
+        """Return the mesh of these axes, in this order, over the ranks with the same index as this
+        rank on the other axes.
 
             mesh (dp=2, tp=2)   [0 1]     on rank 2:  mesh["tp"] = [2 3]   mesh["dp"] = [0 2]   mesh["tp", "dp"] = [0 2]
                                 [2 3]                                                                              [1 3]
 
-        On a rank outside the mesh, return the slice at index 0 of the other axes, whose coordinate is None too.
+        On a rank outside the mesh, return the slice at index 0 of the other axes, whose coordinate
+        is None too.
 
         Raises: MeshError for an unknown axis or one named twice.
         Communication: none.
@@ -158,16 +163,20 @@ class DeviceMesh(AbstractMesh):
 
     @property
     def communicator(self) -> str:
-        """The name of this mesh's own process groups, see `duplicate`; "" if it shares those of its ranks."""
+        """The name of this mesh's own process groups, see `duplicate`; "" if it shares those of its
+        ranks.
+        """
         return self.backends[0].communicator
 
     def duplicate(self, communicator: str) -> DeviceMesh:
-        """Return the same mesh with process groups of its own, for a thread that communicates while another one does.
+        """Return the same mesh with process groups of its own, for a thread that communicates while
+        another one does.
 
-        Meshes share the process group of a set of ranks, and the collectives of a group must be called in one order on
-        all ranks, which two threads do not keep. (MPI calls this a duplicate of a communicator; in torch every mesh has
-        groups of its own.) The parts of the duplicate have its groups, too. Tensors move to it with `device_put`, in the
-        same layout without communication.
+        Meshes share the process group of a set of ranks, and the collectives of a group must be
+        called in one order on all ranks, which two threads do not keep. (MPI calls this a duplicate
+        of a communicator; in torch every mesh has groups of its own.) The parts of the duplicate
+        have its groups, too. Tensors move to it with `device_put`, in the same layout without
+        communication.
 
             background = mesh.duplicate("checkpoint")       # on every rank, in the main thread
             copy = sm.device_put(x.detach(), background, x.spec)
@@ -177,9 +186,10 @@ class DeviceMesh(AbstractMesh):
             communicator: a name, the same on all ranks. The same name gives the same mesh.
 
         Raises: MeshError for an empty name, and on a duplicate.
-        Communication: the first call waits for all ranks of the mesh: it makes the groups of each axis and of all axes
-            together. (Groups of some of three or more axes are made by their first collective, which should be in the
-            main thread, too.) Simulated ranks have one thread each, and share groups.
+        Communication: the first call waits for all ranks of the mesh: it makes the groups of each
+            axis and of all axes together. (Groups of some of three or more axes are made by their
+            first collective, which should be in the main thread, too.) Simulated ranks have one
+            thread each, and share groups.
         """
         if not isinstance(communicator, str) or not communicator:
             raise errors.MeshError(
@@ -187,7 +197,8 @@ class DeviceMesh(AbstractMesh):
             )
         if self.communicator:
             raise errors.MeshError(
-                f"duplicate({communicator!r}): {self!r} is a duplicate already; call it on the mesh that this is one of."
+                f"duplicate({communicator!r}): {self!r} is a duplicate already; call it on the "
+                "mesh that this is one of."
             )
         mesh = self._with_communicator(communicator)
         if mesh.coordinate is not None and isinstance(self.world, ProcessWorld):
@@ -224,7 +235,8 @@ class DeviceMesh(AbstractMesh):
         return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
-        """Return the group of ranks that differ from this rank only along these axes (all by default); the same object each time.
+        """Return the group of ranks that differ from this rank only along these axes (all by
+        default); the same object each time.
 
         Its ranks are ascending, whatever the order of the axes.
 
@@ -238,7 +250,9 @@ class DeviceMesh(AbstractMesh):
         return found
 
     def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
-        """Return the axes whose `group` consists of these ranks, if `group` was called for them, else None."""
+        """Return the axes whose `group` consists of these ranks, if `group` was called for them,
+        else None.
+        """
         found = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
         return None if found is None else self._checked_axes(found)
 
@@ -252,14 +266,16 @@ class DeviceMesh(AbstractMesh):
         ]
         if fake:
             raise errors.MeshError(
-                f"group({axes!r}): axis {fake[0]!r} of {self!r} has the backend 'fake', which moves no data; use a mesh whose axis "
-                "over these ranks has a real backend (backend_override=)."
+                f"group({axes!r}): axis {fake[0]!r} of {self!r} has the backend 'fake', which "
+                "moves no data; use a mesh whose axis over these ranks has a real backend "
+                "(backend_override=)."
             )
         backend = self._default_backend if backend.name == FAKE else backend
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()), backend)
 
     def __enter__(self) -> DeviceMesh:
-        """Use this mesh where none is given, inside `with mesh:`: in factories, `distribute_tensor`, `from_local`.
+        """Use this mesh where none is given, inside `with mesh:`: in factories,
+        `distribute_tensor`, `from_local`.
 
         `set_mesh(mesh)` does the same from the call on.
 
@@ -332,7 +348,8 @@ class DeviceMesh(AbstractMesh):
                 return root[names]
         if not common:
             raise errors.MeshRuntimeError(
-                f"concatenate({meshes}): these meshes do not come from one mesh; slice one mesh, or unflattened views of one."
+                f"concatenate({meshes}): these meshes do not come from one mesh; slice one mesh, "
+                "or unflattened views of one."
             )
         return _refined(common[-1], meshes)
 
@@ -375,11 +392,13 @@ class DeviceMesh(AbstractMesh):
     def get_group(
         self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
     ) -> dist.ProcessGroup:
-        """Return torch's process group over one axis (optional on a 1-D mesh), for calls of torch.distributed.
+        """Return torch's process group over one axis (optional on a 1-D mesh), for calls of
+        torch.distributed.
 
         Torch calls the axis `mesh_dim`.
 
-        Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null world.
+        Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null
+        world.
         Communication: the first call waits for all ranks of the group.
         """
         name = self._one_axis(mesh_dim if axis is None else axis, "get_group")
@@ -391,22 +410,29 @@ class DeviceMesh(AbstractMesh):
             group = self.group(name)
         if not isinstance(group, ProcessGroup):
             raise errors.MeshError(
-                f"get_group({axis!r}): {self.world!r} has no torch process groups; use mesh.group({axis!r}) instead."
+                f"get_group({axis!r}): {self.world!r} has no torch process groups; use "
+                f"mesh.group({axis!r}) instead."
             )
         return group.handle
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
-        """Return torch's process group of each axis. Communication: the first call waits for all ranks of each group."""
+        """Return torch's process group of each axis. Communication: the first call waits for all
+        ranks of each group.
+        """
         return [self.get_group(name) for name in self.axis_names]
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """A subclass of both DeviceMesh classes: torch's functional collectives check `isinstance(mesh, torch...DeviceMesh)`."""
+        """A subclass of both DeviceMesh classes: torch's functional collectives check
+        `isinstance(mesh, torch...DeviceMesh)`.
+        """
         return _TorchDeviceMesh
 
     @property
     def _dim_group_names(self) -> Sequence[str]:
-        """The name of torch's process group of each axis, read by torch's functional collectives."""
+        """The name of torch's process group of each axis, read by torch's functional
+        collectives.
+        """
         return _GroupNames(self)
 
     def get_rank(self) -> int:
@@ -414,13 +440,16 @@ class DeviceMesh(AbstractMesh):
         return self.world.rank
 
     def get_coordinate(self) -> list[int] | None:
-        """Return this rank's index along each axis as a list, or None outside the mesh, as in torch."""
+        """Return this rank's index along each axis as a list, or None outside the mesh, as in
+        torch.
+        """
         return None if self.coordinate is None else list(self.coordinate)
 
     def get_local_rank(
         self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
     ) -> int:
-        """Return this rank's index along an axis (optional on a 1-D mesh), which torch calls `mesh_dim`.
+        """Return this rank's index along an axis (optional on a 1-D mesh), which torch calls
+        `mesh_dim`.
 
         Raises: MeshError for an unknown axis or on a rank outside the mesh.
         """
@@ -428,7 +457,8 @@ class DeviceMesh(AbstractMesh):
         return self._member("get_local_rank")[self.axis_index(name)]
 
     def index_along(self, axes: Sequence[str], rank: int | None = None) -> int:
-        """Return the index of a rank, by default this one, along several axes together, major to minor.
+        """Return the index of a rank, by default this one, along several axes together, major to
+        minor.
 
         Raises: MeshError outside the mesh.
         """
@@ -465,9 +495,11 @@ class DeviceMesh(AbstractMesh):
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """Return a mesh over existing process groups: one for a 1-D mesh, or one per axis with the array of ranks as `mesh`.
+        """Return a mesh over existing process groups: one for a 1-D mesh, or one per axis with the
+        array of ranks as `mesh`.
 
-        Raises: MeshError when an axis of `mesh` does not have the ranks of its group, or in a simulated or null world.
+        Raises: MeshError when an axis of `mesh` does not have the ranks of its group, or in a
+        simulated or null world.
         Communication: none; the mesh uses the given groups.
         """
         world = _process_world("from_group")
@@ -490,14 +522,15 @@ class DeviceMesh(AbstractMesh):
         for name, given in zip(made.axis_names, groups, strict=True):
             if made.coordinate is not None and made.group(name) is not given:
                 raise errors.MeshError(
-                    f"from_group: axis {name!r} of {made!r} has the ranks {made.group(name).ranks} on this rank, "
-                    f"but the group given for it has ranks {given.ranks}."
+                    f"from_group: axis {name!r} of {made!r} has the ranks {made.group(name).ranks} "
+                    f"on this rank, but the group given for it has ranks {given.ranks}."
                 )
         return made
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """Return the same mesh as a torch DeviceMesh, using its process groups; the same object each time.
+        """Return the same mesh as a torch DeviceMesh, using its process groups; the same object
+        each time.
 
         The root of a slice is converted with it, so that slices of one mesh of torch are slices of
         one mesh here. Every function that takes a mesh also takes one of torch's, and converts it
@@ -556,7 +589,9 @@ class DeviceMesh(AbstractMesh):
 
 
 class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
-    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh: it has no attributes of torch's class."""
+    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh: it has no attributes of torch's
+    class.
+    """
 
 
 class _GroupNames(Sequence[str]):
@@ -581,17 +616,21 @@ def init_device_mesh(
     backend: str | None = None,
     backend_override: Mapping[Any, Any] | None = None,
 ) -> DeviceMesh:
-    """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major order.
+    """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major
+    order.
 
-    In processes of a job (torchrun, `launch`; srun and mpirun with MASTER_ADDR and MASTER_PORT set) it starts the default
-    process group if there is none, and binds this process to its device: see docs/launching.md. In a plain `python` process the
-    world is this one rank. Inside `simulate` and `null_world` it makes a mesh of that world.
+    In processes of a job (torchrun, `launch`; srun and mpirun with MASTER_ADDR and MASTER_PORT set)
+    it starts the default process group if there is none, and binds this process to its device: see
+    docs/launching.md. In a plain `python` process the world is this one rank. Inside `simulate` and
+    `null_world` it makes a mesh of that world.
 
     Args:
         device_type: "cpu", "cuda", ...: the device of the tensors' parts.
         mesh_shape: one size per axis; their product is the number of ranks.
-        axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by default.
-        backend: of the default process group, if it is started here; by default gloo for "cpu", NCCL for "cuda".
+        axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by
+            default.
+        backend: of the default process group, if it is started here; by default gloo for "cpu",
+            NCCL for "cuda".
         backend_override: axis, by name or position, -> the backend of its process groups, such as
             "gloo", torch's options of a backend, or a pair of both. An axis with the backend "fake"
             has groups that move no data: shardmesh refuses collectives over several of its ranks.
@@ -601,8 +640,9 @@ def init_device_mesh(
         wrong backend_override; LaunchEnvironmentError when environment variables are missing or
         wrong, the port is in use, the device does not exist, or the ranks differ in their setup;
         MeshMismatchError when other ranks made another mesh.
-    Communication: starting the default group waits for all ranks. Every rank must make the same meshes in the same order;
-        each new one sends two messages to the default group's store, without waiting for other ranks.
+    Communication: starting the default group waits for all ranks. Every rank must make the same
+        meshes in the same order; each new one sends two messages to the default group's store,
+        without waiting for other ranks.
 
         mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
     """
@@ -624,7 +664,9 @@ def init_device_mesh(
 
 
 def as_device_mesh(mesh: Any) -> Any:
-    """Return the mesh, converted if it is one of torch's own; other objects are returned unchanged."""
+    """Return the mesh, converted if it is one of torch's own; other objects are returned
+    unchanged.
+    """
     return (
         DeviceMesh.from_torch(mesh)
         if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh)
@@ -637,7 +679,8 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     this world, else None.
     """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
-    # First those that the meshes are parts of, which are the same on every rank: others may have been collected on some.
+    # First those that the meshes are parts of, which are the same on every rank: others may have
+    # been collected on some.
     wholes: list[Any] = [above for mesh in meshes for above in reversed(mesh._ancestors())]
     for whole in (*wholes, *meshes[0].world.meshes.values()):
         if set(names) <= set(whole.axis_names) and all(
@@ -666,7 +709,7 @@ def _major_to_minor(mesh: DeviceMesh) -> list[str]:
     return sorted(mesh.axis_names, key=lambda name: -distance[name])
 
 
-# -- meshes made of others ---------------------------------------------------------------------------------------------
+# -- meshes made of others -------------------------------------------------------------------------
 
 
 def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
@@ -706,8 +749,8 @@ def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         between, rest = divmod(span, distance * size)
         if rest:
             raise errors.MeshRuntimeError(
-                f"concatenate({list(meshes)}): ranks of {name!r} are among those of another axis; concatenate axes of which each pair "
-                "of ranks shares at most one."
+                f"concatenate({list(meshes)}): ranks of {name!r} are among those of another axis; "
+                "concatenate axes of which each pair of ranks shares at most one."
             )
         shape += [between] * (between > 1) + [size]
         names += [f"_{len(names)}"] * (between > 1) + [name]
@@ -746,8 +789,8 @@ def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
             [x - line[0] for x in line] != [distance * i for i in range(count)] for line in lines
         ):
             raise errors.MeshRuntimeError(
-                f"concatenate: the ranks at {list(positions)} of the root mesh are not at regular distances in its order; slice the "
-                "mesh that has all axes instead."
+                f"concatenate: the ranks at {list(positions)} of the root mesh are not at regular "
+                "distances in its order; slice the mesh that has all axes instead."
             )
         factors.append((distance, count))
         rest = [line[0] for line in lines]
@@ -859,7 +902,8 @@ def _checked_ranks(mesh: Any) -> np.ndarray:
     )  # a tensor may be on the default device, such as a GPU
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
-            f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one rank, such as [[0, 1], [2, 3]]."
+            f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one "
+            "rank, such as [[0, 1], [2, 3]]."
         )
     return ranks.astype(np.int64)
 
@@ -873,7 +917,8 @@ def _one_of(
         and tuple(mesh_dim_names) != tuple(axis_names)
     ):
         raise errors.MeshError(
-            f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} differ, but both name the axes: give one of them."
+            f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} differ, but both "
+            "name the axes: give one of them."
         )
     return axis_names if mesh_dim_names is None else mesh_dim_names
 
@@ -882,6 +927,7 @@ def _process_world(what: str) -> ProcessWorld:
     world = current_world()
     if not isinstance(world, ProcessWorld):
         raise errors.MeshError(
-            f"{what}: {world!r} has no torch process groups; call it outside of simulate and null_world."
+            f"{what}: {world!r} has no torch process groups; call it outside of simulate and "
+            "null_world."
         )
     return world

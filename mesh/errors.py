@@ -1,4 +1,6 @@
-"""The exceptions of meshes, collectives and launches. A message says what was given, why it fails and what to write instead."""
+"""The exceptions of meshes, collectives and launches. A message says what was given, why it fails
+and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,17 @@ class CollectiveError(ValueError):
 
 
 class LaunchEnvironmentError(RuntimeError):
-    """The processes of a program cannot start: wrong environment variables, address, port or device."""
+    """The processes of a program cannot start: wrong environment variables, address, port or
+    device.
+    """
 
 
 class WatchError(RuntimeError):
     """A program of several ranks cannot continue; every rank raises this, with the same text.
 
     Attributes:
-        verdict: the diagnosis, as plain data: see `mesh.monitor.verdict.Verdict`. None in a simulated world.
+        verdict: the diagnosis, as plain data: see `mesh.monitor.verdict.Verdict`. None in a
+            simulated world.
     """
 
     def __init__(self, message: str, verdict: Any = None) -> None:
@@ -57,7 +62,9 @@ class CollectiveMismatchError(WatchError):
 
 
 class DeadlockError(WatchError):
-    """Ranks wait for each other in different collectives, or for a rank that will never call theirs."""
+    """Ranks wait for each other in different collectives, or for a rank that will never call
+    theirs.
+    """
 
 
 class MeshMismatchError(WatchError, MeshError):
@@ -100,7 +107,8 @@ def repeated_axis(names: Sequence[str]) -> MeshRuntimeError:
 def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshRuntimeError:
     return MeshRuntimeError(
         f"the mesh shape {tuple(shape)} has {len(shape)} axes, but the names given are {names!r}: "
-        f"write one non-empty string per axis, for example axis_names={tuple(f'axis_{i}' for i in range(len(shape)))}."
+        "write one non-empty string per axis, for example "
+        f"axis_names={tuple(f'axis_{i}' for i in range(len(shape)))}."
     )
 
 
@@ -114,16 +122,18 @@ def shape_does_not_fit_world(
     mesh_text: str, needed: int, world_size: int, hint: str = ""
 ) -> MeshRuntimeError:
     return MeshRuntimeError(
-        f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. {hint}Either start {needed} processes "
-        f"(torchrun --nproc-per-node {needed} ...), or choose a shape whose product is {world_size}, such as "
-        f"({world_size},). For a mesh over some of the ranks write DeviceMesh(device_type, array_of_ranks)."
+        f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. {hint}Either "
+        f"start {needed} processes (torchrun --nproc-per-node {needed} ...), or choose a shape "
+        f"whose product is {world_size}, such as ({world_size},). For a mesh over some of the "
+        "ranks write DeviceMesh(device_type, array_of_ranks)."
     )
 
 
 def ranks_outside_world(bad: Iterable[int], world_size: int) -> MeshError:
     return MeshError(
-        f"ranks {sorted(bad)} do not exist: the world has {world_size}, numbered 0 to {world_size - 1}. Start more "
-        "processes, or use ranks of this world (AbstractMesh needs no processes at all)."
+        f"ranks {sorted(bad)} do not exist: the world has {world_size}, numbered 0 to "
+        f"{world_size - 1}. Start more processes, or use ranks of this world (AbstractMesh needs "
+        "no processes at all)."
     )
 
 
@@ -134,21 +144,23 @@ def repeated_ranks(ranks: Sequence[int]) -> MeshError:
 
 def not_a_member(rank: int, ranks: Sequence[int]) -> MeshError:
     return MeshError(
-        f"rank {rank} is not in the group of ranks {short(ranks)}: only those ranks may call its collectives. "
-        "Ask for the group on these ranks only (mesh.coordinate is None on a rank outside the mesh)."
+        f"rank {rank} is not in the group of ranks {short(ranks)}: only those ranks may call its "
+        "collectives. Ask for the group on these ranks only (mesh.coordinate is None on a rank "
+        "outside the mesh)."
     )
 
 
 def outside_mesh(what: str, mesh_text: str, rank: int) -> MeshError:
     return MeshError(
-        f"{what}: rank {rank} is outside {mesh_text}, so it has no index along its axes. "
-        "Check `mesh.coordinate is not None` first."
+        f"{what}: rank {rank} is outside {mesh_text}, so it has no index along its axes. Check "
+        "`mesh.coordinate is not None` first."
     )
 
 
 def wrong_reduction(op: object, known: Iterable[str]) -> CollectiveError:
     return CollectiveError(
-        f"unknown reduction {op!r}: write one of {sorted(known)} (an average is a sum, divided by the group size)."
+        f"unknown reduction {op!r}: write one of {sorted(known)} (an average is a sum, divided by "
+        "the group size)."
     )
 
 

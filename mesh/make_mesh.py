@@ -26,16 +26,18 @@ def make_mesh(
     devices: Any = None,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's name and arguments.
+    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's name and
+    arguments.
 
     Args:
         axis_shapes: one size per axis.
         axis_names: one name per axis.
-        devices: the ranks, as a list or an array such as `mesh.devices`; by default as many as the mesh has, from 0 on.
+        devices: the ranks, as a list or an array such as `mesh.devices`; by default as many as the
+            mesh has, from 0 on.
         device_type: "cpu", "cuda", ...; by default "cuda" if it is available.
 
-    Raises: MeshError when the shape needs more ranks than there are, or another number than `devices` has; else as
-        `init_device_mesh`.
+    Raises: MeshError when the shape needs more ranks than there are, or another number than
+        `devices` has; else as `init_device_mesh`.
     Communication: as `init_device_mesh`.
 
         mesh = make_mesh((2, 4), ("dp", "tp"))
@@ -49,13 +51,16 @@ def make_mesh(
     ranks = np.arange(min(prod(shape), world.size)) if devices is None else np.asarray(devices)
     if ranks.size != prod(shape):
         raise errors.MeshError(
-            f"make_mesh({shape}): the shape has {prod(shape)} ranks, but there are {ranks.size} devices; give a shape with that product."
+            f"make_mesh({shape}): the shape has {prod(shape)} ranks, but there are {ranks.size} "
+            "devices; give a shape with that product."
         )
     return DeviceMesh(kind, ranks.reshape(shape), axis_names=names)
 
 
 def process_index() -> int:
-    """process_index() -> this rank's number in its world: of the processes, or of `simulate`. Communication: none."""
+    """process_index() -> this rank's number in its world: of the processes, or of `simulate`.
+    Communication: none.
+    """
     return _rank_and_size()[0]
 
 

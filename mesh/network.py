@@ -24,7 +24,9 @@ _LISTENING = "0A"  # include/net/tcp_states.h
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface(name, up, addresses): one network interface, its IPv4 addresses before those of IPv6."""
+    """Interface(name, up, addresses): one network interface, its IPv4 addresses before those of
+    IPv6.
+    """
 
     name: str
     up: bool
@@ -94,7 +96,9 @@ def network(master: str, port: int, is_client: bool) -> Network:
 
 
 def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
-    """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is then abandoned)."""
+    """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is
+    then abandoned).
+    """
     found = [otherwise]
 
     def run() -> None:
@@ -108,7 +112,9 @@ def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
 
 
 def addresses(name: str) -> tuple[str, ...]:
-    """Return the addresses that a name resolves to, in the resolver's order; none if it does not resolve in time."""
+    """Return the addresses that a name resolves to, in the resolver's order; none if it does not
+    resolve in time.
+    """
 
     def look_up() -> tuple[str, ...]:
         return tuple(
@@ -145,7 +151,9 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def is_in_use(port: int) -> bool:
-    """Return whether something listens on the port. (A lingering connection does not count: torch's store can listen next to it.)"""
+    """Return whether something listens on the port. (A lingering connection does not count: torch's
+    store can listen next to it.)
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -155,11 +163,12 @@ def is_in_use(port: int) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------- who listens
+# -------------------------------------------------------------------------------------- who listens
 
 
 def listener(port: int, proc: str = "/proc") -> str:
-    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this host; "" if that is unknown.
+    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this
+    host; "" if that is unknown.
 
     Another user's processes can be named only by root.
     """
@@ -204,11 +213,13 @@ def _link(path: Path) -> str:
         return ""
 
 
-# ------------------------------------------------------------------------------------------------- interfaces
+# --------------------------------------------------------------------------------------- interfaces
 
 
 def interfaces() -> Iterator[Interface]:
-    """Yield the interfaces of this host in the kernel's order; on other systems than Linux only their names are known."""
+    """Yield the interfaces of this host in the kernel's order; on other systems than Linux only
+    their names are known.
+    """
     six = _addresses_6(_text(Path("/proc/net/if_inet6")))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -223,7 +234,9 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface is unknown."""
+    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface
+    is unknown.
+    """
     try:
         import fcntl  # which Windows lacks
 

@@ -77,7 +77,9 @@ on_timeout: list[Callable[[], None]] = []  # called after `watchdog`
 
 
 def settings() -> Settings:
-    """Return the settings of this process; the defaults where those of the environment are invalid, which `check_environment` reports."""
+    """Return the settings of this process; the defaults where those of the environment are invalid,
+    which `check_environment` reports.
+    """
     global _settings
     if _settings is None:
         try:
@@ -88,20 +90,24 @@ def settings() -> Settings:
 
 
 def check_environment() -> None:
-    """Raise LaunchEnvironmentError if a setting of the environment is invalid, before ranks rendezvous."""
+    """Raise LaunchEnvironmentError if a setting of the environment is invalid, before ranks
+    rendezvous.
+    """
     from_environment(os.environ)
 
 
 def collective_check(mode: str) -> None:
-    """collective_check(mode): set how ranks' collectives are compared from the next collective on; call it with the same mode on all ranks.
+    """collective_check(mode): set how ranks' collectives are compared from the next collective on;
+    call it with the same mode on all ranks.
 
     Args:
-        mode: "on" compares while the collective runs, without waiting: a difference is an error on every rank within half a second.
-            "strict" waits before each collective until all ranks of the group call the same, so that nothing wrong is ever
-            computed; it costs one synchronization per collective. "full" is "strict", and compares the input of each asynchronous
-            collective with a copy when it is waited for: a write in between is an error. "off" compares nothing, records nothing,
-            and does not look for stalls.
-            The environment variable SHARDMESH_MONITOR sets it for all ranks.
+        mode: "on" compares while the collective runs, without waiting: a difference is an error on
+            every rank within half a second. "strict" waits before each collective until all ranks
+            of the group call the same, so that nothing wrong is ever computed; it costs one
+            synchronization per collective. "full" is "strict", and compares the input of each
+            asynchronous collective with a copy when it is waited for: a write in between is an
+            error. "off" compares nothing, records nothing, and does not look for stalls. The
+            environment variable SHARDMESH_MONITOR sets it for all ranks.
 
     Raises: ValueError for another mode.
     Communication: none.
@@ -115,12 +121,14 @@ def collective_check(mode: str) -> None:
 
 
 def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
-    """watchdog(warn=30, timeout=300): set how long a rank may keep others waiting in a collective of any group.
+    """watchdog(warn=30, timeout=300): set how long a rank may keep others waiting in a collective
+    of any group.
 
     Args:
         warn: seconds until waiting ranks print which rank is missing, and its stack.
         timeout: seconds until that is an error, `StallError`, on every rank.
-            The environment variables SHARDMESH_STALL_WARN_S and SHARDMESH_STALL_TIMEOUT_S set them, too.
+            The environment variables SHARDMESH_STALL_WARN_S and SHARDMESH_STALL_TIMEOUT_S set them,
+            too.
 
     Raises: ValueError for numbers that are not positive.
     Communication: none. Call it alike on all ranks, at any time.

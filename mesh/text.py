@@ -10,7 +10,8 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 _SHOWN = 200  # characters of a value that others have written
-# Control characters but newline and tab, marks that turn the direction of text, and halves of surrogate pairs.
+# Control characters but newline and tab, marks that turn the direction of text, and halves of
+# surrogate pairs.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -22,22 +23,30 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an environment variable of this name may hold a secret, whose value is neither shown nor sent."""
+    """Return whether an environment variable of this name may hold a secret, whose value is neither
+    shown nor sent.
+    """
     return bool(_SECRET.search(name))
 
 
 def whole_number(text: str) -> int | None:
-    """whole_number("42") -> 42; None for anything but 1 to 18 ASCII digits, which `int` and `isdecimal` take from every script."""
+    """whole_number("42") -> 42; None for anything but 1 to 18 ASCII digits, which `int` and
+    `isdecimal` take from every script.
+    """
     return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def printable(text: str) -> str:
-    """Return text that others have written with its control characters escaped, so that it cannot steer a terminal."""
+    """Return text that others have written with its control characters escaped, so that it cannot
+    steer a terminal.
+    """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written as one line of at most about `most` characters, for an error."""
+    """Return a value that others have written as one line of at most about `most` characters, for
+    an error.
+    """
     text = (
         value
         if isinstance(value, str)
@@ -52,7 +61,8 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
 
     Args:
         rows: the cells of each row; the first row may be headings.
-        right: the columns to align to the right; by default those in which every cell below the first row begins with a digit.
+        right: the columns to align to the right; by default those in which every cell below the
+            first row begins with a digit.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -70,7 +80,9 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left out."""
+    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left
+    out.
+    """
     names = [str(r) for r in ranks]
     if len(names) > 16:
         names = [*names[:8], "...", *names[-4:]]
@@ -78,7 +90,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
-    """Return all items, or the first and the last ones with a None between them if there are more than `max_items`."""
+    """Return all items, or the first and the last ones with a None between them if there are more
+    than `max_items`.
+    """
     if len(items) <= max_items:
         return list(items)
     head = (max_items + 1) // 2
@@ -86,7 +100,9 @@ def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
 
 
 def rank_ranges(ranks: Sequence[int], max_ranges: int = 8) -> str:
-    """Return ranks with runs of three or more shortened, `0-3,8,9`; of many runs a few, and the number of ranks."""
+    """Return ranks with runs of three or more shortened, `0-3,8,9`; of many runs a few, and the
+    number of ranks.
+    """
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         found = [rank for _, rank in run]

@@ -1,4 +1,6 @@
-"""Topology: which ranks share a node, and the cost of moving bytes inside a node, between nodes and in memory."""
+"""Topology: which ranks share a node, and the cost of moving bytes inside a node, between nodes and
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 class Link:
     """Link(latency, bandwidth): the cost of one kind of connection between ranks.
 
-    A collective in which no rank sends or receives more than b bytes takes about `latency + b / bandwidth` seconds.
+    A collective in which no rank sends or receives more than b bytes takes about
+    `latency + b / bandwidth` seconds.
 
     Attributes:
         latency: seconds per collective, regardless of its size.
@@ -46,8 +49,9 @@ class Link:
 class Topology:
     """Topology(local, network, memory): the cost of a plan's steps, and which ranks share a node.
 
-    Nodes are given in one of two ways: `node_size=8` if the global ranks 0-7, 8-15, ... share a node each;
-    `crossing=("dp",)` if ranks with the same index along "dp" do. With neither, all ranks share one node.
+    Nodes are given in one of two ways: `node_size=8` if the global ranks 0-7, 8-15, ... share a
+    node each; `crossing=("dp",)` if ranks with the same index along "dp" do. With neither, all
+    ranks share one node.
 
         mesh (dp=2, tp=4)   [0 1 2 3]   crossing=("dp",) or node_size=4:   [0 0 0 0]   the node of each rank
                             [4 5 6 7]                                      [1 1 1 1]
@@ -57,16 +61,21 @@ class Topology:
     Attributes:
         local: between the ranks of one node.
         network: between nodes.
-        memory: bytes per second that a rank copies inside its own memory (a byte read and written counts once).
-        node_size: number of consecutive global ranks that share a node; None if `crossing` is given or all ranks share one.
-        crossing: the axes whose ranks are in different nodes; empty if `node_size` is given or there is one node.
+        memory: bytes per second that a rank copies inside its own memory (a byte read and written
+            counts once).
+        node_size: number of consecutive global ranks that share a node; None if `crossing` is given
+            or all ranks share one.
+        crossing: the axes whose ranks are in different nodes; empty if `node_size` is given or
+            there is one node.
         factors: (op, factor) pairs (or a mapping) for `factor`.
-        symmetric: the cost of a collective done inside a node by kernels that read the memory of the peers; None if there is no
-            such memory or it was not measured (`calibrate` does). If set, plans use these kernels where they are faster.
-        rails: number of network links over which one ring collective leaves a node at a time; None: one per rank, as NCCL
-            does with a network card per GPU. Gloo's rings have one.
+        symmetric: the cost of a collective done inside a node by kernels that read the memory of
+            the peers; None if there is no such memory or it was not measured (`calibrate` does). If
+            set, plans use these kernels where they are faster.
+        rails: number of network links over which one ring collective leaves a node at a time; None:
+            one per rank, as NCCL does with a network card per GPU. Gloo's rings have one.
 
-    Raises: MeshError when a number is not positive, node_size and crossing are both given, or an op is unknown.
+    Raises: MeshError when a number is not positive, node_size and crossing are both given, or an op
+    is unknown.
 
     >>> from shardmesh.mesh import AbstractMesh, Link, Topology
     >>> two_nodes = Topology(Link(1e-5, 4e11), Link(3e-5, 5e10), memory=1e12, node_size=4)
@@ -93,24 +102,28 @@ class Topology:
             not isinstance(self.node_size, int) or self.node_size < 1
         ):
             raise errors.MeshError(
-                f"Topology(node_size={self.node_size!r}): must be the number of consecutive ranks that share a node, at least 1, "
-                "or None if all do."
+                f"Topology(node_size={self.node_size!r}): must be the number of consecutive ranks "
+                "that share a node, at least 1, or None if all do."
             )
         if self.node_size is not None and self.crossing:
             raise errors.MeshError(
-                f"Topology(node_size={self.node_size}, crossing={self.crossing}): both define which ranks share a node; "
-                "give one of them."
+                f"Topology(node_size={self.node_size}, crossing={self.crossing}): both define "
+                "which ranks share a node; give one of them."
             )
 
     def factor(self, op: str) -> float:
-        """Return the factor on the time of this collective's bytes, relative to `bandwidth`; 1.0 if it is unknown."""
+        """Return the factor on the time of this collective's bytes, relative to `bandwidth`; 1.0 if
+        it is unknown.
+        """
         return dict(self.factors).get(op, 1.0)
 
     def node_ids(self, mesh: AbstractMesh) -> np.ndarray:
-        """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only, cached.
+        """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only,
+        cached.
 
-        Ranks with the same number share a node; the numbers need not be consecutive. A part of a mesh
-        (`mesh["tp"]`, `mesh.flatten()`) that inherits its topology has the nodes that its ranks have in the whole mesh.
+        Ranks with the same number share a node; the numbers need not be consecutive. A part of a
+        mesh (`mesh["tp"]`, `mesh.flatten()`) that inherits its topology has the nodes that its
+        ranks have in the whole mesh.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -132,7 +145,8 @@ class Topology:
         return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
 
     def crossing_axes(self, mesh: AbstractMesh) -> tuple[str, ...]:
-        """Return the axes along which some neighbours are in different nodes, in the order of the mesh; cached.
+        """Return the axes along which some neighbours are in different nodes, in the order of the
+        mesh; cached.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -155,12 +169,15 @@ class Topology:
         unknown = [name for name in self.crossing if name not in mesh.axis_names]
         if unknown:
             raise errors.MeshError(
-                f"a topology whose crossing axes are {self.crossing} does not fit {mesh!r}: {unknown[0]!r} is not one "
-                f"of its axes {list(mesh.axis_names)}. Give crossing= with some of these names, or node_size=."
+                f"a topology whose crossing axes are {self.crossing} does not fit {mesh!r}: "
+                f"{unknown[0]!r} is not one of its axes {list(mesh.axis_names)}. Give crossing= "
+                "with some of these names, or node_size=."
             )
 
     def part(self, made_of: Mapping[str, Sequence[str]]) -> Topology:
-        """Return the topology of a part whose axes are made of these axes of the mesh; an axis crosses if any of those does."""
+        """Return the topology of a part whose axes are made of these axes of the mesh; an axis
+        crosses if any of those does.
+        """
         crossing = [
             name for axis in self.crossing for name, axes in made_of.items() if axis in axes
         ]
@@ -171,7 +188,8 @@ class Topology:
     def default(
         device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()
     ) -> Topology:
-        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see the constants below.
+        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see
+        the constants below.
 
         `calibrate(mesh)` measures those of this machine.
         """
@@ -185,14 +203,19 @@ class Topology:
             nodes = f"nodes along {', '.join(self.crossing)}"
         factors = "".join(f", {op} x{factor:.3g}" for op, factor in dict(self.factors).items())
         shared = "" if self.symmetric is None else f", shared memory {self.symmetric}"
-        return f"{nodes}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{factors}{shared}"
+        return (
+            f"{nodes}: local {self.local}, network {self.network}, memory "
+            f"{_rate(self.memory)}{factors}{shared}"
+        )
 
 
 def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) -> int | None:
-    """Return the number of consecutive ranks that share a node, from torchrun's variables; None for one node or uneven nodes.
+    """Return the number of consecutive ranks that share a node, from torchrun's variables; None for
+    one node or uneven nodes.
 
-    LOCAL_WORLD_SIZE is the size of this rank's own node. Whether all nodes have this size follows only from GROUP_WORLD_SIZE, the
-    number of nodes, so if that is set their product must be the world size.
+    LOCAL_WORLD_SIZE is the size of this rank's own node. Whether all nodes have this size follows
+    only from GROUP_WORLD_SIZE, the number of nodes, so if that is set their product must be the
+    world size.
     """
     env = os.environ if env is None else env
     text = env.get("LOCAL_WORLD_SIZE", "")
@@ -242,23 +265,28 @@ def _rate(value: float) -> str:
     return f"{value:.3g} B/s"
 
 
-# GPUs of the DGX H100 kind. NVLink 4: 900 GB/s to and from each GPU together (NVIDIA H100 data sheet), so half each way.
+# GPUs of the DGX H100 kind. NVLink 4: 900 GB/s to and from each GPU together (NVIDIA H100 data
+# sheet), so half each way.
 _NVLINK_BANDWIDTH = 450e9
-# One 400 Gb/s InfiniBand NDR port per GPU (DGX H100 data sheet: eight ConnectX-7 ports of 400 Gb/s).
+# One 400 Gb/s InfiniBand NDR port per GPU (DGX H100 data sheet: eight ConnectX-7 ports of 400
+# Gb/s).
 _INFINIBAND_BANDWIDTH = 400e9 / 8
 # HBM3 of the H100 SXM: 3.35 TB/s (data sheet); a copy reads and writes each byte.
 _HBM_COPY_BANDWIDTH = 3.35e12 / 2
-# NCCL's own model of a ring with its low-latency protocol (src/graph/tuning.cc): 6.6 us, and 0.6 us per step over
-# NVLink: an all_gather of 8 GPUs takes 6.6 + 7 * 0.6.
+# NCCL's own model of a ring with its low-latency protocol (src/graph/tuning.cc): 6.6 us, and 0.6 us
+# per step over NVLink: an all_gather of 8 GPUs takes 6.6 + 7 * 0.6.
 _NVLINK_LATENCY = 11e-6
-# The same over two such nodes: 6.6 us, 14 steps that cost at least the 1 us of posting to the network, one of 2.7 us.
+# The same over two such nodes: 6.6 us, 14 steps that cost at least the 1 us of posting to the
+# network, one of 2.7 us.
 _INFINIBAND_LATENCY = 23e-6
 
-# Measured with calibrate(): gloo, two processes on two cores of a server, 400-600 us and 0.48-0.66 GB/s.
+# Measured with calibrate(): gloo, two processes on two cores of a server, 400-600 us and 0.48-0.66
+# GB/s.
 _GLOO_LATENCY, _GLOO_BANDWIDTH = 4e-4, 5e8
 # The same call: a copy of 4 MiB by both at once, 5.1-5.8 GB/s.
 _CPU_COPY_BANDWIDTH = 5e9
-# 10 Gb/s Ethernet shared by the eight ranks of a node; gloo's own latency is larger than that of the network.
+# 10 Gb/s Ethernet shared by the eight ranks of a node; gloo's own latency is larger than that of
+# the network.
 _ETHERNET_BANDWIDTH = 10e9 / 8 / 8
 
 _CUDA = (

@@ -1,21 +1,24 @@
-"""Lineage: a hash of how a sharded tensor was computed, by which ranks detect that they communicate different values of one shape.
+"""Lineage: a hash of how a sharded tensor was computed, by which ranks detect that they communicate
+different values of one shape.
 
     x = sm.from_local(...)      where the program made it, and how many it made before
     y = x @ w                   the operator, the lineages of x and w
     z = dropout(y)              also the seed and the number of the random tensor that was drawn
     y.full_tensor()             each rank publishes the lineage of y with its collective
 
-A lineage is four hashes in one integer, which differ in how they identify a tensor that enters the program:
+A lineage is four hashes in one integer, which differ in how they identify a tensor that enters the
+program:
 
     line      by the line that created it, and how many tensors that line created before
     order     by how many tensors of its layout entered before
     since     by how many tensors of its layout entered since this rank's last collective
     layout    by its layout alone
 
-Ranks of a correct program may differ in one or two of the first three: the tensor is made on different lines, or one rank makes an
-additional tensor. Only if all three differ, the values do. A rank may do both, and then all three differ for a value computed from both
-tensors; if it seems that a rank did both (see `recorder.differ`), the operators or layouts must differ as well. Operators mix all four in
-one multiplication.
+Ranks of a correct program may differ in one or two of the first three: the tensor is made on
+different lines, or one rank makes an additional tensor. Only if all three differ, the values do. A
+rank may do both, and then all three differ for a value computed from both tensors; if it seems that
+a rank did both (see `recorder.differ`), the operators or layouts must differ as well. Operators mix
+all four in one multiplication.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from ..mesh.comm.thread_context import thread_context
 from ..mesh.settings import settings
 from .layout.layout import Layout
 
-_FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
+# of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
+_FACTOR = 0x01000193
 _CALLERS = 3
 _HASHES, _ONE = 4, (1 << 32) - 1
 _KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
@@ -62,7 +66,9 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 
 
 def mixed(seed: int, operands: Iterable[Any]) -> int:
-    """Return the lineage of an operator's result, from the seed of the operator and the lineages of its operands."""
+    """Return the lineage of an operator's result, from the seed of the operator and the lineages of
+    its operands.
+    """
     for x in operands:
         seed = (
             seed + x._lineage
@@ -94,7 +100,9 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
 
 
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
-    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was `before`, if any."""
+    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was
+    `before`, if any.
+    """
     last = thread_context.last_draw
     return (
         lineage
@@ -119,13 +127,23 @@ def root(layout: Layout) -> int:
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
         world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
-    return _joined(*(zlib.crc32(repr(known).encode()) for known in (
-        (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives)), stamp
-    )))  # fmt: skip
+    return _joined(
+        *(
+            zlib.crc32(repr(known).encode())
+            for known in (
+                (line, stamp, by_line),
+                (stamp, by_order),
+                (stamp, collectives, _count_since(roots, ("since", stamp), collectives)),
+                stamp,
+            )
+        )
+    )
 
 
 def _lines() -> Iterator[str]:
-    """Yield the line of the program and the lines that called it, since many programs make all tensors in one function."""
+    """Yield the line of the program and the lines that called it, since many programs make all
+    tensors in one function.
+    """
     frame: Any = user_frame()[0]
     for _ in range(_CALLERS):
         if frame is not None:
@@ -135,7 +153,9 @@ def _lines() -> Iterator[str]:
 
 @functools.lru_cache(4096)
 def _line(file: str, line: int) -> str:
-    """Return the line with the bare file name, since hosts may have the program in different folders."""
+    """Return the line with the bare file name, since hosts may have the program in different
+    folders.
+    """
     return f"{file.rpartition('/')[2]}:{line}"
 
 
@@ -168,7 +188,9 @@ def unpacked(lineage: int) -> int:
 
 
 class comm_context:
-    """with comm_context(x.mesh.world, x._lineage): collectives inside communicate a value of this lineage."""
+    """with comm_context(x.mesh.world, x._lineage): collectives inside communicate a value of this
+    lineage.
+    """
 
     __slots__ = ("_before", "_context", "_lineage")
 
@@ -185,7 +207,8 @@ class comm_context:
 
 
 class backward_comm_context(comm_context):
-    """with backward_comm_context(world, context.lineage of forward): collectives inside communicate the gradient of that value.
+    """with backward_comm_context(world, context.lineage of forward): collectives inside communicate
+    the gradient of that value.
 
     The gradient is that of the loss whose lineage is the current one.
     """

@@ -7,7 +7,8 @@
     x = sm.distribute_tensor(t, mesh, [Shard(0), Replicate()])     # or sm.device_put(t, mesh, P("dp"))
     y = x.redistribute(P(None, ("dp", "tp")))
 
-Meshes, layouts, tensors, mapped functions and gradients are here. The rest is in namespaces, loaded when they are first used:
+Meshes, layouts, tensors, mapped functions and gradients are here. The rest is in namespaces, loaded
+when they are first used:
 
     sm.parallel     models over ranks: FSDP, tensor, sequence, context and expert parallelism
     sm.optim        optimizers of whole matrices

@@ -1,4 +1,5 @@
-"""The names of `torch.distributed.tensor` and of FSDP2, for programs that are ported by changing their imports.
+"""The names of `torch.distributed.tensor` and of FSDP2, for programs that are ported by changing
+their imports.
 
     - from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     + from shardmesh.compat import DTensor, Shard, distribute_tensor

@@ -1,4 +1,6 @@
-"""The monitor of collectives: how strictly ranks are compared, how long they may wait, and what took the time."""
+"""The monitor of collectives: how strictly ranks are compared, how long they may wait, and what
+took the time.
+"""
 
 from shardmesh.mesh.launch.breakpoint import breakpoint
 from shardmesh.mesh.launch.process_groups import start

@@ -1,4 +1,6 @@
-"""Optimizers that work on whole matrices, whatever their sharding: Muon, Shampoo. Those of `torch.optim` work unchanged."""
+"""Optimizers that work on whole matrices, whatever their sharding: Muon, Shampoo. Those of
+`torch.optim` work unchanged.
+"""
 
 from shardmesh.sharding.optim.muon import Muon
 from shardmesh.sharding.optim.shampoo import Shampoo

@@ -43,7 +43,9 @@ hypothesis.settings.load_profile("shardmesh")
 
 @pytest.fixture(scope="session")
 def world4() -> Iterator[Pool]:
-    """Four gloo ranks in separate processes: `world4(fn, *args) -> [result by rank]`; started by the first call."""
+    """Four gloo ranks in separate processes: `world4(fn, *args) -> [result by rank]`; started by
+    the first call.
+    """
     yield from _pool(4)
 
 
@@ -77,7 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Delete what the jobs of tests that kill ranks have left in shared memory, once all workers of `pytest -n` have ended."""
+    """Delete what the jobs of tests that kill ranks have left in shared memory, once all workers of
+    `pytest -n` have ended.
+    """
     if not hasattr(config, "workerinput"):
         for _ in remove_left(parent_folders()):
             pass
@@ -97,7 +101,9 @@ def world_of_simulated_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep millions of objects of modules and collected tests out of every later garbage collection, which would take seconds."""
+    """Keep millions of objects of modules and collected tests out of every later garbage
+    collection, which would take seconds.
+    """
     gc.freeze()
     gc.enable()
 

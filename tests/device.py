@@ -1,7 +1,8 @@
-"""The device of the tests' meshes and tensors: `DEVICE`, "cpu" or the option of `pytest --device cuda`.
+"""The device of the tests' meshes and tensors: `DEVICE`, "cpu" or the option of
+`pytest --device cuda`.
 
-It is also torch's default device: by `torch.set_default_device` in the test process and the workers of a pool, and by `on_device` on
-simulated ranks, since the default is per thread.
+It is also torch's default device: by `torch.set_default_device` in the test process and the workers
+of a pool, and by `on_device` on simulated ranks, since the default is per thread.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ DEVICE = os.environ.get(VARIABLE, "cpu")
 
 
 def choose(device: str) -> None:
-    """Set `DEVICE` in this process and in later child processes. The conftest calls it before test modules are imported."""
+    """Set `DEVICE` in this process and in later child processes. The conftest calls it before test
+    modules are imported.
+    """
     global DEVICE
     DEVICE = os.environ[VARIABLE] = device
     set_default_device()
 
 
 def set_default_device() -> None:
-    """Make `DEVICE` this thread's default device. Not for the CPU, torch's default: setting it would add a mode to torch."""
+    """Make `DEVICE` this thread's default device. Not for the CPU, torch's default: setting it
+    would add a mode to torch.
+    """
     if DEVICE != "cpu":
         torch.set_default_device(DEVICE)
 

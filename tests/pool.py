@@ -1,7 +1,8 @@
 """A pool of worker processes for tests: `pool(fn, *args) -> [fn(*args) on rank 0, 1, ...]`.
 
-Importing torch takes seconds, so the workers live as long as the test session. They share one gloo default group, in the
-environment of a launched rank. `fn` must be a top-level function of a test module.
+Importing torch takes seconds, so the workers live as long as the test session. They share one gloo
+default group, in the environment of a launched rank. `fn` must be a top-level function of a test
+module.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply of a rank: a value, or the text of an error, and the error itself if it can be pickled."""
+    """Reply of a rank: a value, or the text of an error, and the error itself if it can be
+    pickled.
+    """
 
     value: Any = None
     error: str = ""
@@ -82,7 +85,9 @@ class Pool:
     def __call__(
         self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any
     ) -> list[T]:
-        """Run `fn(*args, **kwargs)` on every rank. Raises the exception of the first rank that failed, with a note naming its rank."""
+        """Run `fn(*args, **kwargs)` on every rank. Raises the exception of the first rank that
+        failed, with a note naming its rank.
+        """
         call = pickle.dumps((fn, args, kwargs))
         if not self.workers:
             self.start()
@@ -175,7 +180,9 @@ class Pool:
             )
 
     def _close_if_diverged(self, replies: list[Reply]) -> None:
-        """Close the pool, so that the next call starts a new one, if the ranks diverged: one died, hung or raised alone."""
+        """Close the pool, so that the next call starts a new one, if the ranks diverged: one died,
+        hung or raised alone.
+        """
         if any(
             isinstance(_exception(r), WatchError) for r in replies
         ):  # no collective runs after a verdict
@@ -211,14 +218,14 @@ def _raise_first(replies: list[Reply]) -> None:
     raise error
 
 
-# -------------------------------------------------------------------------------------------------- inside a worker
+# ---------------------------------------------------------------------------------- inside a worker
 
 
 def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     """Run a worker: reply once when ready, then once per call."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - stays open
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, ("w")), all_threads=True)  # noqa: SIM115 - stays open
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
     torch.set_num_threads(1)
     device.set_default_device()
@@ -237,7 +244,9 @@ def _run(message: bytes, calls: int) -> Any:
 
 
 def _ensure_group(calls: int) -> None:
-    """Create the default group if the last call destroyed it, under a new prefix, since the store keeps old keys."""
+    """Create the default group if the last call destroyed it, under a new prefix, since the store
+    keeps old keys.
+    """
     if dist.is_initialized():
         return
     store = dist.TCPStore(
@@ -252,7 +261,9 @@ def _ensure_group(calls: int) -> None:
 
 
 def _connect(store: dist.Store) -> None:
-    """Create the default group, or raise on every rank: on a busy machine gloo sometimes fails to connect to all ranks."""
+    """Create the default group, or raise on every rank: on a busy machine gloo sometimes fails to
+    connect to all ranks.
+    """
     rank, size, failed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     try:
         dist.init_process_group(

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RecordedOperators(TorchDispatchMode):
-    """Record the names of the operators of a namespace, such as "aten", or "c10d" for torch's collectives.
+    """Record the names of the operators of a namespace, such as "aten", or "c10d" for torch's
+    collectives.
 
     Attributes:
         names: in the order of the calls.

@@ -1,4 +1,6 @@
-"""`import shardmesh` is light: modules it loads, state it does not change, and contents of its namespaces."""
+"""`import shardmesh` is light: modules it loads, state it does not change, and contents of its
+namespaces.
+"""
 
 import importlib
 import json
@@ -98,7 +100,9 @@ check("the end")
 
 
 def test_nothing_of_torch_and_the_interpreter_is_changed():
-    """By the import, by namespaces, by meshes of simulated and null worlds and by operators on their tensors."""
+    """By the import, by namespaces, by meshes of simulated and null worlds and by operators on
+    their tensors.
+    """
     done = python(UNCHANGED)
     assert done.returncode == 0, done.stderr
 
@@ -127,8 +131,10 @@ sm.simulate(1)(program)()
 @pytest.mark.parametrize(
     "use",
     [
-        "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert is_hooked() and is_wrapped()",
-        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x + 1; assert is_hooked(); torch.optim.AdamW([x]).step()",
+        "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert "
+        "is_hooked() and is_wrapped()",
+        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x + 1; assert "
+        "is_hooked(); torch.optim.AdamW([x]).step()",
         "assert not is_wrapped()\n    with mesh: assert is_wrapped()",
         "assert not is_wrapped()\n    with sm.ops.implicit_replication(): assert is_wrapped()",
     ],
@@ -144,7 +150,8 @@ def test_import_prints_nothing():
 
 
 def test_modules_that_torch_does_not_need_are_not_loaded():
-    # triton is not in the list above where torch itself loads it, so look at the whole of what is loaded
+    # triton is not in the list above where torch itself loads it, so look at the whole of what is
+    # loaded
     done = python("import sys, shardmesh; print(*{m.partition('.')[0] for m in sys.modules})")
     assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & set(
         done.stdout.split()
@@ -173,10 +180,12 @@ def test_unused_modules_are_not_loaded():
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_namespace_is_loaded_when_it_is_used(name):
     done = python(
-        f"import sys, shardmesh as sm; print('shardmesh.{name}' in sys.modules, 'shardmesh.{name}' in dir(sm), '{name}' in dir(sm))\n"
+        f"import sys, shardmesh as sm; print('shardmesh.{name}' in sys.modules, 'shardmesh.{name}' "
+        f"in dir(sm), '{name}' in dir(sm))\n"
         f"one, found = sm.{name}.__all__[0], sm.{name}\n"
         f"import shardmesh.{name}\n"
-        f"print(found is sys.modules['shardmesh.{name}'], all(hasattr(found, n) for n in found.__all__))\n"
+        f"print(found is sys.modules['shardmesh.{name}'], all(hasattr(found, n) for n in "
+        f"found.__all__))\n"
         f"exec(f'from shardmesh.{name} import {{one}}')"
     )
     assert done.stdout.split() == ["False", "False", "True", "True", "True"], done.stderr
@@ -190,7 +199,8 @@ def test_names_that_are_elsewhere():
         "    except AttributeError as error: print(error)"
     )
     assert done.stdout.splitlines() == [
-        "module 'shardmesh' has no attribute 'fully_shard'; did you mean shardmesh.parallel.fully_shard?",
+        "module 'shardmesh' has no attribute 'fully_shard'; did you mean "
+        "shardmesh.parallel.fully_shard?",
         "module 'shardmesh' has no attribute 'DTensor'; did you mean shardmesh.compat.DTensor?",
         "module 'shardmesh' has no attribute 'no_such_name'",
     ], done.stderr

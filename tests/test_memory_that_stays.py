@@ -1,4 +1,6 @@
-"""What lives on after its last use: meshes, finished worlds, caches of a program whose lengths always change."""
+"""What lives on after its last use: meshes, finished worlds, caches of a program whose lengths
+always change.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def test_finished_worlds_are_freed(program, tmp_path):
 
 @pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda program: program.__name__.lstrip("_"))
 def test_dropped_meshes_are_freed(program, tmp_path):
-    """In one world, each with names of its own. (A function of `sm.jit` keeps its last signatures.)"""
+    """In one world, each with names of its own. (A function of `sm.jit` keeps its last
+    signatures.)
+    """
     rounds = 4
 
     def run():
@@ -189,7 +193,9 @@ def test_a_mesh_lives_as_long_as_its_parts_and_tensors(mesh):
 
 @every_rank(2, 2)
 def test_what_the_program_has_set_on_a_mesh_stays(mesh):
-    """Otherwise ranks that have collected the mesh would plan otherwise than those that have not."""
+    """Otherwise ranks that have collected the mesh would plan otherwise than those that
+    have not.
+    """
     topology = sm.topology.Topology.default("cuda", node_size=2)
     sm.init_device_mesh("cpu", (2, 2), axis_names=("x", "y")).topology = topology
     sm.set_mesh(sm.init_device_mesh("cpu", (2, 2), axis_names=("u", "v")))

@@ -32,7 +32,9 @@ def sources() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built without the network from a copy: a build in place would leave its folders in the working tree."""
+    """Built without the network from a copy: a build in place would leave its folders in the
+    working tree.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in files() | {
         Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "shardmesh/py.typed")

@@ -15,9 +15,15 @@ from tests.public import public_names
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
-    "layout.spec", "layout.layout", "redistribute.plan.planner", "debug.plan_command", "debug.explain", "debug.picture",
-    "debug.visualize", "ops.rules.notation",
-]  # fmt: skip
+    "layout.spec",
+    "layout.layout",
+    "redistribute.plan.planner",
+    "debug.plan_command",
+    "debug.explain",
+    "debug.picture",
+    "debug.visualize",
+    "ops.rules.notation",
+]
 
 
 def test_readme_example_runs():

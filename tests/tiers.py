@@ -1,15 +1,17 @@
 """Selection of tests for `make test-fast`, `make test` and `make test-all`.
 
-A test that only repeats a property on more cases is marked `slow`. A table of similar cases is marked as a whole:
+A test that only repeats a property on more cases is marked `slow`. A table of similar cases is
+marked as a whole:
 
     @pytest.mark.one_in(4, each=["kind"])     # keeps one case in four, and at least one for each `kind`
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sum(kind, shape): ...
 
-The others become `slow`. The selection is the same in every run. It is by a checksum of the names, since every fourth case would have the
-same value of a parameter with four values. The first case of each function that is not slow is marked `fast`, except for functions that use
-processes and those in `NOT_FAST`.
+The others become `slow`. The selection is the same in every run. It is by a checksum of the names,
+since every fourth case would have the same value of a parameter with four values. The first case of
+each function that is not slow is marked `fast`, except for functions that use processes and those
+in `NOT_FAST`.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import pytest
 
 SLOW_LIMIT_S = 300  # timeout of a slow test; pyproject.toml has that of other tests
 THOROUGH = 50  # default number of examples of a property
-# Groups of tests that run on one worker of `pytest -n`, the longest first, so that they start on different workers; tests without a group
-# come last and balance the load.
+# Groups of tests that run on one worker of `pytest -n`, the longest first, so that they start on
+# different workers; tests without a group come last and balance the load.
 GROUPS = (
     "processes",
     "faults",
@@ -38,19 +40,39 @@ GROUPS = (
     "random_processes",
 )
 
-# Folders and files without fast tests: they start processes, interpret kernels, compile, or are exhaustive.
+# Folders and files without fast tests: they start processes, interpret kernels, compile, or are
+# exhaustive.
 NOT_FAST = (
-    "benchmarks/", "docs/", "examples/", "faults/", "kernels/", "models/", "multinode/", "test_import.py",
-    "test_package.py", "test_pool.py",
-    "mesh/launch/test_local_processes.py", "mesh/simulated/test_simulate_anywhere.py",
-    "mesh/monitor/test_breakpoint.py", "mesh/monitor/doctor/test_doctor.py", "mesh/monitor/test_termination.py",
-    "mesh/monitor/recording/test_files.py", "mesh/monitor/ledger/test_ledger.py", "mesh/launch/test_session.py",
-    "mesh/monitor/startup/test_rendezvous.py", "mesh/monitor/torch_calls/test_torch_calls.py",
-    "sharding/checkpoint/storage/test_lease.py", "sharding/checkpoint/test_ends.py", "sharding/functional/test_random_programs.py",
-    "sharding/parallel/data/test_compiled.py", "sharding/parallel/tensor/test_compiled.py",
-    "sharding/ops/rules/test_check.py", "sharding/debug/test_nan_check.py", "sharding/ops/test_torch_compile.py",
+    "benchmarks/",
+    "docs/",
+    "examples/",
+    "faults/",
+    "kernels/",
+    "models/",
+    "multinode/",
+    "test_import.py",
+    "test_package.py",
+    "test_pool.py",
+    "mesh/launch/test_local_processes.py",
+    "mesh/simulated/test_simulate_anywhere.py",
+    "mesh/monitor/test_breakpoint.py",
+    "mesh/monitor/doctor/test_doctor.py",
+    "mesh/monitor/test_termination.py",
+    "mesh/monitor/recording/test_files.py",
+    "mesh/monitor/ledger/test_ledger.py",
+    "mesh/launch/test_session.py",
+    "mesh/monitor/startup/test_rendezvous.py",
+    "mesh/monitor/torch_calls/test_torch_calls.py",
+    "sharding/checkpoint/storage/test_lease.py",
+    "sharding/checkpoint/test_ends.py",
+    "sharding/functional/test_random_programs.py",
+    "sharding/parallel/data/test_compiled.py",
+    "sharding/parallel/tensor/test_compiled.py",
+    "sharding/ops/rules/test_check.py",
+    "sharding/debug/test_nan_check.py",
+    "sharding/ops/test_torch_compile.py",
     "sharding/redistribute/test_through_kernels.py",
-)  # fmt: skip
+)
 
 
 def slow(*values: Any) -> Any:
@@ -59,7 +81,9 @@ def slow(*values: Any) -> Any:
 
 
 def examples(thorough: int) -> int:
-    """Return the number of examples of a property, given that of `make test-all`; scaled by the hypothesis profile (conftest.py)."""
+    """Return the number of examples of a property, given that of `make test-all`; scaled by the
+    hypothesis profile (conftest.py).
+    """
     return max(5, thorough * hypothesis.settings().max_examples // THOROUGH)
 
 
@@ -98,7 +122,9 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def _values(case: pytest.Item, wanted: Iterable[str]) -> dict[str, Hashable]:
-    """Return the values of parameters, or of their attributes ("case.kind"); ids of values that are not hashable."""
+    """Return the values of parameters, or of their attributes ("case.kind"); ids of values that are
+    not hashable.
+    """
     found = {}
     for name in wanted:
         parameter, _, attribute = name.partition(".")
@@ -122,7 +148,8 @@ def select_cases(
     n: float,
     each: Sequence[str] = (),
 ) -> set[int]:
-    """Return the numbers of the kept cases: one in n, rounded up, and more only to keep every value of the parameters `each`.
+    """Return the numbers of the kept cases: one in n, rounded up, and more only to keep every value
+    of the parameters `each`.
 
     The selection depends only on the cases, so two tests with the same cases keep the same ones.
 

@@ -1,4 +1,6 @@
-"""Uniform, normal, Bernoulli and integer random numbers; the formulas are in the docstring of the package."""
+"""Uniform, normal, Bernoulli and integer random numbers; the formulas are in the docstring of the
+package.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def _next_below(value: float, dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` below `value`, none of them subnormal (a GPU may flush those to zero)."""
+    """Return the largest number of `dtype` below `value`, none of them subnormal (a GPU may flush
+    those to zero).
+    """
     nearest = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     if nearest.item() >= value:
         bits = nearest.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
@@ -29,7 +33,9 @@ def _next_below(value: float, dtype: torch.dtype) -> float:
 
 @cache
 def _range_in(dtype: torch.dtype, low: float, high: float) -> tuple[float, float]:
-    """Return the smallest and largest number of `dtype` in [low, high); if there is none, the next larger one twice."""
+    """Return the smallest and largest number of `dtype` in [low, high); if there is none, the next
+    larger one twice.
+    """
     exact = torch.tensor(low, dtype=dtype, device="cpu").item() == low
     smallest = low if exact else -_next_below(-low, dtype)
     return smallest, max(smallest, _next_below(high, dtype))
@@ -45,20 +51,24 @@ def uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    """`uniform(shape, box, ...) -> [box shape]`: numbers in [low, high) of 24 random bits, 53 for float64.
+    """`uniform(shape, box, ...) -> [box shape]`: numbers in [low, high) of 24 random bits, 53 for
+    float64.
 
-    A float16 or bfloat16 number is a float32 one rounded, then kept below `high`. low == high gives low.
+    A float16 or bfloat16 number is a float32 one rounded, then kept below `high`. low == high gives
+    low.
 
     Raises:
-        ValueError: low > high, a range wider than the dtype's largest number, or a dtype that is not floating point.
+        ValueError: low > high, a range wider than the dtype's largest number, or a dtype that is
+            not floating point.
     """
     if dtype in PARTS:
         return _complex(uniform, shape, box, seed, stream, dtype, device, low, high)
     _check_float("uniform", dtype)
     if not 0 <= high - low <= torch.finfo(dtype).max:
         raise ValueError(
-            f"uniform: the range [{low}, {high}) is reversed or wider than {torch.finfo(dtype).max:g}, "
-            f"the largest {dtype}; give low <= high, or draw in float32 or float64 and convert"
+            f"uniform: the range [{low}, {high}) is reversed or wider than "
+            f"{torch.finfo(dtype).max:g}, the largest {dtype}; give low <= high, or draw in "
+            "float32 or float64 and convert"
         )
     double = dtype == torch.float64
     smallest, largest = _range_in(dtype, float(low), float(high))
@@ -87,10 +97,11 @@ def normal(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> Tensor:
-    """`normal(shape, box, ...) -> [box shape]`: Gaussian numbers by Box-Muller, computed in float64.
+    """`normal(shape, box, ...) -> [box shape]`: Gaussian numbers by Box-Muller, computed in
+    float64.
 
-    The largest distance from the mean is 6.66 std, 8.57 std for float64. A complex number has variance std**2 in all,
-    half of it in each part, as in torch.randn.
+    The largest distance from the mean is 6.66 std, 8.57 std for float64. A complex number has
+    variance std**2 in all, half of it in each part, as in torch.randn.
 
     Raises:
         ValueError: std < 0, or a dtype that is not floating point.
@@ -119,7 +130,8 @@ def normal(
 def bernoulli_mask(
     shape: Sequence[int], box: Box, seed: int, stream: int, p: float, device: torch.device | str
 ) -> Tensor:
-    """`bernoulli_mask(shape, box, ...) -> bool [box shape]`: True with probability p (to within 2**-33).
+    """`bernoulli_mask(shape, box, ...) -> bool [box shape]`: True with probability p (to within
+    2**-33).
 
     Raises:
         ValueError: p is not in [0, 1].
@@ -132,7 +144,9 @@ def bernoulli_mask(
 
 
 def _multiply_high(words: Tensor, factor: int) -> Tensor:
-    """Return number * factor >> 64 for the two 64-bit numbers of each block [..., 4] -> [..., 2]; factor at most 2**64."""
+    """Return number * factor >> 64 for the two 64-bit numbers of each block [..., 4] -> [..., 2];
+    factor at most 2**64.
+    """
     low, high = words[..., ::2], words[..., 1::2]
     factor_low, factor_high = factor & WORD, factor >> 32
     across = high * factor_low
@@ -151,9 +165,11 @@ def integers(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """`integers(shape, box, ...) -> [box shape]`: integers in [low, high), any range up to 2**64 values.
+    """`integers(shape, box, ...) -> [box shape]`: integers in [low, high), any range up to 2**64
+    values.
 
-    64 random bits each: a value's probability is off by at most 2**-64, (high - low) / 2**64 of itself.
+    64 random bits each: a value's probability is off by at most 2**-64, (high - low) / 2**64 of
+    itself.
 
     Raises:
         ValueError: the range is empty or does not fit `dtype`.
@@ -161,7 +177,8 @@ def integers(
     least, greatest = limits(dtype)
     if not least <= low < high <= greatest + 1:
         raise ValueError(
-            f"integers: the range [{low}, {high}) is empty or not inside {dtype}, which holds [{least}, {greatest + 1})"
+            f"integers: the range [{low}, {high}) is empty or not inside {dtype}, which holds "
+            f"[{least}, {greatest + 1})"
         )
     base = low - (1 << 64) if low >= 1 << 63 else low  # the same bits as an int64
 
@@ -173,7 +190,9 @@ def integers(
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and greatest integer for `integers` in this dtype; for a float dtype, of the range in which it has every integer."""
+    """Return the least and greatest integer for `integers` in this dtype; for a float dtype, of the
+    range in which it has every integer.
+    """
     if dtype == torch.bool:
         return 0, 1
     if dtype.is_floating_point:

@@ -1,7 +1,8 @@
-"""More distributions: exponential, Gumbel, Cauchy, log-normal, geometric; and those with parameters per element.
+"""More distributions: exponential, Gumbel, Cauchy, log-normal, geometric; and those with parameters
+per element.
 
-With scalar parameters they are drawn like those of `basic_distributions.py`: element i has two words, of which 52 bits give
-u = (2 m + 1) / 2**53, which is neither 0 nor 1.
+With scalar parameters they are drawn like those of `basic_distributions.py`: element i has two
+words, of which 52 bits give u = (2 m + 1) / 2**53, which is neither 0 nor 1.
 
 | draw | value |
 |---|---|
@@ -11,10 +12,11 @@ u = (2 m + 1) / 2**53, which is neither 0 nor 1.
 | log-normal | exp of a normal float64 number |
 | geometric | 1 + floor(log(u) / log(1 - p)) |
 
-All of it is float64 by the functions of `elementary.py`, so that CPU and GPU agree, then rounded to the result's dtype.
+All of it is float64 by the functions of `elementary.py`, so that CPU and GPU agree, then rounded to
+the result's dtype.
 
-With parameters per element (`bernoulli`, `poisson`, `binomial`, `categories`) a draw is a function of these and of one or several u
-per element, which `Units` returns.
+With parameters per element (`bernoulli`, `poisson`, `binomial`, `categories`) a draw is a function
+of these and of one or several u per element, which `Units` returns.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _UNIT = Distribution("unit", 2, _inside)
 def unit(
     shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str
 ) -> Tensor:
-    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer than 2**40."""
+    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer
+    than 2**40.
+    """
     return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, _UNIT)
 
 
@@ -98,9 +102,15 @@ def gumbel(
 
 
 def cauchy(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str,
-    median: float, sigma: float,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    median: float,
+    sigma: float,
+) -> Tensor:
     """`cauchy(shape, box, ...) -> [box shape]`: half of the numbers are within sigma of the median.
 
     Raises:
@@ -124,10 +134,17 @@ def cauchy(
 
 
 def log_normal(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str,
-    mean: float, std: float,
-) -> Tensor:  # fmt: skip
-    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian with this mean and std.
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mean: float,
+    std: float,
+) -> Tensor:
+    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian with this
+    mean and std.
 
     Raises:
         ValueError: std is not positive, or the dtype not floating point.
@@ -204,7 +221,7 @@ def _check(name: str, dtype: torch.dtype, sound: bool = True, advice: str = "") 
         raise ValueError(f"{name}: cannot draw {dtype}; draw a floating-point dtype and convert")
 
 
-# -- with parameters of each element ----------------------------------------------------------------------------------
+# -- with parameters of each element ---------------------------------------------------------------
 
 
 def bernoulli(p: Tensor, units: Units) -> Tensor:
@@ -215,8 +232,8 @@ def bernoulli(p: Tensor, units: Units) -> Tensor:
 def poisson(rate: Tensor, units: Units) -> Tensor:
     """`poisson(rate) -> float64`: whole numbers with these means.
 
-    Small means by inversion, large ones by rejection (Hörmann, "The transformed rejection method for generating Poisson
-    random variables", 1993, algorithm PTRS without its short cuts).
+    Small means by inversion, large ones by rejection (Hörmann, "The transformed rejection method
+    for generating Poisson random variables", 1993, algorithm PTRS without its short cuts).
     """
     rate = rate.to(torch.float64)
     small, large = rate.clamp(max=SMALL_MEAN), rate.clamp(min=SMALL_MEAN)
@@ -237,8 +254,9 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
 def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
     """`binomial(count, p) -> float64`: successes among `count` trials.
 
-    Small means by inversion, large ones by rejection (Hörmann, "The generation of binomial random variates", 1993, algorithm
-    BTRS without its short cuts). No trials where `count` is negative; p is clamped to [0, 1].
+    Small means by inversion, large ones by rejection (Hörmann, "The generation of binomial random
+    variates", 1993, algorithm BTRS without its short cuts). No trials where `count` is negative; p
+    is clamped to [0, 1].
     """
     n, p = count.to(torch.float64).floor().clamp_min(0), p.to(torch.float64).clamp(0, 1)
     rarer = torch.where(p > 0.5, 1 - p, p)
@@ -276,7 +294,9 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
 
 
 def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
-    """Return the least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) * ratio(k)."""
+    """Return the least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) *
+    ratio(k).
+    """
     k, number, likely, rest = torch.zeros_like(u), 0, first, u - first
     while bool((wanted := (rest > 0) & (likely > NEGLIGIBLE)).any()):
         number += 1
@@ -295,7 +315,9 @@ def _rejected(
     alpha: Tensor,
     log_likelihood: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return whole numbers by transformed rejection; each try draws a new pair of u for all elements."""
+    """Return whole numbers by transformed rejection; each try draws a new pair of u for all
+    elements.
+    """
     found, number = torch.zeros_like(a), 0
     while bool(wanted.any()):
         number += 2
@@ -309,7 +331,9 @@ def _rejected(
 
 
 def log_factorial(k: Tensor) -> Tensor:
-    """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF 5.11.1), to 2e-14."""
+    """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF
+    5.11.1), to 2e-14.
+    """
     table = torch.tensor(
         [math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device
     )
@@ -322,7 +346,9 @@ def log_factorial(k: Tensor) -> Tensor:
 
 
 def categories(weights: Tensor, u: Tensor) -> Tensor:
-    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion; never one of weight zero."""
+    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion; never
+    one of weight zero.
+    """
     bounds = weights.to(torch.float64).cumsum(-1)
     total = bounds[..., -1:]
     below = torch.nextafter(total, torch.zeros_like(total))

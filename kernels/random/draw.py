@@ -1,4 +1,6 @@
-"""Draw the elements of a box from a distribution: one kernel launch on a GPU, torch operations elsewhere."""
+"""Draw the elements of a box from a distribution: one kernel launch on a GPU, torch operations
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from ..box import Box, box_shape, check_boxes
 from .elementary import cos_sin_turns, log, sqrt
 from .philox import Distribution, Rows, philox_blocks, rows_of
 
-# Blocks computed at a time. On the CPU 2**16 (0.5 MiB per temporary) was fastest of 2**10 ... 2**18: with fewer, calls take
-# longer than arithmetic; with more, temporaries exceed the cache. On other devices few launches matter more (32 MiB each).
+# Blocks computed at a time. On the CPU 2**16 (0.5 MiB per temporary) was fastest of 2**10 ...
+# 2**18: with fewer, calls take longer than arithmetic; with more, temporaries exceed the cache. On
+# other devices few launches matter more (32 MiB each).
 BLOCKS_AT_ONCE_CPU = 1 << 16
 BLOCKS_AT_ONCE = 1 << 22
 # torch.gather lacks these dtypes; use one of the same size.
@@ -21,7 +24,9 @@ _GATHERED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64:
 
 
 def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks of `columns` elements from each start on, [rows, blocks], and the offsets in the first block."""
+    """Return the blocks of `columns` elements from each start on, [rows, blocks], and the offsets
+    in the first block.
+    """
     shift = per_block.bit_length() - 1
     spanned = (columns + 2 * (per_block - 1)) >> shift  # enough for any offset
     return (start >> shift).unsqueeze(1) + torch.arange(spanned, device=start.device), start & (
@@ -41,14 +46,16 @@ def by_blocks(
     """Return the box, drawn from this distribution; one launch on a GPU.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, whose replays would all draw the numbers of this call.
+        RuntimeError: a CUDA graph is being captured, whose replays would all draw the numbers of
+            this call.
     """
     check_boxes(shape, [box])
     out = torch.empty(box_shape(box), dtype=dtype, device=device)
     if out.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "random numbers for a ShardedTensor while a CUDA graph is captured: seed and position are numbers of the host, so every replay "
-            "would draw the same ones; draw before the capture and copy into a tensor that the graph reads, or use sm.jit(step, "
+            "random numbers for a ShardedTensor while a CUDA graph is captured: seed and position "
+            "are numbers of the host, so every replay would draw the same ones; draw before the "
+            "capture and copy into a tensor that the graph reads, or use sm.jit(step, "
             "cudagraphs=True), which draws outside of its graphs"
         )
     if out.numel() == 0:
@@ -88,7 +95,9 @@ def top53(words: Tensor) -> Tensor:
 
 
 def box_muller(m: Tensor, n: Tensor, bits: int) -> Tensor:
-    """Return, for two integers of `bits` bits [...], two independent standard normal numbers [..., 2]."""
+    """Return, for two integers of `bits` bits [...], two independent standard normal numbers [...,
+    2].
+    """
     radius = sqrt(log((m + 1).to(torch.float64) * 2.0**-bits).mul_(-2))
     cos, sin = cos_sin_turns(n.to(torch.float64) * 2.0**-bits)
     return torch.stack((cos.mul_(radius), sin.mul_(radius)), dim=-1)

@@ -1,9 +1,11 @@
-"""log, exp, cos/sin and sqrt with the same bits on every device, from float64 additions, multiplications, one division and bit shifts.
+"""log, exp, cos/sin and sqrt with the same bits on every device, from float64 additions,
+multiplications, one division and bit shifts.
 
-A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the vector loop and its
-tail, so it would make a number depend on where it is computed. These are fdlibm's polynomials (`e_log.c`, `e_exp.c`,
-`k_sin.c`, `k_cos.c`: Sun Microsystems 1993, error below 1 ulp) evaluated by Horner's rule, each operation rounded on its own.
-A fused multiply-add would change the bits, so compiled kernels must disable contraction.
+A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the
+vector loop and its tail, so it would make a number depend on where it is computed. These are
+fdlibm's polynomials (`e_log.c`, `e_exp.c`, `k_sin.c`, `k_cos.c`: Sun Microsystems 1993, error below
+1 ulp) evaluated by Horner's rule, each operation rounded on its own. A fused multiply-add would
+change the bits, so compiled kernels must disable contraction.
 """
 
 from collections.abc import Sequence
@@ -61,12 +63,16 @@ def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def over(x: Tensor, divisor: float) -> Tensor:
-    """Return x / divisor, rounded once. (With a Python number torch multiplies by the rounded reciprocal on a GPU.)"""
+    """Return x / divisor, rounded once. (With a Python number torch multiplies by the rounded
+    reciprocal on a GPU.)
+    """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """`sqrt(x: float64) -> float64`: correctly rounded, as on GPUs; torch's on a CPU may be MKL's, which is not."""
+    """`sqrt(x: float64) -> float64`: correctly rounded, as on GPUs; torch's on a CPU may be MKL's,
+    which is not.
+    """
     if x.device.type != "cpu":
         return x.sqrt()
     root = torch.empty_like(x)

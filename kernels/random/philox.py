@@ -21,7 +21,8 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
-# On the CPU numpy is faster up to this size, since its calls take half the time of torch's; above, both are bound by memory.
+# On the CPU numpy is faster up to this size, since its calls take half the time of torch's; above,
+# both are bound by memory.
 BLOCKS_IN_NUMPY = 1 << 14
 
 RowT = TypeVar("RowT", int, Tensor)
@@ -35,7 +36,8 @@ class Distribution:
         name: of the function in `random_triton.py`.
         per_block: elements per block: 4 of one word each, or 2 of two words.
         make: the definition: words [..., 4] -> elements [..., per_block].
-        parameters: arguments of the function in `random_triton.py`, at most 4: 64-bit ints or float64s.
+        parameters: arguments of the function in `random_triton.py`, at most 4: 64-bit ints or
+            float64s.
     """
 
     name: str
@@ -60,8 +62,9 @@ def _mix(high: Any, other: Any, key: int) -> Any:
 def philox4x32(counter: Sequence, key: tuple[int, int]) -> tuple:
     """`philox4x32(counter: 4 words, key: 2 words) -> 4 words`: the ten rounds of Philox 4x32-10.
 
-    A word of the counter is an int, or an int64 tensor or array of values in [0, 2**32); the results are tensors if the
-    counter has one. int64 products wrap and shifts keep the sign, but the masks select the right unsigned halves.
+    A word of the counter is an int, or an int64 tensor or array of values in [0, 2**32); the
+    results are tensors if the counter has one. int64 products wrap and shifts keep the sign, but
+    the masks select the right unsigned halves.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -76,7 +79,9 @@ def philox4x32(counter: Sequence, key: tuple[int, int]) -> tuple:
 
 
 def philox_blocks(seed: int, stream: int, block: Tensor) -> Tensor:
-    """`philox_blocks(seed, stream, block: int64 [...]) -> int64 [..., 4]`: the four words of each block number."""
+    """`philox_blocks(seed, stream, block: int64 [...]) -> int64 [..., 4]`: the four words of each
+    block number.
+    """
     if block.device.type == "cpu" and block.numel() <= BLOCKS_IN_NUMPY:
         number = block.reshape(-1).numpy()
         return torch.from_numpy(
@@ -90,7 +95,8 @@ def _words(seed: int, stream: int, block: Any) -> tuple:
 
 
 def philox_uint32(seed: int, stream: int, index: Tensor) -> Tensor:
-    """`philox_uint32(seed, stream, index: int64) -> int64`: the index-th 32-bit word, in [0, 2**32), elementwise.
+    """`philox_uint32(seed, stream, index: int64) -> int64`: the index-th 32-bit word, in [0,
+    2**32), elementwise.
 
     >>> philox_uint32(0, 0, torch.tensor([0, 1])).tolist() == [0x6627E8D5, 0xE169C58D]
     True
@@ -100,7 +106,8 @@ def philox_uint32(seed: int, stream: int, index: Tensor) -> Tensor:
 
 
 def box_index(shape: Sequence[int], box: Box, device: torch.device | str | None = None) -> Tensor:
-    """`box_index(shape, box) -> int64 [box shape]`: the positions of the box's elements in a row-major tensor of `shape`.
+    """`box_index(shape, box) -> int64 [box shape]`: the positions of the box's elements in a
+    row-major tensor of `shape`.
 
     >>> box_index((4, 6), ((1, 3), (2, 4))).tolist()
     [[8, 9], [14, 15]]
@@ -114,7 +121,9 @@ def box_index(shape: Sequence[int], box: Box, device: torch.device | str | None 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A box as rows of consecutive positions: row r begins at `origin` plus the digits of r times the strides."""
+    """A box as rows of consecutive positions: row r begins at `origin` plus the digits of r times
+    the strides.
+    """
 
     origin: int
     sizes: tuple[int, ...]
@@ -134,7 +143,9 @@ class Rows:
         return start
 
     def tiles(self, limit: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first row, rows, first column, columns) of tiles of at most about `limit` elements, in row-major order."""
+        """Yield (first row, rows, first column, columns) of tiles of at most about `limit`
+        elements, in row-major order.
+        """
         if self.length > limit:
             for row in range(self.count):
                 for column in range(0, self.length, limit):

@@ -1,15 +1,18 @@
-"""Random numbers that belong to an element's place in the global tensor, in one launch: the kernel behind `random.py`.
+"""Random numbers that belong to an element's place in the global tensor, in one launch: the kernel
+behind `random.py`.
 
     out[row, column] = law(words of the Philox block that holds position start(row) + column)
 
-A lane makes one block, 4 words, and writes all of its 4 or 2 elements that are in the row. Bytes moved: each element is written
-once, nothing is read. Of instructions, counted for sm_90, uniform float32 takes 30 an element, which an H100 issues in about the
-time in which it writes 4 bytes; what is narrower is bound by integer arithmetic. Whatever takes a logarithm is bound by float64
-arithmetic, 45 (normal) to 70 (gumbel) operations an element. Against torch's form (`random._fill`): some 150 launches over int64
-temporaries, about 1000 bytes read and written for each element. It wins at every size.
+A lane makes one block, 4 words, and writes all of its 4 or 2 elements that are in the row. Bytes
+moved: each element is written once, nothing is read. Of instructions, counted for sm_90, uniform
+float32 takes 30 an element, which an H100 issues in about the time in which it writes 4 bytes; what
+is narrower is bound by integer arithmetic. Whatever takes a logarithm is bound by float64
+arithmetic, 45 (normal) to 70 (gumbel) operations an element. Against torch's form (`random._fill`):
+some 150 launches over int64 temporaries, about 1000 bytes read and written for each element. It
+wins at every size.
 
-All of it is IEEE arithmetic, each operation rounded on its own: the bits of the torch form. Negation is a multiplication by -1,
-for Triton's subtracts from zero, which makes 0 of -0 and of 0.
+All of it is IEEE arithmetic, each operation rounded on its own: the bits of the torch form.
+Negation is a multiplication by -1, for Triton's subtracts from zero, which makes 0 of -0 and of 0.
 """
 
 # The language of kernels is not quite Python:
@@ -48,12 +51,14 @@ ONE_BITS, SQRT_HALF_BITS = (
 )
 FRACTION_BITS = tl.constexpr(elementary.FRACTION_BITS)
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def product(word, multiplier: tl.constexpr):
-    """Return the high and the low word of a product; as 64 bits it is one instruction, unlike `umulhi` and `*`."""
+    """Return the high and the low word of a product; as 64 bits it is one instruction, unlike
+    `umulhi` and `*`.
+    """
     both = word.to(tl.uint64) * multiplier
     return (both >> 32).to(tl.uint32), both.to(tl.uint32)
 
@@ -78,7 +83,7 @@ def number(low, high):
     return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
 
 
-# -- `elementary.py` ---------------------------------------------------------------------------------------------------
+# -- `elementary.py` -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -147,7 +152,7 @@ def cos_sin_turns(x):
     return cos, tl.where((turned & 2) != 0, sin * -1.0, sin)
 
 
-# -- distributions: two numbers m, n of a block, of 32 or 64 bits, and parameters -> two elements -------------------------------
+# -- distributions: two numbers m, n of a block, of 32 or 64 bits, and parameters -> two elements --
 
 
 @triton.jit
@@ -280,7 +285,7 @@ _DISTRIBUTIONS = {
     )
 }
 
-# -- the kernel --------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -299,12 +304,31 @@ _ANY_VALUE = ["k0", "k1", "s0", "s1", "a", "b", "c", "d", "origin", "count", "le
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
 def draw(
-    out, dims, k0: tl.int64, k1: tl.int64, s0: tl.int64, s1: tl.int64,
-    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, origin: tl.int64, count: tl.int64, length: tl.int64, skipped, total,
-    DISTRIBUTION: tl.constexpr, PER_BLOCK: tl.constexpr, DIMS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+    out,
+    dims,
+    k0: tl.int64,
+    k1: tl.int64,
+    s0: tl.int64,
+    s1: tl.int64,
+    a: tl.int64,
+    b: tl.int64,
+    c: tl.int64,
+    d: tl.int64,
+    origin: tl.int64,
+    count: tl.int64,
+    length: tl.int64,
+    skipped,
+    total,
+    DISTRIBUTION: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+    FLAT: tl.constexpr,
+    WIDE: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
-    """Draw one block of a row per lane; `dims` is `_table`. FLAT: the elements of all lanes are consecutive, after those skipped."""
+):
+    """Draw one block of a row per lane; `dims` is `_table`. FLAT: the elements of all lanes are
+    consecutive, after those skipped.
+    """
     first = tl.program_id(0).to(tl.int64) * LANES
     place = first + tl.arange(0, LANES)
     if not WIDE:
@@ -337,13 +361,24 @@ def draw(
 
 
 def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distribution) -> None:
-    """`launch(out, rows, seed, stream, distribution)`: fill `out`, contiguous and not empty, with the numbers of these rows."""
+    """`launch(out, rows, seed, stream, distribution)`: fill `out`, contiguous and not empty, with
+    the numbers of these rows.
+    """
     launcher, table, skipped = _prepared(rows, distribution.name, distribution.per_block)
     parameters = [*map(_bits, distribution.parameters), 0, 0, 0, 0][:4]
     dims = out if table is None else table.on(out.device)  # any tensor: it is not read
     launcher(
-        out, dims, *halves(seed), *halves(stream), *parameters, rows.origin, rows.count, rows.length, skipped, out.numel()
-    )  # fmt: skip
+        out,
+        dims,
+        *halves(seed),
+        *halves(stream),
+        *parameters,
+        rows.origin,
+        rows.count,
+        rows.length,
+        skipped,
+        out.numel(),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -354,9 +389,15 @@ def _prepared(
     blocks, flat, skipped = _blocks(rows, per_block)
     programs = -(-rows.count * blocks // LANES)
     constants = {
-        "DISTRIBUTION": _DISTRIBUTIONS[name], "PER_BLOCK": per_block, "DIMS": len(rows.sizes), "FLAT": flat,
-        "WIDE": programs * LANES >= MAX_LANES, "LANES": LANES, "num_warps": 4, **NO_FUSION,
-    }  # fmt: skip
+        "DISTRIBUTION": _DISTRIBUTIONS[name],
+        "PER_BLOCK": per_block,
+        "DIMS": len(rows.sizes),
+        "FLAT": flat,
+        "WIDE": programs * LANES >= MAX_LANES,
+        "LANES": LANES,
+        "num_warps": 4,
+        **NO_FUSION,
+    }
     return (
         KernelLauncher(draw, (programs,), constants),
         _table(rows, blocks) if rows.sizes else None,
@@ -365,7 +406,9 @@ def _prepared(
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
-    """Return the blocks of each row, whether all of their elements are consecutive, and the number of elements before `out`."""
+    """Return the blocks of each row, whether all of their elements are consecutive, and the number
+    of elements before `out`.
+    """
     if any(stride % per_block for stride in rows.strides):
         return (2 * (per_block - 1) + rows.length) // per_block, False, 0  # enough for any offset
     offset = rows.origin % per_block
@@ -374,7 +417,9 @@ def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
 
 
 def _table(rows: Rows, blocks: int) -> DeviceCopies:
-    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first."""
+    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the
+    fastest first.
+    """
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
     return DeviceCopies([(size, *_divisor(size), stride) for size, stride in dims])
 

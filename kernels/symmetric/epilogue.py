@@ -14,11 +14,13 @@ LONGEST_ROW = 1 << 14  # elements, for a norm: 32 for each of 512 threads
 
 @dataclass(frozen=True)
 class AsRecord:
-    """Write the result, in x's dtype, as codes and scales: one record of the whole tensor, in the format of `quantize.py`.
+    """Write the result, in x's dtype, as codes and scales: one record of the whole tensor, in the
+    format of `quantize.py`.
 
     Attributes:
         transport: "int8" or "fp8".
-        block: elements that share a scale, a power of two from 16 to 1024; with AddNorm it divides the row length.
+        block: elements that share a scale, a power of two from 16 to 1024; with AddNorm it divides
+            the row length.
     """
 
     transport: str
@@ -30,10 +32,11 @@ class AsRecord:
 
 @dataclass(frozen=True)
 class AddNorm:
-    """Residual sum and RMSNorm after a sum: `added = x + residual; out = added / rms(added) * weight`, for each row.
+    """Residual sum and RMSNorm after a sum:
+    `added = x + residual; out = added / rms(added) * weight`, for each row.
 
-    Computed in float32 from x and `added` rounded to their dtypes, so it differs from the separate operations
-    only in the order in which a row's squares are added.
+    Computed in float32 from x and `added` rounded to their dtypes, so it differs from the separate
+    operations only in the order in which a row's squares are added.
 
     Attributes:
         residual: of x's shape.

@@ -28,13 +28,18 @@ class Peers:
     Attributes:
         rank: this rank's index in the group.
         size: of the group.
-        buffer: this rank's shared memory, uint8, of the same length on every rank, at a multiple of 16.
-        buffers: int64 [size] on the device: the address of every rank's buffer, in this rank's address space.
-        pads: int64 [size] on the device: the address of every rank's signal pad, `PAD_BYTES` of zeros at first.
+        buffer: this rank's shared memory, uint8, of the same length on every rank, at a multiple of
+            16.
+        buffers: int64 [size] on the device: the address of every rank's buffer, in this rank's
+            address space.
+        pads: int64 [size] on the device: the address of every rank's signal pad, `PAD_BYTES` of
+            zeros at first.
         epochs: int32 [MAX_PROGRAMS] on the device, zeros at first; only this rank uses it.
-        error: int32 [size], zeros at first: 1 for each rank that did not arrive. In pinned host memory if the device is an
-            accelerator, so that the host can read it without synchronizing.
-        spins: polls for a peer before it counts as missing; a poll takes about a microsecond on a GPU.
+        error: int32 [size], zeros at first: 1 for each rank that did not arrive. In pinned host
+            memory if the device is an accelerator, so that the host can read it without
+            synchronizing.
+        spins: polls for a peer before it counts as missing; a poll takes about a microsecond on a
+            GPU.
     """
 
     rank: int
@@ -56,11 +61,15 @@ class Peers:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes that one program of an all-reduce may write in a round; all regions together are a quarter of the buffer."""
+        """Bytes that one program of an all-reduce may write in a round; all regions together are a
+        quarter of the buffer.
+        """
         return self.buffer.numel() // (8 * MAX_PROGRAMS) // 128 * 128
 
     def staging(self, dtype: torch.dtype) -> Tensor:
-        """`staging(dtype) -> flat`: the area in which this rank packs data for its peers to pull."""
+        """`staging(dtype) -> flat`: the area in which this rank packs data for its peers to
+        pull.
+        """
         found = self._staging.get(dtype)
         if found is None:
             area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
@@ -74,7 +83,8 @@ class Peers:
 def _check_peers(p: Peers) -> None:
     if not (0 <= p.rank < p.size <= MAX_RANKS):
         raise ValueError(
-            f"rank {p.rank} of a group of {p.size}: a group of at most {MAX_RANKS} ranks can share memory"
+            f"rank {p.rank} of a group of {p.size}: a group of at most {MAX_RANKS} ranks can share "
+            "memory"
         )
     wanted = {
         "buffers": (torch.int64, p.size),
@@ -86,16 +96,19 @@ def _check_peers(p: Peers) -> None:
         given: Tensor = getattr(p, name)
         if given.dtype != dtype or given.shape != (length,):
             raise ValueError(
-                f"{name} is {given.dtype} of shape {tuple(given.shape)}: give {dtype} of shape ({length},)"
+                f"{name} is {given.dtype} of shape {tuple(given.shape)}: give {dtype} of shape "
+                f"({length},)"
             )
     if p.buffer.dtype != torch.uint8 or p.buffer.ndim != 1 or alignment([p.buffer]) < UNIT:
         raise ValueError(
-            f"buffer is {p.buffer.dtype} of {p.buffer.ndim} dims: give uint8 of 1 dim at a multiple of {UNIT} bytes"
+            f"buffer is {p.buffer.dtype} of {p.buffer.ndim} dims: give uint8 of 1 dim at a "
+            f"multiple of {UNIT} bytes"
         )
 
 
 def check(peers: Peers) -> None:
-    """`check(peers)`: raise if the device has reported a missing rank. Every operation begins with it.
+    """`check(peers)`: raise if the device has reported a missing rank. Every operation begins with
+    it.
 
     Raises:
         SymmetricMemoryError: names the ranks of the group that did not reach a barrier.
@@ -104,9 +117,10 @@ def check(peers: Peers) -> None:
         late = peers.error.nonzero().flatten().tolist()
         names = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
         raise SymmetricMemoryError(
-            f"{names} of the group of {peers.size} did not arrive: rank {peers.rank} polled {peers.spins} times at a barrier. "
-            "Either that rank ended or hangs, or it calls other operations than this one. The results of this operation and later ones "
-            "are undefined here, and the group's shared memory cannot be used again: allocate it again."
+            f"{names} of the group of {peers.size} did not arrive: rank {peers.rank} polled "
+            f"{peers.spins} times at a barrier. Either that rank ended or hangs, or it calls other "
+            "operations than this one. The results of this operation and later ones are undefined "
+            "here, and the group's shared memory cannot be used again: allocate it again."
         )
 
 
@@ -119,10 +133,12 @@ def check_if_done(peers: Peers) -> None:
 def simulated_peers(
     size: int, nbytes: int, device: torch.device | str, spins: int = 1 << 20
 ) -> list[Peers]:
-    """`simulated_peers(size, nbytes, device) -> one Peers per rank`, all in this process, on one device.
+    """`simulated_peers(size, nbytes, device) -> one Peers per rank`, all in this process, on one
+    device.
 
-    For tests and measurements on one accelerator: each rank's operations on a separate stream, or all-reduces of all ranks
-    in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`). All programs of all ranks must fit on it together.
+    For tests and measurements on one accelerator: each rank's operations on a separate stream, or
+    all-reduces of all ranks in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`).
+    All programs of all ranks must fit on it together.
     """
     memory = torch.zeros(
         size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device

@@ -47,7 +47,9 @@ class Pull:
         return self._tables[key]
 
     def _placed(self, strides: Sequence[int], rank: int, size: int) -> list[PlacedView]:
-        """Return the copies, those from the next rank first, so that at any time each rank is read by one other, not one by all."""
+        """Return the copies, those from the next rank first, so that at any time each rank is read
+        by one other, not one by all.
+        """
         in_turn = sorted(self.sources.items(), key=lambda item: (item[1][0][0] - rank) % size)
         return [_placed(strides, box, places) for box, places in in_turn]
 
@@ -55,25 +57,33 @@ class Pull:
 def compile_pull(
     shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str = "sum"
 ) -> Pull:
-    """`compile_pull(shape, {box: [(rank, offset), ...]}, kind) -> Pull`: what to read from which rank, computed once.
+    """`compile_pull(shape, {box: [(rank, offset), ...]}, kind) -> Pull`: what to read from which
+    rank, computed once.
 
     Args:
         shape: of the result.
-        sources: for each box of the result, the starts of the contributions to it, each row-major: a rank of the group and
-            an element offset in its staging area. One is copied, several are combined in the order given. Elements in no
-            box are not written.
+        sources: for each box of the result, the starts of the contributions to it, each row-major:
+            a rank of the group and an element offset in its staging area. One is copied, several
+            are combined in the order given. Elements in no box are not written.
         kind: "sum", "max", "min" or "product".
     """
     return Pull(shape, sources, kind)
 
 
 def exchange(
-    peers: Peers, packs: Sequence[Pack], tensors: Sequence[Tensor], pulls: Sequence[Pull], outs: Sequence[Tensor],
-    dtype: torch.dtype, scale: float | None = None,
-) -> None:  # fmt: skip
-    """`exchange(peers, packs, tensors, pulls, outs, dtype)`: pack the tensors into the staging area, then `pull_many`.
+    peers: Peers,
+    packs: Sequence[Pack],
+    tensors: Sequence[Tensor],
+    pulls: Sequence[Pull],
+    outs: Sequence[Tensor],
+    dtype: torch.dtype,
+    scale: float | None = None,
+) -> None:
+    """`exchange(peers, packs, tensors, pulls, outs, dtype)`: pack the tensors into the staging
+    area, then `pull_many`.
 
-    The group's errors are checked first, so that nothing is overwritten that a late peer may still read.
+    The group's errors are checked first, so that nothing is overwritten that a late peer may still
+    read.
     """
     _check(peers, pulls, outs, dtype, scale)
     pack_many(packs, tensors, peers.staging(dtype))
@@ -87,15 +97,18 @@ def pull_many(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> None:
-    """`pull_many(peers, pulls, outs, dtype)`: fill `outs`, of any strides; every rank calls it after packing.
+    """`pull_many(peers, pulls, outs, dtype)`: fill `outs`, of any strides; every rank calls it
+    after packing.
 
     Args:
-        dtype: of the data in the staging areas. 16-bit floats are combined and scaled in float32, and rounded once.
+        dtype: of the data in the staging areas. 16-bit floats are combined and scaled in float32,
+            and rounded once.
         scale: a factor on the results.
 
     Raises:
         SymmetricMemoryError: a rank is missing.
-        ValueError: an `out` has another shape than its pull, or a dtype that cannot be computed with.
+        ValueError: an `out` has another shape than its pull, or a dtype that cannot be computed
+            with.
     """
     _check(peers, pulls, outs, dtype, scale)
     _pull(peers, pulls, outs, dtype, scale)
@@ -147,7 +160,8 @@ def _check_out(pull: Pull, out: Tensor, dtype: torch.dtype, scale: float | None)
         )
     if scale is not None and torch.float64 in (dtype, out.dtype):
         raise ValueError(
-            "float64 cannot be scaled by a pull, as kernels take the factor as float32; scale before or after"
+            "float64 cannot be scaled by a pull, as kernels take the factor as float32; scale "
+            "before or after"
         )
     if dtype.itemsize > 8:
         raise ValueError(

@@ -1,11 +1,14 @@
-"""Triton kernels on memory that several ranks read: barriers and all-reduces. (Pulls are `strided_triton.move_rows`.)
+"""Triton kernels on memory that several ranks read: barriers and all-reduces. (Pulls are
+`strided_triton.move_rows`.)
 
     barrier       signal every peer's same program, wait for its signal
     all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier; peers' regions ->) epilogue -> out,
-                  as numbers or, a half to a quarter of the bytes, as the codes and scales of `quantize.py`
+                  as numbers or, a half to a quarter of the bytes, as the codes and scales of
+                  `quantize.py`
 
-For bytes moved and when it is fast see the package's docstring. Peers' memory is read in units of 16 bytes per lane, for any length
-of x: regions have room for whole pieces, so only accesses of x and `out` need a mask.
+For bytes moved and when it is fast see the package's docstring. Peers' memory is read in units of
+16 bytes per lane, for any length of x: regions have room for whole pieces, so only accesses of x
+and `out` need a mask.
 """
 
 # The language of kernels is not quite Python:
@@ -44,11 +47,12 @@ EPOCHS = tl.constexpr(1 << 30)
 
 @triton.jit
 def signal_and_wait(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
-    """Signal the same program of every rank that this one has reached `epoch`, and wait until each has reached it.
+    """Signal the same program of every rank that this one has reached `epoch`, and wait until each
+    has reached it.
 
-    What any thread wrote before is visible to every thread of the peers after: the debug barriers extend one thread's release and
-    acquire, in the scope of the system, to the program. Epochs are counted modulo EPOCHS; their difference shows which is
-    behind.
+    What any thread wrote before is visible to every thread of the peers after: the debug barriers
+    extend one thread's release and acquire, in the scope of the system, to the program. Epochs are
+    counted modulo EPOCHS; their difference shows which is behind.
     """
     peer = tl.arange(0, PEERS)
     known = peer < SIZE
@@ -95,9 +99,11 @@ def region_of(buffers, peer, start, like):
 
 @triton.jit
 def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Return the sum of a piece over all ranks, in their order, rounded to the dtype of x, so that two shots equal one.
+    """Return the sum of a piece over all ranks, in their order, rounded to the dtype of x, so that
+    two shots equal one.
 
-    `size` is SIZE at run time: the compiler does not unroll a loop over it, which for many ranks would need too many registers.
+    `size` is SIZE at run time: the compiler does not unroll a loop over it, which for many ranks
+    would need too many registers.
     """
     total = widened(tl.load(region_of(buffers, 0, start, like) + lane, mask=held))
     if SIZE <= AT_ONCE:
@@ -122,10 +128,18 @@ def normed(value, residual, added, weight, at, lane, inside, eps, PIECE: tl.cons
 
 @triton.jit
 def store_record(
-    record, value, at, n, LANES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    record,
+    value,
+    at,
+    n,
+    LANES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Write a piece as codes and scales into the record of all n elements; `value` is 0 after the last of them.
+):
+    """Write a piece as codes and scales into the record of all n elements; `value` is 0 after the
+    last of them.
 
     The program of the last piece pads the scales to a multiple of 16 bytes.
     """
@@ -152,10 +166,25 @@ def store_record(
 
 @triton.jit
 def finished(
-    value, out, residual, added, weight, at, lane, n, eps,
-    LANES: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Apply the epilogue to one piece: residual sum and norm of a row; then cast, or write a record."""
+    value,
+    out,
+    residual,
+    added,
+    weight,
+    at,
+    lane,
+    n,
+    eps,
+    LANES: tl.constexpr,
+    PIECE: tl.constexpr,
+    NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Apply the epilogue to one piece: residual sum and norm of a row; then cast, or write a
+    record.
+    """
     inside = (lane < PIECE) & (lane < n - at)
     result = normed(value, residual, added, weight, at, lane, inside, eps, PIECE) if NORM else value
     if BLOCK:
@@ -167,12 +196,37 @@ def finished(
 
 @triton.jit
 def all_reduce(
-    x, out, residual, added, weight, buffers, pads, epochs, error, n, out_n, rank, size, spins, region, room, eps,
-    SIZE: tl.constexpr, PEERS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, STRIDE: tl.constexpr,
-    AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    x,
+    out,
+    residual,
+    added,
+    weight,
+    buffers,
+    pads,
+    epochs,
+    error,
+    n,
+    out_n,
+    rank,
+    size,
+    spins,
+    region,
+    room,
+    eps,
+    SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Reduce the pieces p, p + programs, ... in program p: in each round as many as its region has room for.
+):
+    """Reduce the pieces p, p + programs, ... in program p: in each round as many as its region has
+    room for.
 
     The second grid axis is for ranks that one launch simulates; their tensors are consecutive.
     """
@@ -225,7 +279,7 @@ def all_reduce(
     tl.store(epochs, epoch)
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------
 
 
 def launch_barrier(peers: Peers) -> None:
@@ -244,8 +298,9 @@ def launch_all_reduce(
     """`launch_all_reduce(peers, x, out, epilogue, two_shot)`: launch an all-reduce into `out`.
 
     Args:
-        ranks: number of ranks that this launch simulates; `peers` is then the first of `simulated_peers`, and tensors are the
-            contiguous stacks of all ranks' tensors (except the weight).
+        ranks: number of ranks that this launch simulates; `peers` is then the first of
+            `simulated_peers`, and tensors are the contiguous stacks of all ranks' tensors (except
+            the weight).
     """
     n = x.numel() // ranks
     if not n:
@@ -256,8 +311,9 @@ def launch_all_reduce(
     room = peers.region_bytes // (stride * x.itemsize)
     if not room:
         raise ValueError(
-            f"rows of {piece} {x.dtype} need a shared buffer of {stride * x.itemsize * 8 * MAX_PROGRAMS} bytes, "
-            f"and this one has {peers.buffer.numel()}: make it larger, or reduce without this epilogue"
+            f"rows of {piece} {x.dtype} need a shared buffer of "
+            f"{stride * x.itemsize * 8 * MAX_PROGRAMS} bytes, and this one has "
+            f"{peers.buffer.numel()}: make it larger, or reduce without this epilogue"
         )
     e = norm or AddNorm(out, out, 0.0, out)
     grid = min(MAX_PROGRAMS, -(-n // piece)), ranks
@@ -265,9 +321,24 @@ def launch_all_reduce(
         grid, peers.size, piece, stride, x.itemsize, two_shot, norm is not None, record_of(epilogue)
     )
     launcher(
-        x, out, e.residual, e.added, e.weight, peers.buffers, peers.pads, peers.epochs, peers.error,
-        n, out.numel() // ranks, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps,
-    )  # fmt: skip
+        x,
+        out,
+        e.residual,
+        e.added,
+        e.weight,
+        peers.buffers,
+        peers.pads,
+        peers.epochs,
+        peers.error,
+        n,
+        out.numel() // ranks,
+        peers.rank,
+        peers.size,
+        peers.spins,
+        peers.region_bytes // x.itemsize,
+        room,
+        e.eps,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -283,21 +354,33 @@ def _all_reduce_launcher(
 ) -> KernelLauncher:
     lanes = next_power_of_two(stride)
     constants: dict[str, Any] = {
-        "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, itemsize),
-        "TWO_SHOT": two_shot, "NORM": has_norm, **_format(record, itemsize), **_group(size), **OPTIONS, **NO_FUSION,
-    }  # fmt: skip
+        "LANES": lanes,
+        "PIECE": piece,
+        "STRIDE": stride,
+        "AT_ONCE": _at_once(lanes, itemsize),
+        "TWO_SHOT": two_shot,
+        "NORM": has_norm,
+        **_format(record, itemsize),
+        **_group(size),
+        **OPTIONS,
+        **NO_FUSION,
+    }
     return KernelLauncher(all_reduce, grid, constants)
 
 
 def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:
-    """Return the constants of the record format, 16 bytes per thread at a time; zeros without a record."""
+    """Return the constants of the record format, 16 bytes per thread at a time; zeros without a
+    record.
+    """
     if record is None:
         return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
     return {"LARGEST": LARGEST[record.transport], "BLOCK": record.block, "VECTOR": UNIT // itemsize}
 
 
 def _at_once(lanes: int, itemsize: int) -> int:
-    """Return the number of parts of a piece that fit into a thread's 128 registers, next to the sum and the epilogue."""
+    """Return the number of parts of a piece that fit into a thread's 128 registers, next to the sum
+    and the epilogue.
+    """
     each = max(1, lanes // THREADS)
     return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
 

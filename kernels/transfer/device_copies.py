@@ -1,11 +1,14 @@
-"""Small tables of the host on a device: copied once, without the host waiting for the device, and safe under CUDA graph capture.
+"""Small tables of the host on a device: copied once, without the host waiting for the device, and
+safe under CUDA graph capture.
 
     outside of a capture    host -> pinned memory ~> device, on the current stream; another stream waits for the copy's event once
     inside, copied before   the copy, which is then kept: a graph has no way to tell when it is gone
     inside, not yet copied  reserved pinned memory ~> memory of the graph: the copy becomes a node of the graph, and is repeated by
-                            every replay, so that no one reads memory that is first written by a replay
+                            every replay, so that no one reads memory that is first written by a
+                            replay
 
-Memory cannot be pinned during a capture, so a reserve of it is pinned by the first copy outside of one.
+Memory cannot be pinned during a capture, so a reserve of it is pinned by the first copy outside of
+one.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class DeviceCopies:
 
 
 class _StreamCopy:
-    """A copy that was enqueued on one stream, and the streams whose later work is known to run after it."""
+    """A copy that was enqueued on one stream, and the streams whose later work is known to run
+    after it.
+    """
 
     __slots__ = ("_event", "_streams", "tensor")
 
@@ -88,7 +93,9 @@ class _StreamCopy:
 
 
 def _stream_of(device: torch.device) -> int:
-    """Return the number of the current stream, without the object, which takes a microsecond to make."""
+    """Return the number of the current stream, without the object, which takes a microsecond to
+    make.
+    """
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
@@ -119,8 +126,9 @@ class _Reserve:
             free = 0 if self._free is None else self._free.numel()
             if self._free is None or size > free:
                 raise RuntimeError(
-                    f"a kernel launched while a CUDA graph is captured needs {size} bytes of pinned memory for its table, and {free} were "
-                    "set aside before: run the step once before capturing it, so that its tables are on the device"
+                    f"a kernel launched while a CUDA graph is captured needs {size} bytes of "
+                    f"pinned memory for its table, and {free} were set aside before: run the step "
+                    "once before capturing it, so that its tables are on the device"
                 )
             piece, self._free = self._free[: host.nbytes], self._free[size:]
         pinned = piece.view(host.dtype).view(host.shape).copy_(host)

@@ -54,7 +54,8 @@ def is_inner(code: CodeType) -> bool:
 
 
 def user_frame(above: int = 1) -> tuple[FrameType, int]:
-    """Return the innermost frame of the user's program, and how many frames above the caller's the frame below it is.
+    """Return the innermost frame of the user's program, and how many frames above the caller's the
+    frame below it is.
 
     Args:
         above: frames to skip, starting with the caller's.
@@ -73,8 +74,8 @@ _frames_lock = (
 def frame_of_thread(ident: int | None) -> FrameType | None:
     """Return the innermost frame of another thread, None if it has ended.
 
-    Garbage collection is off meanwhile: `sys._current_frames` holds the interpreter's lock of thread states while it allocates, and a
-    finalizer that starts a thread or lets another one run would wait for that lock for good (https://github.com/python/cpython/issues/106883).
+    Garbage collection is off meanwhile: `sys._current_frames` holds the interpreter's lock of
+    thread states while it allocates, and a finalizer that starts a thread or lets another one run would wait for that lock for good (https://github.com/python/cpython/issues/106883).
     """
     with _frames_lock:
         was_enabled = gc.isenabled()
@@ -93,7 +94,9 @@ def user_line() -> tuple[str, int]:
 
 
 def call_path() -> int:
-    """Return a hash of the lines on the stack: the same in this process whenever a call is reached through the same lines."""
+    """Return a hash of the lines on the stack: the same in this process whenever a call is reached
+    through the same lines.
+    """
     lines: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -120,9 +123,11 @@ class UserCall(NamedTuple):
     """One call in the user's program.
 
     Attributes:
-        name: of the function that the program called; "backward" for collectives of the autograd engine.
+        name: of the function that the program called; "backward" for collectives of the autograd
+            engine.
         file, line: where it was called.
-        operator: the operator, if the call was one; None for explicit communication such as `redistribute`.
+        operator: the operator, if the call was one; None for explicit communication such as
+            `redistribute`.
     """
 
     name: str
@@ -135,7 +140,8 @@ class UserCall(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-# Functions of shardmesh that run any operator, and how to describe that operator from the locals of their frame.
+# Functions of shardmesh that run any operator, and how to describe that operator from the locals of
+# their frame.
 DESCRIBERS: dict[CodeType, Callable[[dict[str, Any]], OperatorCall | str]] = {}
 
 

@@ -11,13 +11,16 @@ _find_process_world: Callable[[], World] | None = None
 
 
 def register_process_world(find: Callable[[], World]) -> None:
-    """Set the function that returns the world of this process's ranks; `mesh.processes` does so, which this layer does not import."""
+    """Set the function that returns the world of this process's ranks; `mesh.processes` does so,
+    which this layer does not import.
+    """
     global _find_process_world
     _find_process_world = find
 
 
 def current_world() -> World:
-    """Return the world this thread runs in: the simulated or null one if one is active, else that of the processes.
+    """Return the world this thread runs in: the simulated or null one if one is active, else that
+    of the processes.
 
     Communication: none; it starts nothing (see `init_device_mesh`).
     """

@@ -1,9 +1,11 @@
 """Run the library's own operators outside of dispatch modes that are for the program's operators.
 
-Selective recomputation (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) saves the results of a program's operators
-by their number, in a `TorchDispatchMode`, and expects the same operators in the same order when it recomputes. What the library does
-may differ between the two: parameters are gathered once for both, and a strategy is chosen on tensors on "meta" when an operator is
-first called. A mode that counts (`FlopCounterMode`) must not count those either. Fake tensors and the library's own modes stay.
+Selective recomputation (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) saves the
+results of a program's operators by their number, in a `TorchDispatchMode`, and expects the same
+operators in the same order when it recomputes. What the library does may differ between the two:
+parameters are gathered once for both, and a strategy is chosen on tensors on "meta" when an
+operator is first called. A mode that counts (`FlopCounterMode`) must not count those either. Fake
+tensors and the library's own modes stay.
 """
 
 from __future__ import annotations
@@ -28,17 +30,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_of_recomputation() -> AbstractContextManager[None]:
-    """Return a context manager that suspends the modes of selective recomputation, for communication and what belongs to it."""
+    """Return a context manager that suspends the modes of selective recomputation, for
+    communication and what belongs to it.
+    """
     return _suspended(_recomputes) if count_modes() else nullcontext()
 
 
 def outside_of_program_modes() -> AbstractContextManager[None]:
-    """Return a context manager that suspends all dispatch modes of the program, for operators that compute nothing of it."""
+    """Return a context manager that suspends all dispatch modes of the program, for operators that
+    compute nothing of it.
+    """
     return _suspended(_is_of_program) if count_modes() else nullcontext()
 
 
 def not_recomputed(function: Function) -> Function:
-    """Make a function run `outside_of_recomputation`; without dispatch modes this takes 0.1 microseconds."""
+    """Make a function run `outside_of_recomputation`; without dispatch modes this takes 0.1
+    microseconds.
+    """
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +63,9 @@ def _recomputes(mode: Any) -> bool:
 
 
 def _is_of_program(mode: Any) -> bool:
-    """Return whether a mode is neither one of torch's own (fake tensors, tracing) nor of this library."""
+    """Return whether a mode is neither one of torch's own (fake tensors, tracing) nor of this
+    library.
+    """
     return getattr(mode, "_mode_key", None) is None and not f"{type(mode).__module__}.".startswith(
         _PACKAGE
     )

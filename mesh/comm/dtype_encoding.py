@@ -1,7 +1,8 @@
-"""Encode tensors whose dtype a backend does not support: as bytes, or for a reduction as a dtype that it can reduce.
+"""Encode tensors whose dtype a backend does not support: as bytes, or for a reduction as a dtype
+that it can reduce.
 
-gloo and NCCL both move and reduce the eight dtypes in `NATIVE`. Any other dtype is moved as bytes, and reduced in a native dtype
-that gives the same result.
+gloo and NCCL both move and reduce the eight dtypes in `NATIVE`. Any other dtype is moved as bytes,
+and reduced in a native dtype that gives the same result.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ NATIVE = frozenset(
 # Integer arithmetic modulo a power of two can be done in any wider type and truncated afterwards.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _SIGN_BIT = -(2**63)
-# The sum of bools is "or", their product "and"; counting in uint8 would turn 256 times True into False.
+# The sum of bools is "or", their product "and"; counting in uint8 would turn 256 times True into
+# False.
 _BOOL_OP = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the same memory as a flat uint8 tensor (a copy only if a lazy conjugation or negation must be resolved)."""
+    """Return the same memory as a flat uint8 tensor (a copy only if a lazy conjugation or negation
+    must be resolved).
+    """
     return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def encode(x: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a flat tensor of a native dtype and the reduction on it that `decode` turns into `op` on x; it may share x's memory."""
+    """Return a flat tensor of a native dtype and the reduction on it that `decode` turns into `op`
+    on x; it may share x's memory.
+    """
     flat = x.detach().reshape(-1)
     if x.dtype in NATIVE:
         return flat, op
@@ -67,8 +73,8 @@ def decode(y: Tensor, out: Tensor, op: str) -> None:
 def add_up(parts: Tensor, out: Tensor) -> None:
     """Write the sum of the rows of `parts` into out; `parts` is overwritten.
 
-    Rows are added one by one, so that the result is the same bit for bit at every position (the order of `torch.sum` is not).
-    16-bit floats are added in float32.
+    Rows are added one by one, so that the result is the same bit for bit at every position (the
+    order of `torch.sum` is not). 16-bit floats are added in float32.
     """
     with torch.inference_mode():  # it may write to inference tensors and to others
         total = (

@@ -1,8 +1,9 @@
 """Group: the collectives of shardmesh, on flat buffers.
 
-Three worlds implement it: processes (`process.py`), threads of one process (`simulated/simulate.py`), and `null_world`, which only
-counts bytes (`null.py`). This file has the common parts: check the arguments, notify observers, record the call, and
-reduce dtypes that backends lack.
+Three worlds implement it: processes (`process.py`), threads of one process
+(`simulated/simulate.py`), and `null_world`, which only counts bytes (`null.py`). This file has the
+common parts: check the arguments, notify observers, record the call, and reduce dtypes that
+backends lack.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class CollectiveRecord:
         op: name of the `Group` method.
         ranks: global ranks of the group.
         bytes_sent: bytes sent to other ranks.
-        bytes_received: bytes received from other ranks: (n-1) parts for all_gather and reduce_scatter, 2(n-1)/n of the buffer
-            for all_reduce (a reduce_scatter and an all_gather), the actual bytes for all_to_all and permute, the buffer for a
-            broadcast on all ranks but the source.
+        bytes_received: bytes received from other ranks: (n-1) parts for all_gather and
+            reduce_scatter, 2(n-1)/n of the buffer for all_reduce (a reduce_scatter and an
+            all_gather), the actual bytes for all_to_all and permute, the buffer for a broadcast on
+            all ranks but the source.
         dtype: dtype of the caller's buffer.
     """
 
@@ -69,28 +71,32 @@ class CollectiveRecord:
 Observer = Callable[[CollectiveRecord], "Callable[[], None] | None"]
 
 
-# The seat and the number of the record in the ledger, and a function of the observers to call when the collective has completed.
+# The seat and the number of the record in the ledger, and a function of the observers to call when
+# the collective has completed.
 _Begun = tuple[Recorder | None, int, "Callable[[], None] | None"]
 
 
 class Group(ABC):
     """The collectives among some ranks of a world, on one of these ranks.
 
-    Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
-    returns when its result may be used (on CUDA: by the current stream); with `async_op=True` it returns at once a
-    `Work` whose `wait()` does that, and the buffers must not be touched until then. Each call is recorded in the ledger, compared
-    with the other ranks' calls (`monitor/recording/recorder.py`) and passed to observers. A `tag=` says what the call is for, in
-    records and messages, and must be the same on all ranks. In simulated and null worlds the work is done when the call returns. A
-    group of one rank moves and records nothing.
+    Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of
+    `ranks`. A call returns when its result may be used (on CUDA: by the current stream); with
+    `async_op=True` it returns at once a `Work` whose `wait()` does that, and the buffers must not
+    be touched until then. Each call is recorded in the ledger, compared with the other ranks' calls
+    (`monitor/recording/recorder.py`) and passed to observers. A `tag=` says what the call is for,
+    in records and messages, and must be the same on all ranks. In simulated and null worlds the
+    work is done when the call returns. A group of one rank moves and records nothing.
 
     Attributes:
         ranks: global ranks, ascending.
         rank: index of this rank in `ranks`.
         size: number of ranks.
         world: the world that the group belongs to.
-        shared: memory that the ranks share, by device type, see `symmetric_memory.peers_of`; and the stream of what reads it.
+        shared: memory that the ranks share, by device type, see `symmetric_memory.peers_of`; and
+            the stream of what reads it.
         recorder: records this rank's collectives on the group; None before the first one.
-        agreed: facts that the ranks have exchanged and need not exchange again, the same on all of them; each caller has its own keys.
+        agreed: facts that the ranks have exchanged and need not exchange again, the same on all of
+            them; each caller has its own keys.
     """
 
     backend_label = ""  # tells groups of the same ranks with other backends apart
@@ -118,7 +124,8 @@ class Group(ABC):
             rank 1   x = [b]   ->   out = [a b]
 
         Communication: all_gather, (n-1) * x.nbytes in and out of each rank.
-        Raises: CollectiveError when out.numel() != size * x.numel(), dtypes differ or a buffer is not contiguous.
+        Raises: CollectiveError when out.numel() != size * x.numel(), dtypes differ or a buffer is
+        not contiguous.
         """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(self, "all_gather", out, x, async_op, tag=tag)
@@ -147,7 +154,8 @@ class Group(ABC):
             rank 1   x = [c d]   ->   out = [b+d]
 
         Communication: reduce_scatter, (n-1) * out.nbytes in and out of each rank.
-        Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or as `all_reduce`.
+        Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not
+        contiguous, or as `all_reduce`.
         """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(
@@ -178,7 +186,8 @@ class Group(ABC):
             rank 1   x = [c d]   ->   x = [a+c b+d]
 
         Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
-        Raises: CollectiveError when x is not contiguous, or the reduction is not sum, max, min or product, or is unknown for the dtype.
+        Raises: CollectiveError when x is not contiguous, or the reduction is not sum, max, min or
+        product, or is unknown for the dtype.
         """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(self, "all_reduce", x, op, async_op, tag=tag)
@@ -203,19 +212,22 @@ class Group(ABC):
         *,
         tag: CommTag | None = None,
     ) -> Work | None:
-        """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i of out.
+        """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i
+        of out.
 
             rank 0   x = [a|b]        out = [a|c]
             rank 1   x = [c|d]   ->   out = [b|d]
 
         Args:
             out_splits: elements that come from each rank; may be uneven and zero.
-            in_splits: elements that go to each rank. Give both or neither, alike on every rank; with neither all parts have
-                the same size, which is faster, since backends take long to read lists. They are compared with those of the other
-                ranks where there is no tag, which would describe them.
+            in_splits: elements that go to each rank. Give both or neither, alike on every rank;
+                with neither all parts have the same size, which is faster, since backends take long
+                to read lists. They are compared with those of the other ranks where there is no
+                tag, which would describe them.
 
         Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
-        Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
+        Raises: CollectiveError when the splits do not have one entry per rank or do not add up to
+        the buffers.
         """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(
@@ -253,7 +265,8 @@ class Group(ABC):
             rank 0   x = [a]        x = [a]
             rank 1   x = [b]   ->   x = [a]      (src=0)
 
-        Communication: broadcast, x.nbytes into each rank but the source, (n-1) * x.nbytes out of the source.
+        Communication: broadcast, x.nbytes into each rank but the source, (n-1) * x.nbytes out of
+        the source.
         Raises: CollectiveError when x is not contiguous or src is not an index of the group.
         """
         if thread_context.recorder is not None:
@@ -261,7 +274,8 @@ class Group(ABC):
         check_contiguous("broadcast", x)
         if not 0 <= src < self.size:
             raise errors.CollectiveError(
-                f"broadcast from src={src}: src is an index in the group {self.ranks}, from 0 to {self.size - 1}."
+                f"broadcast from src={src}: src is an index in the group {self.ranks}, from 0 to "
+                f"{self.size - 1}."
             )
         if self.size == 1:
             return DONE if async_op else None
@@ -279,23 +293,25 @@ class Group(ABC):
         async_op: bool = False,
         tag: CommTag | None = None,
     ) -> Work | None:
-        """permute(x: S) -> S: send x to the rank dst, and receive in out what the rank src sends here.
+        """permute(x: S) -> S: send x to the rank dst, and receive in out what the rank src sends
+        here.
 
             rank 0   x = [a]   dst=1, src=None        out untouched
             rank 1   x = [b]   dst=2, src=0      ->   out = [a]
             rank 2   x = [c]   dst=None, src=1        out = [b]
 
-        Every rank of the group must call it, even if it neither sends nor receives. Sizes may differ from rank to rank,
-        but not between a sender and its receiver; out must not overlap x.
+        Every rank of the group must call it, even if it neither sends nor receives. Sizes may
+        differ from rank to rank, but not between a sender and its receiver; out must not overlap x.
 
         Args:
             dst: index in the group of the rank that receives x; None to send nothing.
-            src: index in the group of the rank that sends to this one; None to receive nothing and not change out.
-                If both are this rank, x is copied to out.
+            src: index in the group of the rank that sends to this one; None to receive nothing and
+                not change out. If both are this rank, x is copied to out.
 
-        Communication: point to point, x.nbytes out if there is a dst, out.nbytes in if there is a src.
-        Raises: CollectiveError when dst or src is not an index of the group, only one of them is this rank, dtypes differ or a
-            buffer is not contiguous.
+        Communication: point to point, x.nbytes out if there is a dst, out.nbytes in if there is a
+        src.
+        Raises: CollectiveError when dst or src is not an index of the group, only one of them is
+            this rank, dtypes differ or a buffer is not contiguous.
         """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(
@@ -323,7 +339,9 @@ class Group(ABC):
         self._observers = [refuse]  # called before anything else
 
     def barrier(self, *, tag: CommTag | None = None) -> None:
-        """Wait until every rank of the group has called it. Communication: one launch, counted as no bytes."""
+        """Wait until every rank of the group has called it. Communication: one launch, counted as
+        no bytes.
+        """
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(self, "barrier", tag=tag)
         if self.size == 1:
@@ -333,7 +351,8 @@ class Group(ABC):
         _ended(None, begun)
 
     def all_gather_object(self, obj: Any, *, tag: CommTag | None = None) -> list[Any]:
-        """Return every rank's object, in group order, each a copy made by pickle. For small objects.
+        """Return every rank's object, in group order, each a copy made by pickle. For small
+        objects.
 
         Communication: counted as an all_gather of the pickled bytes of this rank's object.
         """
@@ -359,7 +378,8 @@ class Group(ABC):
         *,
         tag: CommTag | None = None,
     ) -> None:
-        """Run a collective that `run` implements without the backend; it is recorded and observed like any other.
+        """Run a collective that `run` implements without the backend; it is recorded and observed
+        like any other.
 
         Communication: as given by the arguments, which are those of `CollectiveRecord`.
         """
@@ -382,9 +402,11 @@ class Group(ABC):
         tag: CommTag | None,
         route: int = 0,
     ) -> _Begun | None:
-        """Record a collective and notify the observers, before anything is sent; the result is for `_ended`.
+        """Record a collective and notify the observers, before anything is sent; the result is for
+        `_ended`.
 
-        Raises: WatchError when the job has failed, or another rank called something else; what an observer raises.
+        Raises: WatchError when the job has failed, or another rank called something else; what an
+        observer raises.
         """
         over = self._notify(op, sent, received, dtype) if self._observers else None
         if _settings.mode == "off":
@@ -442,13 +464,15 @@ class Group(ABC):
         )
 
     def _product(self, x: Tensor, use: Callable[[Tensor], None], async_op: bool) -> Work | None:
-        """Gather every rank's x and pass their product, flat, to `use`: no backend multiplies complex numbers."""
+        """Gather every rank's x and pass their product, flat, to `use`: no backend multiplies
+        complex numbers.
+        """
         everyone = x.detach().new_empty(self.size, x.numel())
         work = self._all_gather(everyone, x, async_op)
         return and_then(work, lambda: use(reduce(torch.mul, everyone)))
 
-    # Each world implements these. The arguments are checked, the group has several ranks, and reductions have native dtypes.
-    # They return a Work if async_op is true, else None.
+    # Each world implements these. The arguments are checked, the group has several ranks, and
+    # reductions have native dtypes. They return a Work if async_op is true, else None.
 
     @abstractmethod
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None: ...
@@ -468,7 +492,9 @@ class Group(ABC):
         in_splits: Sequence[int] | None,
         async_op: bool,
     ) -> Work | None:
-        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on none."""
+        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on
+        none.
+        """
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
@@ -489,16 +515,25 @@ class Group(ABC):
 _CALLS = frozenset(
     method.__code__
     for method in (
-        Group.all_gather, Group.reduce_scatter, Group.all_reduce, Group.all_to_all, Group.broadcast, Group.permute, Group.barrier,
-        Group.all_gather_object, Group.direct,
+        Group.all_gather,
+        Group.reduce_scatter,
+        Group.all_reduce,
+        Group.all_to_all,
+        Group.broadcast,
+        Group.permute,
+        Group.barrier,
+        Group.all_gather_object,
+        Group.direct,
     )
-)  # fmt: skip
+)
 
 
 def _ended(
     work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False
 ) -> Work | None:
-    """Mark the collective that `_begin` recorded as completed: now, or when the work is done. Until then x must not be written."""
+    """Mark the collective that `_begin` recorded as completed: now, or when the work is done. Until
+    then x must not be written.
+    """
     if begun is None:
         return work
     recorder = begun[0]

@@ -53,8 +53,9 @@ def as_group_backend(value: Any) -> GroupBackend:
     unknown = [part for part in parts if part not in known]
     if unknown or (options is not None and not hasattr(options, "_timeout")):
         raise errors.MeshError(
-            f"backend_override: {value!r} is no backend; write a name of {sorted(known)}, torch's options of a backend "
-            "(such as torch.distributed.ProcessGroupNCCL.Options()), or a pair (name, options)."
+            f"backend_override: {value!r} is no backend; write a name of {sorted(known)}, torch's "
+            "options of a backend (such as torch.distributed.ProcessGroupNCCL.Options()), or a "
+            "pair (name, options)."
         )
     return GroupBackend(name, options)
 
@@ -75,7 +76,8 @@ def backends_of_axes(
     if not isinstance(override, Mapping):
         if len(override) != len(names):
             raise errors.MeshRuntimeError(
-                f"backend_override has {len(override)} entries for the {len(names)} axes {tuple(names)}: write one for each."
+                f"backend_override has {len(override)} entries for the {len(names)} axes "
+                f"{tuple(names)}: write one for each."
             )
         return tuple(map(as_group_backend, override))
     backends = [DEFAULT] * len(names)
@@ -84,11 +86,13 @@ def backends_of_axes(
         position = names.index(key) if key in names else key
         if not isinstance(position, int) or not 0 <= position < len(names):
             raise errors.MeshRuntimeError(
-                f"backend_override: {key!r} is no axis; write a name of {list(names)} or a position of 0 to {len(names) - 1}."
+                f"backend_override: {key!r} is no axis; write a name of {list(names)} or a "
+                f"position of 0 to {len(names) - 1}."
             )
         if position in given:
             raise errors.MeshRuntimeError(
-                f"backend_override gives axis {names[position]!r} twice, by its name and by its position {position}."
+                f"backend_override gives axis {names[position]!r} twice, by its name and by its "
+                f"position {position}."
             )
         given.add(position)
         backends[position] = as_group_backend(value)

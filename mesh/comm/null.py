@@ -19,9 +19,9 @@ from .world import World
 class NullGroup(Group):
     """Group whose collectives are counted but send nothing.
 
-    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator accepts (an index of 0 is valid, a
-    sum of zeros is finite). Tensors that are reduced or broadcast in place keep this rank's values; every object gathered is
-    this rank's own.
+    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator
+    accepts (an index of 0 is valid, a sum of zeros is finite). Tensors that are reduced or
+    broadcast in place keep this rank's values; every object gathered is this rank's own.
     """
 
     __slots__ = ()
@@ -76,10 +76,11 @@ class NullWorld(World):
 
 @contextmanager
 def null_world(size: int, rank: int = 0) -> Iterator[World]:
-    """with null_world(size, rank): run as that rank of `size` ranks, alone. Collectives are counted, but nothing is communicated.
+    """with null_world(size, rank): run as that rank of `size` ranks, alone. Collectives are
+    counted, but nothing is communicated.
 
-    Works with tensors on any device, including "meta", so a mesh of thousands of ranks needs the memory of one rank or none.
-    The resulting values are meaningless (see `NullGroup`).
+    Works with tensors on any device, including "meta", so a mesh of thousands of ranks needs the
+    memory of one rank or none. The resulting values are meaningless (see `NullGroup`).
 
     Raises: MeshError when there is no such rank.
     Communication: none.

@@ -1,4 +1,6 @@
-"""comm_report and comm_budget: count what a block of a program communicates, by line and operator, and limit it."""
+"""comm_report and comm_budget: count what a block of a program communicates, by line and operator,
+and limit it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class CollectiveSource(NamedTuple):
     Attributes:
         operator: what the program called: an operator, `redistribute`, "backward" ...
         op: the collective.
-        axis: mesh axes that it runs over, "dp" or "dp,tp"; the ranks if they are not the group of any axes.
+        axis: mesh axes that it runs over, "dp" or "dp,tp"; the ranks if they are not the group of
+            any axes.
         line: file:line in the user's program.
     """
 
@@ -50,12 +53,14 @@ class _Usage:
 
 
 class CommReport:
-    """The number and size of the collectives inside a `comm_report` or `comm_budget` so far, on this rank.
+    """The number and size of the collectives inside a `comm_report` or `comm_budget` so far, on
+    this rank.
 
     Attributes:
         bytes_received, bytes_sent, launches: totals, as `CollectiveRecord` counts them.
-        by_operator, by_op, by_axis, by_line: name -> (launches, bytes received). `by_operator` has the names of what the
-            program called (linear, redistribute, backward), `by_op` those of collectives.
+        by_operator, by_op, by_axis, by_line: name -> (launches, bytes received). `by_operator` has
+            the names of what the program called (linear, redistribute, backward), `by_op` those of
+            collectives.
     """
 
     def __init__(self, max_bytes: int | None = None, max_launches: int | None = None) -> None:
@@ -101,7 +106,9 @@ class CommReport:
         return {name: (use.launches, use.received) for name, use in found.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
-        """Count one collective before it sends anything. Raises: CommBudgetError when it would exceed a limit."""
+        """Count one collective before it sends anything. Raises: CommBudgetError when it would
+        exceed a limit.
+        """
         call, world = user_call(), current_world()
         self._check(
             record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes
@@ -124,9 +131,10 @@ class CommReport:
     ) -> None:
         if limit is not None and used + more > limit:
             raise CommBudgetError(
-                f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of which {used} are used. Nothing was "
-                f"sent. {'Choose shardings that need less' if call.operator is None else call.operator.advice}, or allow "
-                f"{unit}={used + more}."
+                f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of "
+                f"which {used} are used. Nothing was sent. "
+                f"{'Choose shardings that need less' if call.operator is None else call.operator.advice}, "
+                f"or allow {unit}={used + more}."
             )
 
     def report(self) -> str:
@@ -150,11 +158,15 @@ class CommReport:
         return "\n".join(table_lines(rows, right=(3, 4, 5)))
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the collectives as complete events of Chrome's trace format, in microseconds since 1970; on CUDA the host's time."""
+        """Return the collectives as complete events of Chrome's trace format, in microseconds since
+        1970; on CUDA the host's time.
+        """
         return list(self._events)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write this rank's trace for chrome://tracing or ui.perfetto.dev; several ranks' files open side by side."""
+        """Write this rank's trace for chrome://tracing or ui.perfetto.dev; several ranks' files
+        open side by side.
+        """
         save_events(self.trace(), path)
 
     def __str__(self) -> str:
@@ -169,8 +181,9 @@ def describe(call: UserCall, record: CollectiveRecord) -> str:
     by = "" if call.name == record.op else f" by {call.name}"
     of = "" if call.operator is None else f" of {call.operator.operands}"
     return (
-        f"{record.op} over {current_world().axes_of(record.ranks)} ({len(record.ranks)} ranks, receiving "
-        f"{record.bytes_received} bytes of {str(record.dtype).removeprefix('torch.')}){by}{of}"
+        f"{record.op} over {current_world().axes_of(record.ranks)} ({len(record.ranks)} ranks, "
+        f"receiving {record.bytes_received} bytes of "
+        f"{str(record.dtype).removeprefix('torch.')}){by}{of}"
     )
 
 
@@ -220,18 +233,20 @@ def _event(source: CollectiveSource, record: CollectiveRecord, world: World) -> 
 
 @contextmanager
 def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterator[CommReport]:
-    """with comm_budget(bytes=..., launches=...) as used: count this rank's collectives, and raise before one exceeds a limit.
+    """with comm_budget(bytes=..., launches=...) as used: count this rank's collectives, and raise
+    before one exceeds a limit.
 
-    Yields a `CommReport`, which can be read during the block and after it. Around a whole `simulate` call it counts all ranks
-    together.
+    Yields a `CommReport`, which can be read during the block and after it. Around a whole
+    `simulate` call it counts all ranks together.
 
     Args:
         bytes: how many may be received; no limit by default.
         launches: how many collectives may be called; no limit by default.
 
-    Raises: CommBudgetError inside the block, before the collective that would exceed a limit sends anything; it names the
-        operator, the layouts, the bytes and the line. If ranks communicate different amounts (an uneven all_to_all), only
-        those over the limit raise, so leave some room.
+    Raises: CommBudgetError inside the block, before the collective that would exceed a limit sends
+        anything; it names the operator, the layouts, the bytes and the line. If ranks communicate
+        different amounts (an uneven all_to_all), only those over the limit raise, so leave some
+        room.
     Communication: none.
 
     >>> import torch
@@ -253,10 +268,12 @@ def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterat
 
 
 def comm_report() -> Any:
-    """with comm_report() as report: count this rank's collectives, by operator, by axis and by line of the program.
+    """with comm_report() as report: count this rank's collectives, by operator, by axis and by line
+    of the program.
 
-    Returns: a context manager that yields a `CommReport`: `print(report)` prints a table, `report.by_operator`, `by_axis` and
-        `by_line` are dicts, and `report.save_trace(path)` writes a trace for Perfetto. It is a `comm_budget` without limits.
+    Returns: a context manager that yields a `CommReport`: `print(report)` prints a table,
+        `report.by_operator`, `by_axis` and `by_line` are dicts, and `report.save_trace(path)`
+        writes a trace for Perfetto. It is a `comm_budget` without limits.
     Communication: none.
     """
     return comm_budget()

@@ -1,7 +1,7 @@
 """Allocate symmetric memory: one buffer per group that all of its ranks can read.
 
-The memory is torch's (`torch.distributed._symmetric_memory`, which is private; only this file uses it). The kernels that read it
-are in `kernels/symmetric/`.
+The memory is torch's (`torch.distributed._symmetric_memory`, which is private; only this file uses
+it). The kernels that read it are in `kernels/symmetric/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Provider = Callable[[Group, torch.device, CommTag | None], Peers | None]
 
 
 def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> Peers | None:
-    """Return the memory that the group's ranks share on this type of device, or None on every rank if there is none.
+    """Return the memory that the group's ranks share on this type of device, or None on every rank
+    if there is none.
 
     Args:
         tag: its purpose.
@@ -58,9 +59,10 @@ def needed_peers(group: Group, device: torch.device, tag: CommTag | None = None)
     found = peers_of(group, device, tag)
     if found is None:
         raise errors.CollectiveError(
-            f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on {device.type!r}: the mesh's topology "
-            "has symmetric=Link(...). Call calibrate(mesh), which sets it only where there is such memory, or set "
-            "mesh.topology = replace(mesh.topology, symmetric=None)."
+            f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on "
+            f"{device.type!r}: the mesh's topology has symmetric=Link(...). Call calibrate(mesh), "
+            "which sets it only where there is such memory, or set mesh.topology = "
+            "replace(mesh.topology, symmetric=None)."
         )
     return found
 
@@ -101,11 +103,17 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
     )  # the pad must be zero before any rank writes to it
     group.barrier(tag=tag)
     return Peers(
-        group.rank, group.size, memory[:BUFFER_BYTES], addresses, addresses + BUFFER_BYTES,
+        group.rank,
+        group.size,
+        memory[:BUFFER_BYTES],
+        addresses,
+        addresses + BUFFER_BYTES,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        error=torch.zeros(group.size, dtype=torch.int32, device="cpu", pin_memory=True),  # whatever torch's default device is
+        error=torch.zeros(
+            group.size, dtype=torch.int32, device="cpu", pin_memory=True
+        ),  # whatever torch's default device is
         spins=SPINS,
-    )  # fmt: skip
+    )
 
 
 class SideStream:
@@ -115,8 +123,9 @@ class SideStream:
                                          v                                           |
         side stream           wait for the event, stage, barrier, read, barrier, event
 
-    All operations on the memory must run in one order, those on the current stream too: the next on the side stream waits for the current
-    stream, and the next on the current stream for the last event of the side stream.
+    All operations on the memory must run in one order, those on the current stream too: the next on
+    the side stream waits for the current stream, and the next on the current stream for the last
+    event of the side stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +136,9 @@ class SideStream:
         self._last: tuple[Any, bool] | None = None
 
     def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
-        """Run on the side stream, after what is now on the current one; `tensors` are what it reads and writes."""
+        """Run on the side stream, after what is now on the current one; `tensors` are what it reads
+        and writes.
+        """
         self._stream.wait_stream(self._module.current_stream(self._device))
         for x in tensors:
             x.record_stream(self._stream)
@@ -171,7 +182,8 @@ def run_shared(
     async_op: bool,
     tag: CommTag | None,
 ) -> Work:
-    """Run an operation on the group's shared memory: on the current stream, or with `async_op` on one of its own.
+    """Run an operation on the group's shared memory: on the current stream, or with `async_op` on
+    one of its own.
 
     Args:
         tensors: what it reads and writes.

@@ -1,6 +1,7 @@
 """Detect transforms of `torch.func`, and make plain tensors while one is running.
 
-Inside `torch.func.grad` and `jvp` every new tensor is wrapped by the transform, and its memory must not be read.
+Inside `torch.func.grad` and `jvp` every new tensor is wrapped by the transform, and its memory must
+not be read.
 """
 
 from __future__ import annotations
@@ -34,5 +35,7 @@ transforms_active: Callable[[], bool] = getattr(
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Return a context manager that suspends transforms: tensors made inside are plain, and may outlive the transform."""
+    """Return a context manager that suspends transforms: tensors made inside are plain, and may
+    outlive the transform.
+    """
     return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()

@@ -7,21 +7,24 @@ from collections.abc import Callable
 
 
 class Work(ABC):
-    """A started collective. Until `wait` returns, do not write to its buffers and do not read its results."""
+    """A started collective. Until `wait` returns, do not write to its buffers and do not read its
+    results.
+    """
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the result may be used (on CUDA: by the current stream). Later calls return at once.
+        """Wait until the result may be used (on CUDA: by the current stream). Later calls return at
+        once.
 
         Raises: the error of the collective if it failed, in each call.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once. `wait` must be called in any case: some backends (gloo's point-to-point
-        calls) return False until then."""
+        """Return whether `wait` would return at once. `wait` must be called in any case: some
+        backends (gloo's point-to-point calls) return False until then."""
 
 
 class _Done(Work):

@@ -23,8 +23,9 @@ class CommContext(threading.local):
 
     Attributes:
         lineage: how the value was computed, see `sharding/lineage.py`; 0 if unknown.
-        origin: (file:line of the program that the monitor records, None for the line on the stack; the
-            bits of the step that this thread has marked, see `step_bits`, 0 for none); None for neither.
+        origin: (file:line of the program that the monitor records, None for the line on the stack;
+            the bits of the step that this thread has marked, see `step_bits`, 0 for none); None for
+            neither.
         roots: number of values that have entered the program in this thread, by kind.
     """
 
@@ -36,21 +37,28 @@ class CommContext(threading.local):
 
 
 class World(ABC):
-    """One rank's view of all ranks of a program: processes, simulated ranks, or none at all (`null_world`).
+    """One rank's view of all ranks of a program: processes, simulated ranks, or none at all
+    (`null_world`).
 
     Attributes:
         rank: global rank of the caller.
         size: number of ranks.
-        observers: called with a `CollectiveRecord` before each collective of this rank. An observer may raise to prevent it, or
-            return a function that is called when it has completed.
-        meshes: the meshes of this world; equal meshes are one object, for as long as something refers to it.
-        configured_meshes: those that the program has changed, which live as long as the world: a mesh that is made again must not
-            be without the change on the ranks that have collected it, and with it on others.
-        dependents: what keeps data of this world; its `forget_world(world)` is called when the world has ended.
-        current_meshes: those that are current somewhere, by what `current_mesh.py` refers to them with.
+        observers: called with a `CollectiveRecord` before each collective of this rank. An observer
+            may raise to prevent it, or return a function that is called when it has completed.
+        meshes: the meshes of this world; equal meshes are one object, for as long as something
+            refers to it.
+        configured_meshes: those that the program has changed, which live as long as the world: a
+            mesh that is made again must not be without the change on the ranks that have collected
+            it, and with it on others.
+        dependents: what keeps data of this world; its `forget_world(world)` is called when the
+            world has ended.
+        current_meshes: those that are current somewhere, by what `current_mesh.py` refers to them
+            with.
         trace_buffer: this rank's part of the ledger.
-        monitor: what monitors the ranks; None in simulated and null worlds, and for a process alone.
-        epoch: number of sessions closed so far. Groups made in different epochs are different, even of the same ranks.
+        monitor: what monitors the ranks; None in simulated and null worlds, and for a process
+            alone.
+        epoch: number of sessions closed so far. Groups made in different epochs are different, even
+            of the same ranks.
         comm_context: what the next collectives of this thread are part of.
         attention: the block of `sm.parallel.context_parallel` that this rank is in; None outside.
             By rank and not by thread: a part of the forward may run in another thread.
@@ -82,7 +90,9 @@ class World(ABC):
         return self._trace_buffer
 
     def axes_of(self, ranks: tuple[int, ...]) -> str:
-        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks if it is not the group of any axes."""
+        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks if it is
+        not the group of any axes.
+        """
         for mesh in list(self.meshes.values()):
             axes = mesh.axes_over(ranks)
             if axes is not None:
@@ -114,7 +124,8 @@ class World(ABC):
         """Return the group of these global ranks, given in any order; the same object for the same
         ranks and backend.
 
-        Raises: MeshError when a rank appears twice or does not exist, or this rank is not among them.
+        Raises: MeshError when a rank appears twice or does not exist, or this rank is not among
+        them.
         Communication: none (a process group is made by its first collective).
         """
         key = tuple(ranks)

@@ -1,4 +1,6 @@
-"""Measure collectives on a mesh: whether their results are right, and how fast they are along each axis."""
+"""Measure collectives on a mesh: whether their results are right, and how fast they are along each
+axis.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .facts import Facts
 
 OPS = ("all_reduce", "all_to_all")
 _SMALL = 1 << 10  # bytes of a buffer so small that only the latency counts
-# Sizes at which the time per byte is constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
+# Sizes at which the time per byte is constant: NCCL reaches its full bandwidth at some tens of MB,
+# gloo between processes below one.
 _LARGE = {"cpu": 4 << 20, "cuda": 64 << 20}
 _MOST_CALLS = 1000
 _LATENCY_SHARE = 0.25  # share of the time that is spent on an operation
@@ -74,7 +77,8 @@ def measure(
     seconds: float,
     facts: Facts | None = None,
 ) -> Measured:
-    """measure("cpu", (2, 2), ("dp", "tp"), 2.0) -> Measured, on every rank of a mesh over the whole job.
+    """measure("cpu", (2, 2), ("dp", "tp"), 2.0) -> Measured, on every rank of a mesh over the whole
+    job.
 
     Args:
         device_type, sizes, names: of the mesh.
@@ -129,7 +133,9 @@ def _is_right(op: str, group: Group, device: torch.device) -> bool:
 
 
 def _timed(mesh: DeviceMesh, run: Callable[[], Any], seconds: float) -> float:
-    """Return seconds per call on the slowest rank. All ranks make the same number of calls, one after another, as a program does."""
+    """Return seconds per call on the slowest rank. All ranks make the same number of calls, one
+    after another, as a program does.
+    """
     _seconds(mesh, run, 1)  # connects, and touches the buffers
     once = _seconds(mesh, run, 1)
     calls = max(1, min(_MOST_CALLS, int(seconds / max(once, 1e-6))))
@@ -157,7 +163,9 @@ def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
 
 
 def _clocks(group: Group) -> tuple[float, ...]:
-    """Return how far each clock is ahead of rank 0's, in seconds: the least of several rounds, since a barrier ends at different times."""
+    """Return how far each clock is ahead of rank 0's, in seconds: the least of several rounds,
+    since a barrier ends at different times.
+    """
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         group.barrier()

@@ -37,7 +37,8 @@ CHECKS: Mapping[str, Check] = {
     "master port": job_checks.master_port,
 }
 _WORST: Mapping[Status, int] = {"ok": 0, "warning": 1, "fault": 2}
-# Bytes per second. A network of 1 Gbit/s gives 0.12e9; PCIe 3.0 without peer access, through host memory, about 5e9.
+# Bytes per second. A network of 1 Gbit/s gives 0.12e9; PCIe 3.0 without peer access, through host
+# memory, about 5e9.
 _SLOW_BETWEEN_HOSTS, _SLOW_BETWEEN_GPUS = 0.2e9, 4e9
 _CLOCKS_APART_S = 1.0  # above it, logs and traces of several hosts in one order begin to mislead
 
@@ -48,7 +49,9 @@ def findings(facts: Facts) -> dict[str, Finding]:
 
 
 def merged(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
-    """Return the worst finding of each check over all ranks, given in order, and on which ranks it holds where that is not all."""
+    """Return the worst finding of each check over all ranks, given in order, and on which ranks it
+    holds where that is not all.
+    """
     return {name: _worst([found[name] for found in everyone]) for name in everyone[0]}
 
 
@@ -94,7 +97,10 @@ def device_of_each_rank(everyone: Sequence[Facts], device_type: str) -> Finding:
         if len(of) > 1
     ]
     if shared:
-        fix = "torchrun --nproc-per-node <devices of the host> ...   # CUDA_VISIBLE_DEVICES: the same for all ranks, or one device for each"
+        fix = (
+            "torchrun --nproc-per-node <devices of the host> ...   # CUDA_VISIBLE_DEVICES: the "
+            "same for all ranks, or one device for each"
+        )
         return (fault if device_type == "cuda" else warning)(
             f"{'; '.join(shared)}: NCCL needs one device for each rank", fix
         )

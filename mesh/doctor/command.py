@@ -1,4 +1,6 @@
-"""The command `python -m shardmesh doctor`: examine the machine and the job, and print what is wrong and how to fix it."""
+"""The command `python -m shardmesh doctor`: examine the machine and the job, and print what is
+wrong and how to fix it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ EXAMPLE = """\
   torchrun --nproc-per-node 4 -m shardmesh doctor --mesh dp=2,tp=2
 """
 _SECONDS = 2.0  # per axis
-_LIMIT_S = 120.0  # for connecting and measuring: torch alone takes up to half of it to start on a cold machine
+# for connecting and measuring: torch alone takes up to half of it to start on a cold machine
+_LIMIT_S = 120.0
 _MOST_LOCAL = 4  # processes that are started to try CPUs
 _MOST_NPROCS, _MOST_PER_CORE = 64, 4  # of --nprocs
 _AXIS = "ranks"
@@ -110,7 +113,9 @@ def _run(
 
 
 def _fix() -> None:
-    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON. Of several ranks of a host each deletes what it finds."""
+    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON. Of several ranks
+    of a host each deletes what it finds.
+    """
     for folder in remove_left(parent_folders()):
         print(
             f"shardmesh doctor: deleted {printable(str(folder))}, which a dead job had left",
@@ -119,7 +124,7 @@ def _fix() -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------- the mesh to try
+# ---------------------------------------------------------------------------------- the mesh to try
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,9 @@ class _Mesh:
 
 
 def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not fit it."""
+    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not
+    fit it.
+    """
     size = here.place.size
     if nprocs is not None:
         raise ValueError(
@@ -146,7 +153,9 @@ def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mes
 
 
 def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict each other."""
+    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict
+    each other.
+    """
     size = nprocs if given is None else given.size()
     if nprocs not in (None, size):
         raise ValueError(
@@ -180,7 +189,7 @@ def _over(given: AbstractMesh | None, size: int, here: Facts) -> _Mesh:
     )
 
 
-# ------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------ looking
 
 
 def _examine_host(here: Facts, mesh: _Mesh) -> Report:
@@ -202,7 +211,9 @@ def _examine_host(here: Facts, mesh: _Mesh) -> Report:
 
 
 def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
-    """Try collectives on the ranks of the job, which all return the same report. End this process where ranks cannot connect."""
+    """Try collectives on the ranks of the job, which all return the same report. End this process
+    where ranks cannot connect.
+    """
     place, checks = here.place, findings(here)
     own = Report(f"rank {place.rank} of {place.size} on host {here.network.hostname}", checks)
     if needed := _missing(checks):
@@ -251,7 +262,9 @@ def _together(measured: Measured, mesh: _Mesh) -> Report:
 
 
 def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoReturn:
-    """Print what is known, once per host, and end the process: torch's threads may wait for other ranks without end."""
+    """Print what is known, once per host, and end the process: torch's threads may wait for other
+    ranks without end.
+    """
     if place.rank == 0 or place.local_rank == 0:
         print(show(report), flush=True)
     else:

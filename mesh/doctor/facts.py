@@ -1,4 +1,6 @@
-"""Collect the facts of one rank's host and environment, as plain data that can be sent to other ranks."""
+"""Collect the facts of one rank's host and environment, as plain data that can be sent to other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .system import System, system
 HIDDEN = "(hidden)"
 _LAST_PORT = 65535
 DEFAULT_PORT = 29500  # torchrun's default
-# Nothing else of the environment is read: reports are pasted into forums, and variables may hold passwords.
+# Nothing else of the environment is read: reports are pasted into forums, and variables may hold
+# passwords.
 _PREFIXES = (
     "CUDA_",
     "GLOO_",
@@ -62,8 +65,8 @@ class Place:
     """Place of a process in its job; alone: rank 0 of 1.
 
     Attributes:
-        launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm", "mpi", "by hand" (the
-            variables are set by an unknown launcher), "none".
+        launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm",
+            "mpi", "by hand" (the variables are set by an unknown launcher), "none".
         rank, size: in the job.
         local_rank, local_size: on the host; one host by default.
         agent_store: whether the launcher itself listens at MASTER_PORT, so that rank 0 does not.
@@ -82,7 +85,9 @@ class Place:
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
-        """Return the values of the variables; invalid ones count as unset (`checks.launcher` reports them)."""
+        """Return the values of the variables; invalid ones count as unset (`checks.launcher`
+        reports them).
+        """
         env = completed(env)
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
@@ -124,12 +129,16 @@ class Facts:
 
     @property
     def has_own_device(self) -> bool:
-        """Return whether the launcher shows this process one device of its own, rather than the host having one for several ranks."""
+        """Return whether the launcher shows this process one device of its own, rather than the
+        host having one for several ranks.
+        """
         return len(self.devices.found) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
 
 
 def facts() -> Facts:
-    """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a minute."""
+    """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing.
+    Takes at most about a minute.
+    """
     env = relevant(os.environ)
     place = Place.of(env)
     master = env.get("MASTER_ADDR", "")
@@ -140,7 +149,9 @@ def facts() -> Facts:
 
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the checks read; of those that may hold secrets only that they are set."""
+    """Return the variables that the checks read; of those that may hold secrets only that they are
+    set.
+    """
     found = {
         name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES
     }

@@ -13,7 +13,10 @@ from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
 
 _OLDEST_TORCH = (2, 11)
-_TORCH_FOR_CUDA = "pip install torch --index-url https://download.pytorch.org/whl/cu128   # or what fits the driver"
+_TORCH_FOR_CUDA = (
+    "pip install torch --index-url https://download.pytorch.org/whl/cu128   # or what fits the "
+    "driver"
+)
 _MEMORY_PER_RANK = 1 << 30  # torch alone, imported and with its groups, takes about half of it
 _DOCKER_SHARED = 64 << 20  # docker's default
 _NCCL_PER_RANK = (
@@ -29,7 +32,8 @@ _FREE_SHARE = 0.1  # of a device's memory; less means that another program uses 
 
 def python(facts: Facts) -> Finding:
     return ok(
-        f"{facts.software.python} on {facts.system.name}{', in a container' if facts.system.container else ''}"
+        f"{facts.software.python} on "
+        f"{facts.system.name}{', in a container' if facts.system.container else ''}"
     )
 
 
@@ -47,7 +51,8 @@ def torch(facts: Facts) -> Finding:
             "pip install torch   # or build it with USE_DISTRIBUTED=1",
         )
     return ok(
-        f"{have.torch}, built for {facts.devices.build or 'the CPU alone'}; shardmesh {have.shardmesh}"
+        f"{have.torch}, built for {facts.devices.build or 'the CPU alone'}; shardmesh "
+        f"{have.shardmesh}"
     )
 
 
@@ -82,7 +87,8 @@ def devices(facts: Facts) -> Finding:
         return _no_devices(facts)
     if wanted > len(have.found) and not facts.has_own_device:
         return warning(
-            f"{len(have.found)} devices for {wanted} ranks on this host: meshes on cuda are impossible, those on cpu are not",
+            f"{len(have.found)} devices for {wanted} ranks on this host: meshes on cuda are "
+            "impossible, those on cpu are not",
             f"torchrun --nproc-per-node {len(have.found)} ...",
         )
     taken = [i for i, device in enumerate(have.found) if device.free < _FREE_SHARE * device.memory]
@@ -116,12 +122,15 @@ def _no_devices(facts: Facts) -> Finding:
     why = facts.devices.error or "it finds none"
     return fault(
         f"a GPU driver is loaded, but torch cannot use a GPU: {why}",
-        "nvidia-smi   # does the driver answer, and fit torch's CUDA? in a container: docker run --gpus all",
+        "nvidia-smi   # does the driver answer, and fit torch's CUDA? in a container: docker run "
+        "--gpus all",
     )
 
 
 def used_device(facts: Facts) -> int:
-    """Return the index of the device that this process uses. Raises: LaunchEnvironmentError when that is unknown or does not exist."""
+    """Return the index of the device that this process uses. Raises: LaunchEnvironmentError when
+    that is unknown or does not exist.
+    """
     return device_index(facts.env, "cuda", len(facts.devices.found)) or 0
 
 
@@ -135,12 +144,14 @@ def own_device(facts: Facts) -> Finding:
     except LaunchEnvironmentError as error:
         return warning(
             str(error),
-            f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the same",
+            f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the "
+            "same",
         )
     by = f"LOCAL_RANK={env['LOCAL_RANK']}" if "LOCAL_RANK" in env else "no LOCAL_RANK"
     identity = found[index].identity
     return ok(
-        f"cuda:{index}{identity and f' ({identity})'}: {by}, {visible(facts.env, 'cuda', len(found))}"
+        f"cuda:{index}{identity and f' ({identity})'}: {by}, "
+        f"{visible(facts.env, 'cuda', len(found))}"
     )
 
 
@@ -149,7 +160,8 @@ def peer_access(facts: Facts) -> Finding:
     if pairs:
         text = ", ".join(f"{a}->{b}" for a, b in pairs[:6]) + (", ..." if len(pairs) > 6 else "")
         return warning(
-            f"{len(pairs)} of {count * (count - 1)} pairs of devices cannot read each other's memory ({text})",
+            f"{len(pairs)} of {count * (count - 1)} pairs of devices cannot read each other's "
+            f"memory ({text})",
             "nvidia-smi topo -p2p r   # in a virtual machine or with IOMMU on, PCIe ACS forbids it",
         )
     return ok("each device reads every other's memory" if count > 1 else "fewer than two devices")
@@ -159,8 +171,8 @@ def cores(facts: Facts) -> Finding:
     have, quota = facts.system.cores, facts.system.limits.cores
     if quota is not None and quota <= have - 1 and "OMP_NUM_THREADS" not in facts.env:
         return warning(
-            f"this process may run on {have} cores, but the container has time for {quota:.3g}: torch starts a thread for each core, "
-            "which then wait for each other",
+            f"this process may run on {have} cores, but the container has time for {quota:.3g}: "
+            "torch starts a thread for each core, which then wait for each other",
             f"export OMP_NUM_THREADS={max(1, int(quota) // facts.place.local_size)}",
         )
     return ok(f"{have}" + ("" if quota is None else f", with time for {quota:.3g}"))
@@ -176,11 +188,13 @@ def threads(facts: Facts) -> Finding:
     if given is None:
         if ranks > 1:
             return warning(
-                f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on {cores} cores",
+                f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on "
+                f"{cores} cores",
                 fitting,
             )
         return ok(
-            "OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, launch the cores per rank"
+            "OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, "
+            "launch the cores per rank"
         )
     first = given.partition(",")[0]
     if not whole_number(first):
@@ -227,19 +241,22 @@ def shared_memory(facts: Facts) -> Finding:
     )
     if not have.total:
         return warning(
-            f"{have.folder} is not there or cannot be written: the monitor uses files in the temporary folder",
+            f"{have.folder} is not there or cannot be written: the monitor uses files in the "
+            "temporary folder",
             larger,
         )
     text = f"{size_text(have.free)} free of {size_text(have.total)} in {have.folder}"
     needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
     if have.free < needed:
         return fault(
-            f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus error",
+            f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus "
+            "error",
             larger,
         )
     if have.total <= _DOCKER_SHARED:
         return warning(
-            f"{text}, as docker gives by default: data loaders with workers die of it with a bus error",
+            f"{text}, as docker gives by default: data loaders with workers die of it with a bus "
+            "error",
             larger,
         )
     return ok(text)
@@ -251,9 +268,13 @@ def open_files(facts: Facts) -> Finding:
         return ok("no limit" if soft is None else f"at most {soft} in a process")
     fix = f"ulimit -n {2 * needed if hard is None else min(hard, 2 * needed)}"
     if hard is not None and hard < needed:
-        fix = f"raise nofile to {2 * needed} in /etc/security/limits.conf   # docker run --ulimit nofile={2 * needed}"
+        fix = (
+            f"raise nofile to {2 * needed} in /etc/security/limits.conf   # docker run --ulimit "
+            f"nofile={2 * needed}"
+        )
     return fault(
-        f"at most {soft} in a process, but {facts.place.size} ranks need about {needed} for their connections",
+        f"at most {soft} in a process, but {facts.place.size} ranks need about {needed} for their "
+        "connections",
         fix,
     )
 
@@ -270,7 +291,8 @@ def processes(facts: Facts) -> Finding:
     needed = ranks * (_THREADS_PER_RANK + 2 * number(facts.env, "OMP_NUM_THREADS", cores))
     if min(limits) < needed:
         return fault(
-            f"at most {min(limits)} processes and threads, but {ranks} rank{'s'[: ranks > 1]} may start {needed}",
+            f"at most {min(limits)} processes and threads, but {ranks} rank{'s'[: ranks > 1]} may "
+            f"start {needed}",
             f"ulimit -u {2 * needed}   # in a container: docker run --pids-limit {2 * needed}",
         )
     return ok(f"at most {min(limits)} processes and threads")

@@ -37,7 +37,8 @@ def launcher(facts: Facts) -> Finding:
         _local_contradiction(facts)
         or _contradiction(facts, numbers)
         or ok(
-            f"{place.launcher}: {place.size} rank{'s'[: place.size > 1]}, {place.local_size} on this host"
+            f"{place.launcher}: {place.size} rank{'s'[: place.size > 1]}, {place.local_size} on "
+            "this host"
         )
     )
 
@@ -46,9 +47,10 @@ def _alone(facts: Facts, numbers: Mapping[str, str]) -> Finding:
     if not numbers:
         return ok("none: this process is alone")
     return fault(
-        f"started by {facts.place.launcher} in {facts.env[numbers['WORLD_SIZE']]} processes, but {' and '.join(REQUIRED[2:])} are not set: "
-        "each would be a job of its own",
-        f"export MASTER_ADDR=<host of rank 0> MASTER_PORT={DEFAULT_PORT}   # in each process, or torchrun once per host",
+        f"started by {facts.place.launcher} in {facts.env[numbers['WORLD_SIZE']]} processes, but "
+        f"{' and '.join(REQUIRED[2:])} are not set: each would be a job of its own",
+        f"export MASTER_ADDR=<host of rank 0> MASTER_PORT={DEFAULT_PORT}   # in each process, or "
+        "torchrun once per host",
     )
 
 
@@ -66,7 +68,8 @@ def _local_contradiction(facts: Facts) -> Finding | None:
     if place.local_rank < local <= place.size:
         return None
     return fault(
-        f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} contradict each other",
+        f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} "
+        "contradict each other",
         _AGAIN,
     )
 
@@ -94,8 +97,10 @@ def settings(facts: Facts) -> Finding:
         )
     if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return warning(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each collective wait for a second one, some milliseconds each",
-            "unset TORCH_DISTRIBUTED_DEBUG   # what it finds is found by default, see sm.monitor.collective_check",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each collective wait for a second one, some "
+            "milliseconds each",
+            "unset TORCH_DISTRIBUTED_DEBUG   # what it finds is found by default, see "
+            "sm.monitor.collective_check",
         )
     if slow := [name for name, value in _SLOW.items() if env.get(name) == value]:
         return warning(
@@ -108,7 +113,7 @@ def settings(facts: Facts) -> Finding:
     return ok(", ".join(f"{name}={shortened(env[name])}" for name in shown) or "none")
 
 
-# ------------------------------------------------------------------------------------------------- interfaces
+# --------------------------------------------------------------------------------------- interfaces
 
 
 def gloo_interface(facts: Facts) -> Finding:
@@ -145,7 +150,8 @@ def nccl_interface(facts: Facts) -> Finding:
     taken = [one for one in usable if matches(given, one.name)]
     if not taken:
         return fault(
-            f"NCCL_SOCKET_IFNAME={given} names no interface that is up and has an address; there are {_listed(have)}",
+            f"NCCL_SOCKET_IFNAME={given} names no interface that is up and has an address; there "
+            f"are {_listed(have)}",
             f"export NCCL_SOCKET_IFNAME={_suggestion(have)}",
         )
     if facts.place.has_other_hosts and all(one.is_loopback for one in taken):
@@ -157,7 +163,8 @@ def nccl_interface(facts: Facts) -> Finding:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME means an interface: prefixes, after "=" whole names, after "^" names to exclude.
+    """Return whether NCCL_SOCKET_IFNAME means an interface: prefixes, after "=" whole names, after
+    "^" names to exclude.
 
     Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
     """
@@ -167,7 +174,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
-    """Sort interfaces: InfiniBand, then the rest, then docker's, then loopback. Source: NCCL misc/socket.cc, ncclFindInterfaces."""
+    """Sort interfaces: InfiniBand, then the rest, then docker's, then loopback. Source: NCCL
+    misc/socket.cc, ncclFindInterfaces.
+    """
     return sorted(
         usable,
         key=lambda one: (
@@ -179,7 +188,9 @@ def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
 
 
 def _interface_of(facts: Facts) -> str:
-    """Return what gloo uses by default: the interface that the host's name resolves to, if it is on this host, else loopback."""
+    """Return what gloo uses by default: the interface that the host's name resolves to, if it is on
+    this host, else loopback.
+    """
     net = facts.network
     usable = next((address for address in net.own if address in net.here), "127.0.0.1")
     # Debian's 127.0.1.1 belongs to the loopback interface, but is not listed there.
@@ -206,7 +217,7 @@ def _listed(have: Iterable[Interface]) -> str:
     return ", ".join(str(one) for one in have) or "none"
 
 
-# ------------------------------------------------------------------------------------------------- names and ports
+# ---------------------------------------------------------------------------------- names and ports
 
 
 def hostname(facts: Facts) -> Finding:
@@ -223,7 +234,8 @@ def hostname(facts: Facts) -> Finding:
         )
     if net.here.isdisjoint(net.own):
         return bad(
-            f"{net.hostname} resolves to {', '.join(net.own)}, which is not an address of this host: gloo falls back to loopback",
+            f"{net.hostname} resolves to {', '.join(net.own)}, which is not an address of this "
+            "host: gloo falls back to loopback",
             by_name if many else local,
         )
     if many and all(map(is_loopback, net.own)):
@@ -248,7 +260,8 @@ def master_address(facts: Facts) -> Finding:
         )
     if place.rank == 0 and not place.agent_store and facts.network.here.isdisjoint(found):
         return fault(
-            f"MASTER_ADDR={given} is {', '.join(found)}, which is not an address of this host, where rank 0 is",
+            f"MASTER_ADDR={given} is {', '.join(found)}, which is not an address of this host, "
+            "where rank 0 is",
             fix,
         )
     return ok(f"{given} is {', '.join(found)}")
@@ -259,8 +272,10 @@ def master_port(facts: Facts) -> Finding:
     by = f" by {port.listener}" if port.listener else ""
     if port.reachable is False:
         return fault(
-            f"nothing answers at {facts.env.get('MASTER_ADDR')}:{port.number}, where {place.launcher} should listen",
-            f"nc -vz {facts.env.get('MASTER_ADDR')} {port.number}   # a firewall? did the launcher end?",
+            f"nothing answers at {facts.env.get('MASTER_ADDR')}:{port.number}, where "
+            f"{place.launcher} should listen",
+            f"nc -vz {facts.env.get('MASTER_ADDR')} {port.number}   # a firewall? did the launcher "
+            "end?",
         )
     if port.reachable:
         return ok(f"{port.number}: {place.launcher} answers")

@@ -1,4 +1,6 @@
-"""Read the resources of this host: cores, memory, limits, shared memory, and files that dead jobs left in it."""
+"""Read the resources of this host: cores, memory, limits, shared memory, and files that dead jobs
+left in it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A folder in shared memory: its size and free space in bytes; both 0 if it is missing or not writable."""
+    """A folder in shared memory: its size and free space in bytes; both 0 if it is missing or not
+    writable.
+    """
 
     folder: str
     total: int
@@ -69,7 +73,8 @@ class System:
         name: the operating system and its version.
         container: whether this is a container.
         cores: the cores that this process may run on.
-        memory, available: bytes of memory in all, and those that are free or can be freed; 0 if not known.
+        memory, available: bytes of memory in all, and those that are free or can be freed; 0 if not
+            known.
         limits: of the container.
         open_files: the soft and the hard limit of file descriptors; None is no limit.
         processes: the limit of the user's processes and threads; None is no limit.
@@ -144,11 +149,12 @@ def _shared_memory() -> Space:
     return Space(_SHARED, found.total, found.free)
 
 
-# ------------------------------------------------------------------------------------------------- cgroups
+# ------------------------------------------------------------------------------------------ cgroups
 
 
 def limits(read: Callable[[str], str]) -> Limits:
-    """Return the limits of the cgroup of this process and of those around it: version 2, or 1 if that is mounted.
+    """Return the limits of the cgroup of this process and of those around it: version 2, or 1 if
+    that is mounted.
 
     Args:
         read: returns the text of a file, "" if there is none.
@@ -180,7 +186,9 @@ def _of_controller(groups: dict[str, str], controller: str) -> str:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """Yield the folder and its parents: "/a/b", "/a", "". A container sees its own group as the root, whatever its name outside."""
+    """Yield the folder and its parents: "/a/b", "/a", "". A container sees its own group as the
+    root, whatever its name outside.
+    """
     while folder.strip("/"):
         yield folder
         folder = folder.rpartition("/")[0]
@@ -200,11 +208,13 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
             yield found
 
 
-# ------------------------------------------------------------------------------------------------- dead jobs
+# ---------------------------------------------------------------------------------------- dead jobs
 
 
 def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
-    """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
+    """Yield what jobs without living processes left behind: the monitor's trace buffers, and
+    torch's shared tensors.
+    """
     folders = sorted(
         (folder, changed) for parent in parents for changed, folder in job_folders(parent)
     )

@@ -29,11 +29,13 @@ _TERMINAL = "/dev/tty"
 
 
 def breakpoint(rank: int = 0) -> None:
-    """breakpoint(rank): start the Python debugger on this rank, at the line of the call; the other ranks wait until it continues.
+    """breakpoint(rank): start the Python debugger on this rank, at the line of the call; the other
+    ranks wait until it continues.
 
-    Call it on every rank. The time in the debugger never counts as a stall: stepping with `n` or `s` lets the others go on too, and as
-    long as there is a prompt no rank is reported as late. `q` ends all ranks. Where stdin is /dev/null, as in processes of `launch`,
-    the debugger reads from the terminal. It leaves Ctrl-C alone.
+    Call it on every rank. The time in the debugger never counts as a stall: stepping with `n` or
+    `s` lets the others go on too, and as long as there is a prompt no rank is reported as late. `q`
+    ends all ranks. Where stdin is /dev/null, as in processes of `launch`, the debugger reads from
+    the terminal. It leaves Ctrl-C alone.
 
     Args:
         rank: the global rank that the debugger runs on.
@@ -53,7 +55,8 @@ def breakpoint(rank: int = 0) -> None:
     world = current_world()
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world.size:
         raise errors.MeshError(
-            f"breakpoint(rank={rank!r}): the world has {world.size} ranks, numbered 0 to {world.size - 1}."
+            f"breakpoint(rank={rank!r}): the world has {world.size} ranks, numbered 0 to "
+            f"{world.size - 1}."
         )
     frame = sys._getframe(1)
     if world.rank != rank:
@@ -94,7 +97,8 @@ def _quit_verdict(rank: int, place: str) -> Verdict:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on all ranks.
+    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on
+    all ranks.
 
     Attributes:
         files: its inputs, closed when the debugger is no longer used.
@@ -147,11 +151,12 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
     if _can_ask(sys.stdin):
         return _Debugger(world, place, sys.stdin, callers_stdout(caller_is_rank=False))
     try:
-        reading, writing = open(_TERMINAL), open(_TERMINAL, "w")  # noqa: SIM115 - the stack closes them
+        reading, writing = open(_TERMINAL), open(_TERMINAL, ("w"))  # noqa: SIM115 - the stack closes them
     except OSError as error:
         text = (
-            f"breakpoint(rank={world.rank}) at {place}: there is nothing to read commands from, since stdin is closed or /dev/null and "
-            f"the process has no terminal ({error}). Start the program in a terminal, or with its commands piped in."
+            f"breakpoint(rank={world.rank}) at {place}: there is nothing to read commands from, "
+            f"since stdin is closed or /dev/null and the process has no terminal ({error}). Start "
+            "the program in a terminal, or with its commands piped in."
         )
         _tell(world, text)
         raise RuntimeError(text) from None
@@ -159,7 +164,9 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not /dev/null."""
+    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not
+    /dev/null.
+    """
     if stream is None or stream.closed:
         return False
     try:

@@ -1,4 +1,6 @@
-"""The child's side of `launch`: call the function, and send its result or its exception to the parent."""
+"""The child's side of `launch`: call the function, and send its result or its exception to the
+parent.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank failed. `when` is the machine's monotonic clock, which orders the failures of several ranks."""
+    """Why a rank failed. `when` is the machine's monotonic clock, which orders the failures of
+    several ranks.
+    """
 
     summary: str
     when: float
@@ -42,7 +46,9 @@ class RankFailure:
         return pickle.loads(self.pickled) if self.pickled else None
 
     def is_of(self, number: int) -> bool:
-        """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 + number)."""
+        """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 +
+        number).
+        """
         error = self.exception
         return self.signal == number or (
             isinstance(error, SystemExit) and error.code == 128 + number
@@ -82,13 +88,14 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
             pickled_exception(error),
         )
         pipe.send_bytes(FAILURE + pickle.dumps(failure))
-        # Wait to be ended by the parent. Exiting now would break the peers' connections and obscure which error was first.
+        # Wait to be ended by the parent. Exiting now would break the peers' connections and obscure
+        # which error was first.
         pipe.poll(None)
 
 
 def _exit() -> None:
-    """Exit normally (join threads, run exit functions), but without finalizing the interpreter, in which a remaining thread of torch
-    occasionally aborts the process."""
+    """Exit normally (join threads, run exit functions), but without finalizing the interpreter, in
+    which a remaining thread of torch occasionally aborts the process."""
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: it also lets the workers of thread pools end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -111,13 +118,16 @@ def _run(payload: bytes) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         error.add_note(
-            f"{callable_name(fn)} returned a {type(result).__name__} that cannot be sent back to the parent"
+            f"{callable_name(fn)} returned a {type(result).__name__} that cannot be sent back to "
+            "the parent"
         )
         raise
 
 
 def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the user's first frame on; all of it if the error arose in this file."""
+    """Return the traceback from the user's first frame on; all of it if the error arose in this
+    file.
+    """
     inner = tb
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
@@ -125,7 +135,9 @@ def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
 
 
 def pickled_exception(error: BaseException) -> bytes | None:
-    """Return the pickled exception, or None if it cannot be restored (a custom __init__, an open file, ...)."""
+    """Return the pickled exception, or None if it cannot be restored (a custom __init__, an open
+    file, ...).
+    """
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

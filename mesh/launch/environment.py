@@ -1,7 +1,9 @@
-"""What launchers say in environment variables: torchrun and `launch`, Slurm's srun, Open MPI and MPICH.
+"""What launchers say in environment variables: torchrun and `launch`, Slurm's srun, Open MPI and
+MPICH.
 
-torch reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and so does shardmesh. Under srun and mpirun the last two are enough: they say
-that the processes are one job, and their numbers are those of the launcher. Without them each process is a job of its own.
+torch reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and so does shardmesh. Under srun and
+mpirun the last two are enough: they say that the processes are one job, and their numbers are those
+of the launcher. Without them each process is a job of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from .. import errors
 from ..abstract_mesh import MOST_RANKS
 from ..text import shortened, whole_number
 
-# Set by torchrun, `launch` and most cluster launchers, and read by torch's own env:// initialization.
+# Set by torchrun, `launch` and most cluster launchers, and read by torch's own env://
+# initialization.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LONGEST_NAME = 255  # characters of a host's name, RFC 1123
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -62,7 +65,9 @@ LAUNCHERS = (
 
 
 def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
-    """Return the launchers that have started at least so many processes, the innermost first. For Slurm that is srun, not sbatch."""
+    """Return the launchers that have started at least so many processes, the innermost first. For
+    Slurm that is srun, not sbatch.
+    """
     return [
         one
         for one in LAUNCHERS
@@ -71,21 +76,26 @@ def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
 
 
 def unconnected(env: Mapping[str, str]) -> str:
-    """Return what to set if a launcher has started several processes that do not know of each other; else ""."""
+    """Return what to set if a launcher has started several processes that do not know of each
+    other; else "".
+    """
     launchers = launchers_of(env)
     if not launchers or launch_environment(env) is not None:
         return ""
     name = {"slurm": "srun", "mpi": "mpirun"}[launchers[0].name]
     return (
-        f"This process is number {env[launchers[0].rank]} of {env[launchers[0].size]} that {name} has started, and each is a job of its "
-        "own: set MASTER_ADDR to the host of the first and MASTER_PORT to a free port there, in all of them. "
+        f"This process is number {env[launchers[0].rank]} of {env[launchers[0].size]} that {name} "
+        "has started, and each is a job of its own: set MASTER_ADDR to the host of the first and "
+        "MASTER_PORT to a free port there, in all of them. "
     )
 
 
 def completed(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher numbers them, where they are not set.
+    """Return the environment with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher
+    numbers them, where they are not set.
 
-    The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher with the same RANK and WORLD_SIZE.
+    The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher
+    with the same RANK and WORLD_SIZE.
     """
     found, launchers = (
         {name: value for name, value in env.items() if value or name in VISIBLE.values()},
@@ -109,7 +119,8 @@ def completed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return (rank, world size) from the variables that launchers set, or None if none of them makes this process a part of a job.
+    """Return (rank, world size) from the variables that launchers set, or None if none of them
+    makes this process a part of a job.
 
     Raises: LaunchEnvironmentError when some are missing or invalid.
     """
@@ -120,9 +131,10 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
     if missing:
         given = {name: env[name] for name in REQUIRED if name in env}
         raise errors.LaunchEnvironmentError(
-            f"the environment has {', '.join(map('='.join, given.items()))} but not {', '.join(missing)}. Start the program with "
-            f"torchrun --nproc-per-node N program.py, or set all of {', '.join(REQUIRED)} in every process; for a "
-            f"single process unset {', '.join(given)}."
+            f"the environment has {', '.join(map('='.join, given.items()))} but not "
+            f"{', '.join(missing)}. Start the program with torchrun --nproc-per-node N program.py, "
+            f"or set all of {', '.join(REQUIRED)} in every process; for a single process unset "
+            f"{', '.join(given)}."
         )
     rank, size, port = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size > MOST_RANKS:
@@ -139,7 +151,8 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
         )
     if port == 0 and size > 1:
         raise errors.LaunchEnvironmentError(
-            "MASTER_PORT=0: the ranks would not find each other; write a free port of the host of rank 0."
+            "MASTER_PORT=0: the ranks would not find each other; write a free port of the host of "
+            "rank 0."
         )
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if name in env:
@@ -150,7 +163,8 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
         or len(env["MASTER_ADDR"]) > _LONGEST_NAME
     ):
         raise errors.LaunchEnvironmentError(
-            f"MASTER_ADDR={shortened(env['MASTER_ADDR'], 80)!r}: it must be the name or address of a host."
+            f"MASTER_ADDR={shortened(env['MASTER_ADDR'], 80)!r}: it must be the name or address of "
+            "a host."
         )
     return rank, size
 
@@ -158,12 +172,15 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
 def device_index(
     env: Mapping[str, str], device_type: str, count: int, is_alone: bool = False
 ) -> int | None:
-    """Return which of `count` visible devices belongs to this process: LOCAL_RANK (never RANK), or the only one; None leaves the choice.
+    """Return which of `count` visible devices belongs to this process: LOCAL_RANK (never RANK), or
+    the only one; None leaves the choice.
 
-    `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device, whose index is 0 on every rank.
+    `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device,
+    whose index is 0 on every rank.
 
     Args:
-        is_alone: whether a choice is needed only if there is a LOCAL_RANK: the process is its own job, or the program has chosen.
+        is_alone: whether a choice is needed only if there is a LOCAL_RANK: the process is its own
+            job, or the program has chosen.
 
     Raises: LaunchEnvironmentError when that is unknown, or there is no such device.
     """
@@ -172,22 +189,25 @@ def device_index(
         if count == 1 or is_alone or launch_environment(env) is None:
             return None
         raise errors.LaunchEnvironmentError(
-            f"LOCAL_RANK is not set and this process sees {visible(env, device_type, count)}, so it is unknown which one to "
-            "use. Start the program with torchrun, or set LOCAL_RANK to the index of the process on its machine."
+            f"LOCAL_RANK is not set and this process sees {visible(env, device_type, count)}, so "
+            "it is unknown which one to use. Start the program with torchrun, or set LOCAL_RANK to "
+            "the index of the process on its machine."
         )
     index = _number(env, "LOCAL_RANK")
     if count == 1:
         return 0
     if index >= count:
         raise errors.LaunchEnvironmentError(
-            f"LOCAL_RANK={index} but this process sees {visible(env, device_type, count)}: start at most {count} "
-            f"processes on this machine (torchrun --nproc-per-node {count})."
+            f"LOCAL_RANK={index} but this process sees {visible(env, device_type, count)}: start "
+            f"at most {count} processes on this machine (torchrun --nproc-per-node {count})."
         )
     return index
 
 
 def visible(env: Mapping[str, str], device_type: str, count: int) -> str:
-    """Return how many devices there are, and the variable that may hide others: "1 cuda device (CUDA_VISIBLE_DEVICES='2')"."""
+    """Return how many devices there are, and the variable that may hide others: "1 cuda device
+    (CUDA_VISIBLE_DEVICES='2')".
+    """
     name = VISIBLE.get(device_type, "")
     return f"{count or 'no'} {device_type} device{'s'[: count != 1]}" + (
         f" ({name}={env[name]!r})" if name in env else ""

@@ -1,7 +1,9 @@
-"""Open the job's store at MASTER_ADDR and MASTER_PORT as torch's env:// start-up does, with errors that explain what is wrong.
+"""Open the job's store at MASTER_ADDR and MASTER_PORT as torch's env:// start-up does, with errors
+that explain what is wrong.
 
-Under torchrun and `launch` the launcher serves it, and every rank is a client; else rank 0 serves it. It stays open as long as the
-process lives, so that a default group that is started again gets the same store, not one that is about to close.
+Under torchrun and `launch` the launcher serves it, and every rank is a client; else rank 0 serves
+it. It stays open as long as the process lives, so that a default group that is started again gets
+the same store, not one that is about to close.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
 _SLOW_ANSWER_S = (
     60.0  # the same for one on this host, which may have to look up the names of many peers first
 )
-_SILENT_S = 20.0  # after which a server that takes connections and does not answer is no store, if names are looked up in time
+# after which a server that takes connections and does not answer is no store, if names are looked
+# up in time
+_SILENT_S = 20.0
 _SLOW_LOOKUP_S = 1.0
 _TO_RESOLVE_S = 2.0  # for the name of MASTER_ADDR, before there is a line about it
 _LOOK_S = 0.5  # between looks at the clock
@@ -62,7 +66,8 @@ def address_of(env: Mapping[str, str]) -> Address:
 def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
     """Return the store, and whether this rank serves it.
 
-    Raises: LaunchEnvironmentError when it cannot be reached in time, or something else has its port.
+    Raises: LaunchEnvironmentError when it cannot be reached in time, or something else has its
+    port.
     """
     serves = rank == 0 and not address.is_launchers
     if address not in _open:
@@ -80,7 +85,9 @@ def drop(address: Address) -> None:
 
 
 def _served(address: Address) -> Store:
-    """Return the store, served by this process. If another shardmesh job listens at the port, return its store: it tells the two apart."""
+    """Return the store, served by this process. If another shardmesh job listens at the port,
+    return its store: it tells the two apart.
+    """
     found = resolved(address.host, _TO_RESOLVE_S)
     if not found:
         raise _does_not_lead_here(address, f"{address.host!r} does not resolve")
@@ -101,7 +108,9 @@ def _served(address: Address) -> Store:
 
 
 def resolved(host: str, seconds: float) -> tuple[str, ...]:
-    """Return the addresses of a host; none if it does not resolve within these seconds. A name that is new is asked for again."""
+    """Return the addresses of a host; none if it does not resolve within these seconds. A name that
+    is new is asked for again.
+    """
     deadline = time.monotonic() + seconds
     while not (found := addresses(host)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -109,10 +118,11 @@ def resolved(host: str, seconds: float) -> tuple[str, ...]:
 
 
 def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
-    """Return a listening socket for a job whose ranks are all on this host, where MASTER_ADDR is a loopback address; else None.
+    """Return a listening socket for a job whose ranks are all on this host, where MASTER_ADDR is a
+    loopback address; else None.
 
-    A store listens on all interfaces otherwise. Here nobody on another host reaches it, and torch, which looks up the name of each
-    peer, finds that of 127.0.0.1 without asking a name server.
+    A store listens on all interfaces otherwise. Here nobody on another host reaches it, and torch,
+    which looks up the name of each peer, finds that of 127.0.0.1 without asking a name server.
 
     Raises: OSError when the port is in use.
     """
@@ -122,7 +132,9 @@ def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host. Raises: OSError when the port is in use."""
+    """Return a socket that listens at an address of this host. Raises: OSError when the port is in
+    use.
+    """
     listening = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
     )
@@ -137,10 +149,12 @@ def loopback_listener(host: str, port: int) -> socket.socket:
 
 
 def _reached(address: Address, rank: int, size: int, progress: Progress) -> Store:
-    """Return the store, which another process serves: one connection, over which torch's store waits until somebody listens.
+    """Return the store, which another process serves: one connection, over which torch's store
+    waits until somebody listens.
 
-    The server looks up the name of each peer, one after the other, and a resolver that does not answer takes seconds for each. So a
-    second connection, which tells why there is no answer, is only made when a line about it is due.
+    The server looks up the name of each peer, one after the other, and a resolver that does not
+    answer takes seconds for each. So a second connection, which tells why there is no answer, is
+    only made when a line about it is due.
     """
     server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
     is_first = True
@@ -192,7 +206,9 @@ def _problem(address: Address) -> str:
 
 
 def _slow_resolver(address: Address) -> str:
-    """Return that name servers do not answer, if looking up the name of the store's host takes long here; else ""."""
+    """Return that name servers do not answer, if looking up the name of the store's host takes long
+    here; else "".
+    """
 
     def look_up() -> bool:
         peer = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4]
@@ -202,8 +218,9 @@ def _slow_resolver(address: Address) -> str:
     if within(_SLOW_LOOKUP_S, look_up, False):
         return ""
     return (
-        f"the resolver does not answer within {_SLOW_LOOKUP_S:.0f} s, and torch's store looks up the name of every connection: put the "
-        "job's hosts into /etc/hosts, or mend /etc/resolv.conf"
+        f"the resolver does not answer within {_SLOW_LOOKUP_S:.0f} s, and torch's store looks up "
+        "the name of every connection: put the job's hosts into /etc/hosts, or mend "
+        "/etc/resolv.conf"
     )
 
 
@@ -230,7 +247,9 @@ def _answer(found: Store | Exception) -> Store:
 def _connect(
     address: Address, serves: bool, limit: float, listening: socket.socket | None = None
 ) -> queue.SimpleQueue[Store | Exception]:
-    """Create torch's store in a thread, since torch waits without end for an answer from a server that is no store."""
+    """Create torch's store in a thread, since torch waits without end for an answer from a server
+    that is no store.
+    """
     box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     file = None if listening is None else listening.detach()
     threading.Thread(
@@ -282,23 +301,26 @@ def _says_in_use(error: Exception) -> bool:
 def _port_in_use(address: Address) -> errors.LaunchEnvironmentError:
     by = listener(address.port)
     return errors.LaunchEnvironmentError(
-        f"rank 0 cannot listen at {address}: the port is in use{f' by {by}' if by else ', perhaps by a job that is still running'}. "
-        "Set MASTER_PORT to a free one in every process (torchrun --master-port, or --standalone to choose one)."
+        f"rank 0 cannot listen at {address}: the port is in "
+        f"use{f' by {by}' if by else ', perhaps by a job that is still running'}. Set MASTER_PORT "
+        "to a free one in every process (torchrun --master-port, or --standalone to choose one)."
     )
 
 
 def _does_not_lead_here(address: Address, why: str) -> errors.LaunchEnvironmentError:
     return errors.LaunchEnvironmentError(
-        f"rank 0 serves the store, but cannot reach itself at {address}: {why}. Set MASTER_ADDR to the "
-        f"address of the host of rank 0, in every process; rank 0 runs on {socket.gethostname()}."
+        f"rank 0 serves the store, but cannot reach itself at {address}: {why}. Set MASTER_ADDR to "
+        "the address of the host of rank 0, in every process; rank 0 runs on "
+        f"{socket.gethostname()}."
     )
 
 
 def _no_store(address: Address) -> errors.LaunchEnvironmentError:
     by = listener(address.port)
     return errors.LaunchEnvironmentError(
-        f"the server at {address} is not a torch.distributed store{f': it is {by}, if that is this host' if by else ''}. Set "
-        "MASTER_PORT to a free port of the host of rank 0, the same in every process."
+        f"the server at {address} is not a torch.distributed "
+        f"store{f': it is {by}, if that is this host' if by else ''}. Set MASTER_PORT to a free "
+        "port of the host of rank 0, the same in every process."
     )
 
 
@@ -307,6 +329,7 @@ def _unreachable(
 ) -> errors.LaunchEnvironmentError:
     server = "the launcher's store" if address.is_launchers else "rank 0"
     return errors.LaunchEnvironmentError(
-        f"rank {rank} cannot reach {server} at {address} within {progress.timeout:.0f} s: {problem}. Check that "
-        f"{'the launcher' if address.is_launchers else 'rank 0'} runs there and that the address and port are the same in every process."
+        f"rank {rank} cannot reach {server} at {address} within {progress.timeout:.0f} s: "
+        f"{problem}. Check that {'the launcher' if address.is_launchers else 'rank 0'} runs there "
+        "and that the address and port are the same in every process."
     )

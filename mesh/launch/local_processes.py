@@ -7,9 +7,10 @@ parent                                   child of rank r (one of nprocs)
   results[r] or LaunchError <- pipe ---    its result, or its traceback
 ```
 
-The children have the environment variables of `torchrun`, so the same function runs under either. The parent owns the
-rendezvous store (as torchrun's agent does) and lets the system choose its port, so no other program can take it meanwhile.
-However the call ends (a result, an error, a timeout, Ctrl-C, a killed parent), every child ends.
+The children have the environment variables of `torchrun`, so the same function runs under either.
+The parent owns the rendezvous store (as torchrun's agent does) and lets the system choose its port,
+so no other program can take it meanwhile. However the call ends (a result, an error, a timeout,
+Ctrl-C, a killed parent), every child ends.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, to SIGKILL
-_FIRST_FAILURE_S = 0.5  # after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
-_POLL_S = 1.0  # check exit statuses as well as pipes, which a child's own children can hold open after it died
+# after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
+_FIRST_FAILURE_S = 0.5
+# check exit statuses as well as pipes, which a child's own children can hold open after it died
+_POLL_S = 1.0
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
 _RESERVED = (
     "RANK",
@@ -99,26 +102,31 @@ def launch(
 ) -> list[T]:
     """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1]
 
-    Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables of torchrun: RANK, LOCAL_RANK,
-    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (the CPUs divided among the ranks) unless it is
-    set. The function, its arguments and results are pickled. A default process group that `fn` does not destroy is destroyed.
-    The children ignore Ctrl-C; the parent ends them. SIGTERM and SIGHUP are forwarded to the children, which may save their work
-    (`reached_preemption`) and return; otherwise they end, and so does the parent.
+    Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables
+    of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
+    OMP_NUM_THREADS (the CPUs divided among the ranks) unless it is set. The function, its arguments
+    and results are pickled. A default process group that `fn` does not destroy is destroyed. The
+    children ignore Ctrl-C; the parent ends them. SIGTERM and SIGHUP are forwarded to the children,
+    which may save their work (`reached_preemption`) and return; otherwise they end, and so does the
+    parent.
 
     Args:
         fn: an importable function (not a lambda, not nested, not typed into a notebook).
         nprocs: number of processes on this machine.
         args: positional arguments, the same on every rank.
         kwargs: keyword arguments, the same on every rank.
-        timeout: seconds from the start of the processes to the end of the last one; None for no limit.
+        timeout: seconds from the start of the processes to the end of the last one; None for no
+            limit.
         env: environment variables to set in the children.
 
     Raises:
-        LaunchError: a rank raised (its traceback is in the message), was killed or exited; the others are ended.
+        LaunchError: a rank raised (its traceback is in the message), was killed or exited; the
+            others are ended.
         LaunchTimeoutError: some rank had not finished in time.
         ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs` or `env`.
         RuntimeError: called in a process that is itself a rank.
-        SystemExit: SIGTERM or SIGHUP has ended the ranks; its code is 143 or 129. A second one ends them at once.
+        SystemExit: SIGTERM or SIGHUP has ended the ranks; its code is 143 or 129. A second one ends
+            them at once.
 
     Communication: none; the children rendezvous through a store in this process.
 
@@ -156,7 +164,7 @@ def _local_store() -> dist.TCPStore:
     )
 
 
-# ------------------------------------------------------------------------------------------------ checks of the call
+# ------------------------------------------------------------------------------- checks of the call
 
 
 def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> None:
@@ -169,13 +177,14 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
             raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
-            f"{os.environ.get('WORLD_SIZE', '?')} (RANK is set by torchrun or by launch itself). Call the function "
-            "directly here, or put the launch() call under `if __name__ == '__main__':` so that the ranks, "
-            "which import this script, do not run it again."
+            f"{os.environ.get('WORLD_SIZE', '?')} (RANK is set by torchrun or by launch itself). "
+            "Call the function directly here, or put the launch() call under `if __name__ == "
+            "'__main__':` so that the ranks, which import this script, do not run it again."
         )
     if not callable(fn):
         raise TypeError(
-            f"launch() needs a function, got {fn!r}: write launch(train, 4, args), not launch(train(), 4)"
+            f"launch() needs a function, got {fn!r}: write launch(train, 4, args), not "
+            "launch(train(), 4)"
         )
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"launch() needs nprocs >= 1, got {nprocs!r}")
@@ -186,7 +195,10 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
 def _pickle_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     _check_reachable(fn)
     name = callable_name(fn)
-    to_module = "move it to the top level of a module (a lambda or a nested function cannot be imported by name)"
+    to_module = (
+        "move it to the top level of a module (a lambda or a nested function cannot be imported by "
+        "name)"
+    )
     to_data = "pass plain data or tensors, and build the rest inside the function"
     for value, what, fix in (
         (fn, f"the function {name}", to_module),
@@ -210,13 +222,14 @@ def _check_reachable(fn: object) -> None:
     runs_again = not spec.name.endswith("__main__") if spec else hasattr(main, "__file__")
     if getattr(fn, "__module__", None) == "__main__" and not runs_again:
         raise ValueError(
-            f"launch() cannot send {callable_name(fn)} to another process: it is defined in a notebook, a REPL or `python -c`, "
-            "which the new processes cannot import. Move it to a .py file and import it from there, or run it on "
-            "simulated ranks of this process with simulate(n)(fn)(*args)."
+            f"launch() cannot send {callable_name(fn)} to another process: it is defined in a "
+            "notebook, a REPL or `python -c`, which the new processes cannot import. Move it to a "
+            ".py file and import it from there, or run it on simulated ranks of this process with "
+            "simulate(n)(fn)(*args)."
         )
 
 
-# ------------------------------------------------------------------------------------------------------- environment
+# -------------------------------------------------------------------------------------- environment
 
 
 def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
@@ -229,7 +242,8 @@ def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // nprocs))),
-        # With this the env:// rendezvous makes every rank a client of the parent's store, as under torchrun.
+        # With this the env:// rendezvous makes every rank a client of the parent's store, as under
+        # torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": secrets.token_hex(8),  # identifies the job
@@ -240,9 +254,9 @@ def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
 def _spawning(environment: Mapping[str, str]) -> Iterator[None]:
     """Set the environment and signal mask of a child, which spawn copies from this process.
 
-    They must be set before the child's first import (OMP_NUM_THREADS is read when libgomp loads), so not in the child itself.
-    SIGINT is blocked so that Ctrl-C neither interrupts this function nor prints one traceback per child that is still importing
-    torch.
+    They must be set before the child's first import (OMP_NUM_THREADS is read when libgomp loads),
+    so not in the child itself. SIGINT is blocked so that Ctrl-C neither interrupts this function
+    nor prints one traceback per child that is still importing torch.
     """
     with _environ_lock:
         before = {name: os.environ.get(name) for name in environment}
@@ -257,7 +271,7 @@ def _spawning(environment: Mapping[str, str]) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-# -------------------------------------------------------------------------------------------------------- the parent
+# --------------------------------------------------------------------------------------- the parent
 
 
 @dataclass(slots=True)
@@ -312,7 +326,10 @@ def _exit_failure(exitcode: int, when: str) -> RankFailure:
         )
     summary = f"exited with code {exitcode} {when} its function returned; what it printed is above"
     if exitcode == _NO_GUARD_EXIT:
-        summary = "ran the script's launch() call again when it imported the script; put that call under `if __name__ == '__main__':`"
+        summary = (
+            "ran the script's launch() call again when it imported the script; put that call under "
+            "`if __name__ == '__main__':`"
+        )
     return RankFailure(summary, time.monotonic(), exitcode=exitcode)
 
 
@@ -329,7 +346,9 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
 
 
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
-    """Read reports until every rank is done, or shortly after one failed, to find the first failure."""
+    """Read reports until every rank is done, or shortly after one failed, to find the first
+    failure.
+    """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # after a failure
     while late := [r for r in ranks if not r.done]:
@@ -338,7 +357,10 @@ def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
             return
         if left <= 0:
             unfinished = ", ".join(str(r.rank) for r in late)
-            message = f"launch() exceeded its timeout of {timeout} s: of {len(ranks)} ranks, not finished: {unfinished}; all were ended"
+            message = (
+                f"launch() exceeded its timeout of {timeout} s: of {len(ranks)} ranks, not "
+                f"finished: {unfinished}; all were ended"
+            )
             raise LaunchTimeoutError(message, late[0].rank)
         wait([w for r in late for w in r.waitables], min(left, _POLL_S))
         for r in late:
@@ -351,7 +373,8 @@ def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
 def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
     """Forward SIGTERM and SIGHUP to the ranks inside the block; yield the list of signals received.
 
-    The parent keeps waiting for the ranks; a second signal ends everything. A handler of the program is left in place.
+    The parent keeps waiting for the ranks; a second signal ends everything. A handler of the
+    program is left in place.
     """
     received: list[int] = []
 
@@ -399,7 +422,9 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
 
 
 def _end(ranks: Sequence[_LocalRank]) -> None:
-    """End all ranks. One that has reported its failure waits to be killed; others get SIGTERM and some time to save their work."""
+    """End all ranks. One that has reported its failure waits to be killed; others get SIGTERM and
+    some time to save their work.
+    """
     try:
         for r in ranks:
             if not r.done and r.process.exitcode is None:

@@ -1,14 +1,17 @@
-"""Handle SIGTERM and SIGHUP: end a rank in order. If the program calls `reached_preemption`, SIGTERM ends all ranks at the same step.
+"""Handle SIGTERM and SIGHUP: end a rank in order. If the program calls `reached_preemption`,
+SIGTERM ends all ranks at the same step.
 
 How ranks agree on a step without synchronizing in every step:
 
     rank 0   ..10 ..11 ..12 |               12
     rank 1   ..10 ..11 |  SIGTERM           11     ->   one more than the largest: 13
     rank 2   ..10 ..11 |                    11
-                       from here on no rank begins another step until all have published the last one they began
+                       from here on no rank begins another step until all have published the last
+                       one they began
 
-No rank can have begun step 13, so all of them stop there. A thread publishes the step, since a rank may be in the middle of one,
-waiting in a collective. This is the protocol of JAX's `multihost_utils.reached_preemption_sync_point`; step numbers may have gaps.
+No rank can have begun step 13, so all of them stop there. A thread publishes the step, since a rank
+may be in the middle of one, waiting in a collective. This is the protocol of JAX's
+`multihost_utils.reached_preemption_sync_point`; step numbers may have gaps.
 """
 
 from __future__ import annotations
@@ -50,12 +53,15 @@ _log = logging.getLogger(__name__)
 
 
 def reached_preemption(step: int) -> bool:
-    """reached_preemption(step) -> whether all ranks should save their work now and exit, because one of them is being preempted.
+    """reached_preemption(step) -> whether all ranks should save their work now and exit, because
+    one of them is being preempted.
 
-    Call it on every rank, once per step, between steps. From the first call on, SIGTERM does not end this process but counts as a
-    notice, as does the existence of the file named by SHARDMESH_PREEMPTION_FILE. After any rank has received a notice, all ranks
-    get True in the same step and in all later ones. Without a notice a call takes ten microseconds, and a thread checks once a
-    second for a notice of another rank; after one each rank waits once, for up to a second, until all have published their step.
+    Call it on every rank, once per step, between steps. From the first call on, SIGTERM does not
+    end this process but counts as a notice, as does the existence of the file named by
+    SHARDMESH_PREEMPTION_FILE. After any rank has received a notice, all ranks get True in the same
+    step and in all later ones. Without a notice a call takes ten microseconds, and a thread checks
+    once a second for a notice of another rank; after one each rank waits once, for up to a second,
+    until all have published their step.
 
     Args:
         step: the same numbers on all ranks, increasing over the whole run; gaps are allowed.
@@ -78,7 +84,7 @@ def reached_preemption(step: int) -> bool:
     return found.reached(world.rank, operator.index(step))
 
 
-# --------------------------------------------------------------------------------------------------------- agreements
+# --------------------------------------------------------------------------------------- agreements
 
 
 class _LocalAgreement:
@@ -182,9 +188,11 @@ class _StoreAgreement:
         return False
 
     def _finds_failure(self) -> bool:
-        """Return whether the job has failed: a launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
+        """Return whether the job has failed: a launcher that finds a dead rank sends SIGTERM to the
+        others, which is no preemption.
 
-        That a rank has died may be seen a little later than the signal. `reached` raises the reason.
+        That a rank has died may be seen a little later than the signal. `reached` raises the
+        reason.
         """
         deadline = time.monotonic() + _FAILURE_S
         while not self._over and time.monotonic() < deadline:
@@ -232,8 +240,9 @@ class _StoreAgreement:
             self._check()
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"reached_preemption: there is a preemption notice, but {ranks_text(missing)} have not called it in "
-                    f"{_STEP_TIMEOUT_S:.0f} s, so the ranks cannot agree on a step. Call it on every rank, once in each step."
+                    f"reached_preemption: there is a preemption notice, but {ranks_text(missing)} "
+                    f"have not called it in {_STEP_TIMEOUT_S:.0f} s, so the ranks cannot agree on "
+                    "a step. Call it on every rank, once in each step."
                 )
             time.sleep(_STEP_POLL_S)
         return False
@@ -242,8 +251,8 @@ class _StoreAgreement:
 def _check_order(step: int, before: int | None) -> None:
     if before is not None and step < before:
         raise ValueError(
-            f"reached_preemption({step}) after reached_preemption({before}): step must not decrease over the whole run; pass, for example, "
-            "epoch * steps_per_epoch + step."
+            f"reached_preemption({step}) after reached_preemption({before}): step must not "
+            "decrease over the whole run; pass, for example, epoch * steps_per_epoch + step."
         )
 
 
@@ -265,7 +274,8 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
     watch = monitor_of(world)
-    # Use a separate connection: the main thread may block in the other one, waiting for ranks that wait for this agreement.
+    # Use a separate connection: the main thread may block in the other one, waiting for ranks that
+    # wait for this agreement.
     store: Any = PrefixStore(
         f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store()
     )
@@ -277,7 +287,9 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
 
 
 def _check_job(watch: Monitor | None) -> None:
-    """Raise the verdict on the job, a WatchError: the one that stands, or one on ranks that have died."""
+    """Raise the verdict on the job, a WatchError: the one that stands, or one on ranks that have
+    died.
+    """
     verdict = None if watch is None else watch.standing() or watch.verdict_on_lost()
     if verdict is not None:
         raise verdict.error()
@@ -290,7 +302,7 @@ def forget(world: World) -> None:
         found.stop()
 
 
-# ------------------------------------------------------------------------------------------------------------ notices
+# ------------------------------------------------------------------------------------------ notices
 
 _notice = ""  # the reason that this process has to stop, if it has
 _is_listening = False  # whether SIGTERM counts as a notice
@@ -314,9 +326,11 @@ def _listen() -> None:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside the block.
+    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside
+    the block.
 
-    So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in place, and so is `nohup`.
+    So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in
+    place, and so is `nohup`.
     """
     numbers = unhandled_signals()
     for number in numbers:
@@ -330,7 +344,9 @@ def ending_in_order() -> Iterator[None]:
 
 
 def unhandled_signals() -> list[int]:
-    """Return which of SIGTERM and SIGHUP the program leaves to Python's default; none outside the main thread, which alone handles them."""
+    """Return which of SIGTERM and SIGHUP the program leaves to Python's default; none outside the
+    main thread, which alone handles them.
+    """
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]

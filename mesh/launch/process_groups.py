@@ -24,11 +24,13 @@ _epoch = 0
 
 
 def start_processes(device_type: str, backend: str | None = None) -> ProcessWorld:
-    """Bind this process to its device, start the default process group if there is none, and return the world of processes.
+    """Bind this process to its device, start the default process group if there is none, and return
+    the world of processes.
 
-    Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use, the device does not
-        exist, or the ranks differ in their setup (see `monitor/startup/rendezvous.py`), the same text on every rank that can be
-        reached; MeshError when the device type or the backend does not fit the default group that exists already.
+    Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use,
+        the device does not exist, or the ranks differ in their setup (see
+        `monitor/startup/rendezvous.py`), the same text on every rank that can be reached; MeshError
+        when the device type or the backend does not fit the default group that exists already.
     Communication: starting the default group waits for all ranks.
     """
     if not dist.is_available():
@@ -43,10 +45,12 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
 
 
 def start() -> None:
-    """start(): monitor the program's calls of torch.distributed from here on, in a program that makes no mesh.
+    """start(): monitor the program's calls of torch.distributed from here on, in a program that
+    makes no mesh.
 
-    Call it on every rank at the same place, after `torch.distributed.init_process_group`. The first mesh over all ranks does the same,
-    and so does `with sm.session():` where the default group exists already.
+    Call it on every rank at the same place, after `torch.distributed.init_process_group`. The first
+    mesh over all ranks does the same, and so does `with sm.session():` where the default group
+    exists already.
 
     Raises: LaunchEnvironmentError without a default process group.
     Communication: a few messages to the job's store; waits for no rank.
@@ -57,7 +61,8 @@ def start() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise errors.LaunchEnvironmentError(
-            "sm.monitor.start() monitors calls on process groups, and there is none: call torch.distributed.init_process_group before it."
+            "sm.monitor.start() monitors calls on process groups, and there is none: call "
+            "torch.distributed.init_process_group before it."
         )
     hooks.monitor_calls(process_world().monitor)
 
@@ -120,20 +125,23 @@ def _module(device_type: str) -> Any:
         ) from None
     if parsed.index is not None:
         raise errors.MeshRuntimeError(
-            f'device type {device_type!r}: write "{parsed.type}" without an index; LOCAL_RANK chooses the device.'
+            f'device type {device_type!r}: write "{parsed.type}" without an index; LOCAL_RANK '
+            f"chooses the device."
         )
     module = torch.get_device_module(device_type)
     if not module.is_available():
         raise errors.LaunchEnvironmentError(
-            f'device type "{device_type}": torch {torch.__version__} finds no such device in this process: '
-            f'{visible(os.environ, device_type, 0)}. Use "cpu", or install a torch build for it and make a device visible.'
+            f'device type "{device_type}": torch {torch.__version__} finds no such device in this '
+            f"process: "
+            f'{visible(os.environ, device_type, 0)}. Use "cpu", or install a torch build for it '
+            f"and make a device visible."
         )
     return module
 
 
 def _bind_device(device_type: str) -> None:
-    """Make this process's device the current one: that of `init_process_group(device_id=)`, else one that the program has made the
-    current one already, else that of `device_index`."""
+    """Make this process's device the current one: that of `init_process_group(device_id=)`, else
+    one that the program has made the current one already, else that of `device_index`."""
     if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
@@ -154,7 +162,9 @@ def _bind_device(device_type: str) -> None:
 
 
 def _identity(device_type: str, backend: str) -> str:
-    """Return a name of this process's device, the same in all processes of the host; "" where ranks may share one, as with gloo."""
+    """Return a name of this process's device, the same in all processes of the host; "" where ranks
+    may share one, as with gloo.
+    """
     if device_type in _HOST_ONLY or "nccl" not in backend:
         return ""
     module, tokens = _module(device_type), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -168,8 +178,10 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     running = dict(part.split(":") for part in dist.get_backend_config().split(","))
     if device_type not in running and device_type != "meta":
         raise errors.MeshError(
-            f'a mesh of device type "{device_type}" does not fit the default process group, whose backends are '
-            f"{running}. Use one of {sorted(running)}, or start the group with a backend for {device_type}."
+            f'a mesh of device type "{device_type}" does not fit the default process group, whose '
+            f"backends are "
+            f"{running}. Use one of {sorted(running)}, or start the group with a backend for "
+            f"{device_type}."
         )
     if backend is None:
         return
@@ -181,8 +193,8 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     )
     if any(running.get(device) != name for device, name in wanted.items()):
         raise errors.MeshError(
-            f"backend={backend!r}, but the default process group exists already, with {running}. Omit backend, or "
-            "destroy that group first."
+            f"backend={backend!r}, but the default process group exists already, with {running}. "
+            "Omit backend, or destroy that group first."
         )
 
 

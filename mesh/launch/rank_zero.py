@@ -6,8 +6,8 @@
     main_process_first     rank 0   block .. sync   continues
                            rank 1            sync   block ..  continues
 
-A collective inside such a region, with a rank that is not in it, would hang. So a region observes this rank's collectives and warns;
-outside of regions this costs nothing.
+A collective inside such a region, with a rank that is not in it, would hang. So a region observes
+this rank's collectives and warns; outside of regions this costs nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ def rank_zero(
 def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> Callable[..., Any]:
     """rank_zero(fn)(*args) -> fn(*args) on rank 0, None on the others, which do not wait.
 
-    Also a decorator: `@rank_zero`, or `@rank_zero(local=True)`. Before the default process group is started, the rank is the one that
-    torchrun or `launch` has set. A collective with other ranks inside fn would hang, so it causes a warning, once
-    per line.
+    Also a decorator: `@rank_zero`, or `@rank_zero(local=True)`. Before the default process group is
+    started, the rank is the one that torchrun or `launch` has set. A collective with other ranks
+    inside fn would hang, so it causes a warning, once per line.
 
     Args:
-        local: run on one rank of each host, the one with LOCAL_RANK 0. Simulated ranks share one host.
+        local: run on one rank of each host, the one with LOCAL_RANK 0. Simulated ranks share one
+            host.
 
-    Raises: LaunchEnvironmentError when local is true and the launcher has not set which ranks share this host.
+    Raises: LaunchEnvironmentError when local is true and the launcher has not set which ranks share
+    this host.
     Communication: none.
 
     >>> import shardmesh as sm
@@ -82,18 +84,20 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
 
 @contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """with main_process_first(): run the block on rank 0, then on all other ranks; for example, rank 0 downloads, others use the cache.
+    """with main_process_first(): run the block on rank 0, then on all other ranks; for example,
+    rank 0 downloads, others use the cache.
 
-    If rank 0 raises, the other ranks raise `PeerError` instead of running the block. However long rank 0 takes, it is not reported
-    as a stall. A collective inside the block would hang, so it causes a warning, once per line.
+    If rank 0 raises, the other ranks raise `PeerError` instead of running the block. However long
+    rank 0 takes, it is not reported as a stall. A collective inside the block would hang, so it
+    causes a warning, once per line.
 
     Args:
         local: on each host, run the rank with LOCAL_RANK 0 first. Simulated ranks share one host.
 
     Raises:
         PeerError: on the other ranks, when the first rank raised.
-        LaunchEnvironmentError: the default process group is not started, or local is true and the launcher has not set which ranks
-            share this host.
+        LaunchEnvironmentError: the default process group is not started, or local is true and the
+            launcher has not set which ranks share this host.
     Communication: all_gather_object, of a few bytes, over all ranks (of the host).
 
     >>> import shardmesh as sm
@@ -110,8 +114,9 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
     if launched is not None and launched[1] > 1:
         raise errors.LaunchEnvironmentError(
-            f"main_process_first() before the default process group of the {launched[1]} processes is started, so no rank could wait for "
-            "rank 0. Call init_device_mesh or torch.distributed.init_process_group first."
+            f"main_process_first() before the default process group of the {launched[1]} processes "
+            "is started, so no rank could wait for rank 0. Call init_device_mesh or "
+            "torch.distributed.init_process_group first."
         )
     group, line = world.group(peers), "{}:{}".format(*user_line())
     name = f"main_process_first() at {line}"
@@ -143,8 +148,9 @@ def _of_this_host(rank: int) -> range:
     found = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if None in map(whole_number, found):
         raise errors.LaunchEnvironmentError(
-            f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and LOCAL_WORLD_SIZE={found[1]!r} are not both set. "
-            "Start the program with torchrun, or set both in every process."
+            f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and "
+            f"LOCAL_WORLD_SIZE={found[1]!r} are not both set. Start the program with torchrun, or "
+            "set both in every process."
         )
     first = rank - int(found[0])
     return range(first, first + int(found[1]))
@@ -165,7 +171,10 @@ def _sending_outcome(group: Group, line: str) -> Iterator[None]:
 
 def _verdict(rank: int, line: str, error: Exception) -> Verdict:
     kind = type(error).__name__
-    summary = f"rank {rank} raised {kind} in main_process_first at {line}, so the other ranks do not run the block: {error}"
+    summary = (
+        f"rank {rank} raised {kind} in main_process_first at {line}, so the other ranks do not run "
+        f"the block: {error}"
+    )
     lines = [
         summary,
         *(f"  | {text}" for text in "".join(traceback.format_exception(error)).splitlines()),
@@ -180,13 +189,15 @@ def _paused(world: World) -> Any:
     return nullcontext() if watch is None else watch.paused()
 
 
-# ------------------------------------------------------------------------------------------------------------- regions
+# ------------------------------------------------------------------------------------------ regions
 
 _warned: set[tuple[str, int]] = set()
 
 
 class _Region:
-    """A block of the program that some ranks do not run, or run later; observes the collectives inside."""
+    """A block of the program that some ranks do not run, or run later; observes the collectives
+    inside.
+    """
 
     def __init__(self, world: World, name: str, absent: Sequence[int]) -> None:
         self._world, self._name, self._absent = world, name, frozenset(absent)
@@ -208,8 +219,9 @@ class _Region:
     def _text(self, record: CollectiveRecord, name: str, absent: Sequence[int]) -> str:
         by = "" if name == record.op else f" by {name}"
         return (
-            f"{record.op} over {self._world.axes_of(record.ranks)}{by} inside {self._name}: {ranks_text(absent)} will not call it "
-            f"while this rank is in the block, so it hangs. Call it before or after the block, on {ranks_text(record.ranks)} together."
+            f"{record.op} over {self._world.axes_of(record.ranks)}{by} inside {self._name}: "
+            f"{ranks_text(absent)} will not call it while this rank is in the block, so it hangs. "
+            f"Call it before or after the block, on {ranks_text(record.ranks)} together."
         )
 
 

@@ -8,8 +8,9 @@
                   0/verdict  "go", or what is wrong       the first one stands, and all ranks take it
                   1/...                                   the next default group of the same job
 
-A rank is "ready" only while its process lives, so that entries which an earlier attempt of a restarted job left in the launcher's store
-never count as arrived. A rank that finds an earlier entry with its own number ends that round with "again".
+A rank is "ready" only while its process lives, so that entries which an earlier attempt of a
+restarted job left in the launcher's store never count as arrived. A rank that finds an earlier
+entry with its own number ends that round with "again".
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TIMEOUT_S = 600.0  # for the last rank to arrive
 _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
 _TO_TELL_LATE_S = 8.0  # the same for one that raises long before the others expect it
 _RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
-_TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that votes can decide which are the outliers
+# how long ranks that differ wait for the rest, so that votes can decide which are the outliers
+_TO_COME_S = 0.8
 _TO_READ_S = (
     1.0  # how long the rank that serves the store stays, so that the others can read what is wrong
 )
@@ -57,20 +59,25 @@ _starts = itertools.count()
 def rendezvous(
     rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = ""
 ) -> Store:
-    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are all there and agree.
+    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are
+    all there and agree.
 
-    Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
-    with the same text, within about a second of their arrival. Jobs are told apart by TORCHELASTIC_RUN_ID, which torchrun and
-    `launch` set; a second job with variables set by hand looks like a second process for each of its ranks, and is reported so.
-    Where torchrun may restart processes (--max-restarts), a second process on another host is taken for the first one's successor.
+    Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of
+    another job end it on all ranks with the same text, within about a second of their arrival. Jobs
+    are told apart by TORCHELASTIC_RUN_ID, which torchrun and `launch` set; a second job with
+    variables set by hand looks like a second process for each of its ranks, and is reported so.
+    Where torchrun may restart processes (--max-restarts), a second process on another host is taken
+    for the first one's successor.
 
     Args:
         alike: what must be the same on every rank, by name: see `rank_info.what_must_agree`.
         timeout: seconds for all ranks to arrive.
         device: of this rank, if no other rank may use it.
 
-    Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
-    Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
+    Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the
+    time is over.
+    Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the
+    last one is there.
     """
     progress, address = Progress(rank, timeout), job_store.address_of(os.environ)
     while True:
@@ -90,7 +97,9 @@ def rendezvous(
 
 
 def notify_of_early_errors() -> None:
-    """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
+    """Notify the other ranks if this one raises before its first mesh and no launcher ends them;
+    they would wait for it.
+    """
     env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if (
@@ -122,7 +131,9 @@ def notify_of_early_errors() -> None:
 def notify_ranks(
     error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S
 ) -> errors.LaunchEnvironmentError:
-    """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
+    """Notify the ranks that can be reached in time that this one cannot start; return the error
+    that all ranks raise.
+    """
     env = completed(os.environ)
     rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
     if rank is None or port is None or not 0 < port < 1 << 16 or not env.get("MASTER_ADDR"):
@@ -147,7 +158,9 @@ def notify_ranks(
 
 
 class StoreRendezvous:
-    """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and tells the others why."""
+    """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and
+    tells the others why.
+    """
 
     def __init__(
         self,
@@ -193,7 +206,7 @@ class StoreRendezvous:
                 raise errors.LaunchEnvironmentError(self.fault if verdict == _GO else verdict)
         raise AssertionError("unreachable")
 
-    # -- who is who ----------------------------------------------------------------------------------------------------
+    # -- who is who --------------------------------------------------------------------------------
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
@@ -208,15 +221,18 @@ class StoreRendezvous:
                 f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ",
             )
             raise errors.LaunchEnvironmentError(
-                f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, {first.place}, came first), and rank "
-                f"{self.info.rank} ({self.info.place}) is one of job {self.info.job!r}: give each job its own MASTER_ADDR or "
-                "MASTER_PORT (torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
+                f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, "
+                f"{first.place}, came first), and rank {self.info.rank} ({self.info.place}) is one "
+                f"of job {self.info.job!r}: give each job its own MASTER_ADDR or MASTER_PORT "
+                "(torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
             )
 
     def _claim(self, keys: Any) -> bool:
-        """Claim this rank for this process; return whether it can take part in this round, or must in the next.
+        """Claim this rank for this process; return whether it can take part in this round, or must
+        in the next.
 
-        Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives too late.
+        Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives
+        too late.
         """
         holder = _claimed(keys, f"rank{self.info.rank}", self.info)
         verdict = _read(keys, "verdict")
@@ -241,12 +257,14 @@ class StoreRendezvous:
         raise errors.LaunchEnvironmentError(
             self.fault
             or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with WORLD_SIZE={self.info.size}, but a job of "
-            f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. Give every process of one job the "
-            "same WORLD_SIZE, and each job its own MASTER_PORT."
+            f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. "
+            "Give every process of one job the same WORLD_SIZE, and each job its own MASTER_PORT."
         )
 
     def _may_follow(self, holder: RankInfo) -> bool:
-        """Return whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
+        """Return whether the process that was this rank before is this one, has ended, or is one
+        that torchrun has replaced.
+        """
         elsewhere = holder.machine != self.info.machine
         return (
             holder.is_same_process(self.info)
@@ -257,8 +275,9 @@ class StoreRendezvous:
     def _duplicate(self, keys: Any, holder: RankInfo, verdict: str) -> str:
         one, other = sorted((holder, self.info), key=lambda info: (info.host, info.pid))
         text = (
-            f"two processes are RANK={self.info.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
-            "its own RANK, from 0 to WORLD_SIZE - 1, and each job its own MASTER_PORT. A process that a rank starts inherits its RANK: "
+            f"two processes are RANK={self.info.rank} at {self.address}: {one.place}, and "
+            f"{other.place}. Give every process of a job its own RANK, from 0 to WORLD_SIZE - 1, "
+            "and each job its own MASTER_PORT. A process that a rank starts inherits its RANK: "
             "unset it there, if that one is not to take part."
         )
         stands = verdict or _write_verdict(keys, text)
@@ -267,7 +286,7 @@ class StoreRendezvous:
         self._leave(keys)
         return stands
 
-    # -- the rounds ----------------------------------------------------------------------------------------------------
+    # -- the rounds --------------------------------------------------------------------------------
 
     def _take_part(self, keys: Any) -> str:
         """Take part in this round; return the verdict on all ranks."""
@@ -281,7 +300,8 @@ class StoreRendezvous:
         """Wait for the verdict on all ranks, and return it.
 
         Args:
-            differing: the key that is set once all have arrived, on a rank that differs from the first one.
+            differing: the key that is set once all have arrived, on a rank that differs from the
+                first one.
         """
         pauses, is_ready, since = self._pauses(), False, time.monotonic()
         while not (verdict := _read(keys, "verdict")):
@@ -340,13 +360,16 @@ class StoreRendezvous:
     def _too_late(self, keys: Any) -> str:
         missing = self._awaited(keys)
         return (
-            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.progress.timeout:.0f} s. Look at what "
-            f"{'it' if len(missing) == 1 else 'they'} printed, and whether the launcher on every host was given the same address and "
-            "the same number of ranks."
+            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within "
+            f"{self.progress.timeout:.0f} s. Look at what {'it' if len(missing) == 1 else 'they'} "
+            "printed, and whether the launcher on every host was given the same address and the "
+            "same number of ranks."
         )
 
     def _leave(self, keys: Any) -> None:
-        """Confirm that this rank has read the verdict. The rank that serves the store waits for the others."""
+        """Confirm that this rank has read the verdict. The rank that serves the store waits for the
+        others.
+        """
         _add(keys, "left", 1)
         deadline = time.monotonic() + _TO_READ_S
         while (
@@ -358,7 +381,9 @@ class StoreRendezvous:
 
 
 def _is_restartable() -> bool:
-    """Return whether torchrun may have replaced processes of this job, so that entries of earlier ones are not a mistake."""
+    """Return whether torchrun may have replaced processes of this job, so that entries of earlier
+    ones are not a mistake.
+    """
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -367,7 +392,9 @@ def _read(keys: Any, name: str) -> str:
 
 
 def _add(keys: Any, name: str, amount: int) -> int:
-    """Add to a counter. torch's store drops the connection if there is something else than a number, so look first."""
+    """Add to a counter. torch's store drops the connection if there is something else than a
+    number, so look first.
+    """
     if keys.check([name]):
         parsed(_key(name), keys.get(name), parse_number)
     return keys.add(name, amount)

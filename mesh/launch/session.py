@@ -38,16 +38,19 @@ if TYPE_CHECKING:
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
-    """with session(): close the process groups at the end of the block, however it ends, so that no rank hangs.
+    """with session(): close the process groups at the end of the block, however it ends, so that no
+    rank hangs.
 
-    At the end all ranks wait for each other; then each closes the groups that were made inside, in the same order, and the default
-    process group, if it was started inside. After an error it reports the error to the other ranks, which raise `PeerError`, and
-    does not wait. SIGTERM and SIGHUP, which otherwise kill at once, raise SystemExit(143) and SystemExit(129) inside, as Ctrl-C raises
-    KeyboardInterrupt. Meshes
-    and tensors that outlive the session raise an error when they communicate; make a new mesh, in a new session or without one.
+    At the end all ranks wait for each other; then each closes the groups that were made inside, in
+    the same order, and the default process group, if it was started inside. After an error it
+    reports the error to the other ranks, which raise `PeerError`, and does not wait. SIGTERM and
+    SIGHUP, which otherwise kill at once, raise SystemExit(143) and SystemExit(129) inside, as
+    Ctrl-C raises KeyboardInterrupt. Meshes and tensors that outlive the session raise an error when
+    they communicate; make a new mesh, in a new session or without one.
 
     Args:
-        timeout: seconds that a rank may keep others waiting before that is an error, as in `watchdog`; inside only.
+        timeout: seconds that a rank may keep others waiting before that is an error, as in
+            `watchdog`; inside only.
         stall_warn: seconds before that is a warning.
 
     Raises:
@@ -60,7 +63,8 @@ def session(timeout: float | None = None, stall_warn: float | None = None) -> Se
     ...     mesh = sm.init_device_mesh("cpu", (1,))
     >>> mesh.group()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    shardmesh.mesh.errors.MeshError: DeviceMesh(cpu, axis_0=1) belongs to the session that was opened at ...
+    shardmesh.mesh.errors.MeshError: DeviceMesh(cpu, axis_0=1) belongs to the session that was
+    opened at ...
     """
     return Session(timeout, stall_warn)
 
@@ -79,7 +83,10 @@ class Session:
         self.place, self.is_closed = "", False
 
     def __repr__(self) -> str:
-        return f"Session({'closed, ' if self.is_closed else ''}opened at {self.place or 'no line yet'})"
+        return (
+            f"Session({'closed, ' if self.is_closed else ''}opened at "
+            f"{self.place or 'no line yet'})"
+        )
 
     def __enter__(self) -> Session:
         if self.place:
@@ -148,7 +155,9 @@ class Session:
                 stream.flush()
 
     def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
-        """Make groups and meshes of the session raise when they communicate, and forget them, so that new ones are made."""
+        """Make groups and meshes of the session raise when they communicate, and forget them, so
+        that new ones are made.
+        """
         for key in [key for key, mesh in world.meshes.items() if _is_in(mesh, meshes)]:
             del world.meshes[key]
         world.configured_meshes.difference_update(meshes)
@@ -166,7 +175,10 @@ class Session:
             )
 
     def _why(self, what: str) -> str:
-        return f"{what} belongs to the session that was opened at {self.place} and is closed: make a new mesh and move the tensors to it."
+        return (
+            f"{what} belongs to the session that was opened at {self.place} and is closed: make a "
+            "new mesh and move the tensors to it."
+        )
 
 
 class ClosedWorld(World):
@@ -204,7 +216,9 @@ class _Snapshot:
         self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
-        """Return the groups made since: subgroups in the order of their ranks, those of all ranks last."""
+        """Return the groups made since: subgroups in the order of their ranks, those of all ranks
+        last.
+        """
         known = self._groups if world is self._world else []
         made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
         return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
@@ -218,7 +232,9 @@ class _Snapshot:
         return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
 
     def destroy_since(self, groups: Sequence[Group]) -> None:
-        """Destroy torch's process groups of these groups that were made since, except the default group."""
+        """Destroy torch's process groups of these groups that were made since, except the default
+        group.
+        """
         for group in groups:
             handle = (
                 group._channel and group._channel() if isinstance(group, ProcessGroup) else None
@@ -231,15 +247,18 @@ class _Snapshot:
 
 
 def _is_in(one: object, many: Sequence[object]) -> bool:
-    """Return whether `many` has this very object; equal meshes of different worlds are different objects."""
+    """Return whether `many` has this very object; equal meshes of different worlds are different
+    objects.
+    """
     return any(one is other for other in many)
 
 
 def _abandon_job() -> None:
     """End the default group and all others without waiting for their collectives.
 
-    Destroying a gloo group waits for its threads, which wait for ranks that may never answer. So gloo's groups are kept until the
-    process exits; they cost a few sleeping threads. Other backends can abort their collectives.
+    Destroying a gloo group waits for its threads, which wait for ranks that may never answer. So
+    gloo's groups are kept until the process exits; they cost a few sleeping threads. Other backends
+    can abort their collectives.
     """
     keep_groups()
     if "nccl" in dist.get_backend_config():

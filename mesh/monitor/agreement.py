@@ -1,4 +1,5 @@
-"""Agree on whether the job is monitored: a rank that the others cannot see turns the monitor off on all ranks.
+"""Agree on whether the job is monitored: a rank that the others cannot see turns the monitor off on
+all ranks.
 
     rank 2   No space left on device      -> the store: "without" is the reason   trains without the monitor
     rank 0   waits for rank 2's buffer    <- the store, after 0.05 s              continues without it, as do 1 and 3
@@ -8,8 +9,9 @@ In the store, under "shardmesh/watch/JOB":
     place/RANK    which files a rank has
     without       why the job is not monitored; the first reason stands, and the rank that wrote it prints it
 
-A store that cannot be reached never answers, and the main thread may be blocked in it on its own connection. So waiting ranks ask on a
-separate thread, and a rank that gives up does so over a separate connection.
+A store that cannot be reached never answers, and the main thread may be blocked in it on its own
+connection. So waiting ranks ask on a separate thread, and a rank that gives up does so over a
+separate connection.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Agreement:
         Args:
             needed: bytes for the files of all ranks of this host.
 
-        Raises: OSError when another process has named a folder that is none of those this rank would choose.
+        Raises: OSError when another process has named a folder that is none of those this rank
+        would choose.
         """
         chosen, key = str(parent_folder(needed)), f"folder/{machine()}"
         named = parsed(
@@ -78,8 +81,9 @@ class Agreement:
         known = {str(folder): folder for folder in (Path(chosen), *parent_folders())}
         if named not in known:
             raise OSError(
-                f"another process has named {shortened(named)!r} as the folder of this host's ranks, and this rank uses one of "
-                f"{', '.join(known)}: set SHARDMESH_WATCH_DIR to one folder on all ranks of a host, see docs/trust.md"
+                f"another process has named {shortened(named)!r} as the folder of this host's "
+                f"ranks, and this rank uses one of {', '.join(known)}: set SHARDMESH_WATCH_DIR to "
+                "one folder on all ranks of a host, see docs/trust.md"
             )
         return known[named]
 
@@ -88,17 +92,21 @@ class Agreement:
         self._keys(self._whole).set(f"place/{self._rank}", _place(directory))
 
     def decline(self, reason: str) -> None:
-        """Turn the monitor off on all ranks, unless another rank already has. Communication: one message to the store."""
+        """Turn the monitor off on all ranks, unless another rank already has. Communication: one
+        message to the store.
+        """
         mine = f"rank {self._rank}: {reason}"
         with contextlib.suppress(RuntimeError):
             if self._keys(self._whole.clone()).compare_set("without", "", mine) != mine.encode():
                 return
         warn(mine)
 
-    # -- ranks that wait -----------------------------------------------------------------------------------------------
+    # -- ranks that wait ---------------------------------------------------------------------------
 
     def check_visible(self, monitor: Monitor, ranks: Iterable[int]) -> None:
-        """Ask the store in the background whether those of these ranks that have not been seen can be seen at all. Returns at once."""
+        """Ask the store in the background whether those of these ranks that have not been seen can
+        be seen at all. Returns at once.
+        """
         self._unseen = [rank for rank in ranks if monitor.directory.buffer_of(rank) is None]
         if not self._unseen or self._over.is_set():
             return
@@ -138,7 +146,8 @@ class Agreement:
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
         hidden = sorted(rank for rank in asked if self._is_hidden(monitor, keys, rank))
         return (
-            f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {monitor.directory.folder}"
+            f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in "
+            f"{monitor.directory.folder}"
             if hidden
             else ""
         )
@@ -152,7 +161,9 @@ class Agreement:
 
 
 def _reason_text(value: bytes) -> str:
-    """Return why another rank has turned the monitor off, or what is wrong with the value that says so."""
+    """Return why another rank has turned the monitor off, or what is wrong with the value that says
+    so.
+    """
     try:
         return printable(parsed("shardmesh/watch/*/without", value, message))
     except StoreValueError as error:

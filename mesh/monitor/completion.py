@@ -3,8 +3,9 @@
     gloo's thread    Work.finish: has the work's lock, runs the profiler's callback, which waits for the interpreter's lock
     this thread      Work.isCompleted: has the interpreter's lock, waits for the work's: neither goes on
 
-The callback needs the interpreter where the collective was started under `torch.autograd.graph.saved_tensors_hooks`, as in a backward of
-FSDP, while a profiler was on (torch 2.13). A wait releases the interpreter's lock, so a short one asks in place of `is_completed()`.
+The callback needs the interpreter where the collective was started under
+`torch.autograd.graph.saved_tensors_hooks`, as in a backward of FSDP, while a profiler was on (torch
+2.13). A wait releases the interpreter's lock, so a short one asks in place of `is_completed()`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _wait: Any = getattr(_Work, "wait", None)  # before `torch_calls` wraps it
 
 
 def is_pending(error: RuntimeError, work: Any) -> bool:
-    """Return whether a timed wait raised this error because the time was over; otherwise the work has failed, or has just ended."""
+    """Return whether a timed wait raised this error because the time was over; otherwise the work
+    has failed, or has just ended.
+    """
     return _IS_PENDING in str(error) or not work.is_completed()
 
 

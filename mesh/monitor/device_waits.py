@@ -1,15 +1,16 @@
 """Publish in which collective a rank is blocked while its main thread waits for an accelerator.
 
-The host of an accelerator does not wait in a collective. It runs ahead, and stops where it needs a result:
+The host of an accelerator does not wait in a collective. It runs ahead, and stops where it needs a
+result:
 
     rank 0   G.all_reduce #5   x.item() ......      BLOCKED: G#5, the first collective that its stream has not completed
     rank 1   H.all_reduce #7   x.item() ......      BLOCKED: H#7      each waits for what the other has not called: a deadlock
 
-A main thread that stays at another place for seconds may be in a launch for which the queue has no room, in the backward pass, or wait for
-something else. Then only the device counts as blocked.
+A main thread that stays at another place for seconds may be in a launch for which the queue has no
+room, in the backward pass, or wait for something else. Then only the device counts as blocked.
 
-The device is asked only while the main thread stays at one place, and so captures no CUDA graph: an event that another thread queries may
-disturb a capture.
+The device is asked only while the main thread stays at one place, and so captures no CUDA graph: an
+event that another thread queries may disturb a capture.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _STUCK_NS = 5_000_000_000
 _Place = tuple[int, int]
-# Functions and methods that return when the device has computed their result, besides those called `...synchronize`
+# Functions and methods that return when the device has computed their result, besides those called
+# `...synchronize`
 _WAITING = {
     "item",
     "tolist",
@@ -56,7 +58,9 @@ class DeviceWaits:
         self._number: int | None = None
 
     def look(self) -> None:
-        """Look where the main thread is, and publish what it waits for if it has been there since the last look."""
+        """Look where the main thread is, and publish what it waits for if it has been there since
+        the last look.
+        """
         monitor, now = self._monitor, monotonic_ns()
         records, place, waits = monitor.buffer.words[Header.RECORDS], None, False
         if records == self._records and any(
@@ -86,10 +90,12 @@ class DeviceWaits:
 
 
 def place_of(frame: FrameType | None) -> tuple[_Place | None, bool]:
-    """Return an identifier of where a thread is, and whether that is a call that waits for a device, as far as its names say.
+    """Return an identifier of where a thread is, and whether that is a call that waits for a
+    device, as far as its names say.
 
     Args:
-        frame: its innermost. Those of shardmesh and torch count as part of the call of the user's program.
+        frame: its innermost. Those of shardmesh and torch count as part of the call of the user's
+            program.
     """
     place = None if frame is None else (id(frame), frame.f_lasti)
     while frame is not None:
@@ -101,7 +107,9 @@ def place_of(frame: FrameType | None) -> tuple[_Place | None, bool]:
 
 @lru_cache(1024)
 def _waits(code: CodeType, at: int) -> bool:
-    """Return whether the instruction there is a call of a function that waits for a device, or the truth of a value (`if x:`)."""
+    """Return whether the instruction there is a call of a function that waits for a device, or the
+    truth of a value (`if x:`).
+    """
     if at < 0:  # the frame has not begun
         return False
     before = [

@@ -1,7 +1,9 @@
-"""Let a process whose program has returned exit with status 1 all the same: its job has failed, or work that nobody waited for.
+"""Let a process whose program has returned exit with status 1 all the same: its job has failed, or
+work that nobody waited for.
 
-Python has no call for it. Exit functions run first, and output is flushed; the process ends when the interpreter clears its modules, or
-where `launch` ends its children. The destructors of torch's objects, which would wait for collectives under way, do not run.
+Python has no call for it. Exit functions run first, and output is flushed; the process ends when
+the interpreter clears its modules, or where `launch` ends its children. The destructors of torch's
+objects, which would wait for collectives under way, do not run.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _last_word: LastWord | None = None
 
 
 def fail() -> None:
-    """Make the exit status of this process 1: work that the program has left to a thread has failed."""
+    """Make the exit status of this process 1: work that the program has left to a thread has
+    failed.
+    """
     global _last_word
     if not has_failed():
         _last_word = LastWord()

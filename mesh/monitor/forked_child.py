@@ -1,8 +1,9 @@
 """Detach a forked child from its rank.
 
-A child has the rank's memory and sockets, but none of the threads that communicate: a collective that it called would hang, or take what
-other ranks have sent to the rank. So the child records into memory of its own, and collectives on the rank's groups raise. It may start
-a default group of its own.
+A child has the rank's memory and sockets, but none of the threads that communicate: a collective
+that it called would hang, or take what other ranks have sent to the rank. So the child records into
+memory of its own, and collectives on the rank's groups raise. It may start a default group of its
+own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Monitor this process for hangs: record its collectives, poll the other ranks while waiting, broadcast the diagnosis.
+"""Monitor this process for hangs: record its collectives, poll the other ranks while waiting,
+broadcast the diagnosis.
 
-A process has one monitor for each default process group. It ends with the group or with the first verdict: after that every
-collective of every rank raises the verdict.
+A process has one monitor for each default process group. It ends with the group or with the first
+verdict: after that every collective of every rank raises the verdict.
 """
 
 from __future__ import annotations
@@ -71,16 +72,19 @@ _STACK_S, _FAR_STACK_S = (
 
 
 class Monitor:
-    """One process's view of the job: its own trace buffer, those of the other ranks, and the verdict.
+    """One process's view of the job: its own trace buffer, those of the other ranks, and the
+    verdict.
 
     Attributes:
         directory: the trace buffers of all ranks.
         buffer: this rank's trace buffer.
         alarm: one word; not 0 when there is a verdict, or when the job is not monitored.
         recorders: of the groups on which this rank has called something.
-        torch_context: what the program's own calls are part of, as a `CommContext` of those of the library.
+        torch_context: what the program's own calls are part of, as a `CommContext` of those of the
+            library.
         stream_events: where streams of accelerators wait for its collectives.
-        abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
+        abandoned: whether a collective may have been left under way, which torch's threads would
+            wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
         relay: the connection to other hosts; None if there is none.
@@ -109,7 +113,9 @@ class Monitor:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every rank of the job becomes visible here: there is one host, or a relay to the others."""
+        """Whether every rank of the job becomes visible here: there is one host, or a relay to the
+        others.
+        """
         return self.relay is not None or not is_needed(os.environ, self.directory.size)
 
     @property
@@ -121,7 +127,7 @@ class Monitor:
         self.recorders.append(recorder)
         return recorder
 
-    # -- verdicts ------------------------------------------------------------------------------------------------------
+    # -- verdicts ----------------------------------------------------------------------------------
 
     def standing(self) -> Verdict | None:
         """Return the verdict on the job, if there is one."""
@@ -144,7 +150,9 @@ class Monitor:
         return verdict.error()
 
     def depart(self) -> None:
-        """Stop monitoring: the program continues without this job, or in another one, and its process is no longer ended."""
+        """Stop monitoring: the program continues without this job, or in another one, and its
+        process is no longer ended.
+        """
         self.close()
         self.abandoned = False
         self.watchdog.stop()
@@ -161,10 +169,12 @@ class Monitor:
         default = dist.group.WORLD if dist.is_initialized() else None
         return default is not None and not self.world.is_over(default)
 
-    # -- a job that cannot be monitored --------------------------------------------------------------------------------
+    # -- a job that cannot be monitored ------------------------------------------------------------
 
     def checked(self) -> Monitor | None:
-        """Return this monitor, or None if the ranks go on without one. Raises: WatchError for the verdict on the job."""
+        """Return this monitor, or None if the ranks go on without one. Raises: WatchError for the
+        verdict on the job.
+        """
         if self.alarm[0] == Alarm.UNWATCHED:
             self._retire()
             return None
@@ -172,12 +182,16 @@ class Monitor:
         return self
 
     def give_up(self, reason: str) -> None:
-        """Let all ranks go on without the monitor, unless there is a verdict: those of this host at once, others through the store."""
+        """Let all ranks go on without the monitor, unless there is a verdict: those of this host at
+        once, others through the store.
+        """
         if self.directory.give_up():
             warn(reason) if self._agreement is None else self._agreement.decline(reason)
 
     def _retire(self) -> None:
-        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts apply."""
+        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts
+        apply.
+        """
         if not self._is_on:
             return
         self._is_on = False
@@ -195,7 +209,9 @@ class Monitor:
         return [buffer for buffer in buffers if buffer is not None and is_near(buffer)]
 
     def fail(self, verdict: Verdict) -> Verdict:
-        """Make this the verdict on the job, unless there is one already; return the one that stands, which all ranks raise."""
+        """Make this the verdict on the job, unless there is one already; return the one that
+        stands, which all ranks raise.
+        """
         self._verdict = self.directory.post(verdict)
         self.failed_at = self.failed_at or monotonic_ns()
         return self._verdict
@@ -231,12 +247,16 @@ class Monitor:
         self.communicators.abort(wait=True)
 
     def verdict_on_lost(self) -> Verdict | None:
-        """Make the loss of ranks that have died the verdict on the job, and return the one that stands; None if none has."""
+        """Make the loss of ranks that have died the verdict on the job, and return the one that
+        stands; None if none has.
+        """
         gone = lost_ranks(self.directory)
         return self.fail(verdict_text.died(gone)) if gone else None
 
     def _find_lost(self) -> bool:
-        """Look for the rank behind a broken connection for a while; return whether there is a verdict."""
+        """Look for the rank behind a broken connection for a while; return whether there is a
+        verdict.
+        """
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             self.verdict_on_lost()
@@ -246,10 +266,12 @@ class Monitor:
             self.fail(verdict_text.ended(ended, self.directory.size))
         return self.standing() is not None
 
-    # -- waiting and diagnosing ----------------------------------------------------------------------------------------
+    # -- waiting and diagnosing --------------------------------------------------------------------
 
     def look(self, recorder: Recorder) -> None:
-        """Wait until votes decide which of the ranks that differ are the outliers, and raise that as a WatchError."""
+        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
+        as a WatchError.
+        """
         since, sequence = monotonic_ns(), recorder.called - 1
         while not agree(members(self, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
@@ -257,7 +279,9 @@ class Monitor:
             time.sleep(_NAP_S)
 
     def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
-        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the job is not monitored any more."""
+        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
+        job is not monitored any more.
+        """
         if self.checked() is None:
             return False
         found = diagnose.diagnose(self, recorder, sequence, since)
@@ -267,12 +291,16 @@ class Monitor:
         return self.alarm[0] != Alarm.UNWATCHED
 
     def check_visible(self, recorder: Recorder, since: int) -> None:
-        """Ask, after some time of waiting, whether the ranks that have not been seen are visible at all."""
+        """Ask, after some time of waiting, whether the ranks that have not been seen are visible at
+        all.
+        """
         if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
             self._agreement.check_visible(self, recorder.group.ranks)
 
     def rendezvous(self, recorder: Recorder, sequence: int) -> None:
-        """Wait until all ranks call the same: before a group's first collective, for which torch connects them, and in "strict" mode."""
+        """Wait until all ranks call the same: before a group's first collective, for which torch
+        connects them, and in "strict" mode.
+        """
 
         def done(found: list[Member]) -> bool:
             late = [m for m in found if m.came is False and (m.buffer is not None or self.sees_all)]
@@ -294,7 +322,9 @@ class Monitor:
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
     ) -> bool:
-        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the diagnosed WatchError."""
+        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the
+        diagnosed WatchError.
+        """
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
@@ -317,7 +347,8 @@ class Monitor:
     ) -> None:
         """Return when these members have called this collective.
 
-        A message between two ranks cannot be waited for in slices, so it is not waited for before both ranks have called.
+        A message between two ranks cannot be waited for in slices, so it is not waited for before
+        both ranks have called.
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
@@ -334,7 +365,9 @@ class Monitor:
             raise self.failed(wrong)
 
     def compare_splits(self, recorder: Recorder, sequence: int) -> None:
-        """Raise a WatchError where a rank sends another number of elements than its receiver expects, as far as ranks have called."""
+        """Raise a WatchError where a rank sends another number of elements than its receiver
+        expects, as far as ranks have called.
+        """
         if diagnose.wrong_splits(self, recorder, sequence) is not None:
             deadline = time.monotonic() + _TO_SHOW_S
             while time.monotonic() < deadline and not all(
@@ -346,10 +379,12 @@ class Monitor:
                 raise self.failed(wrong)
 
     def wait(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
+        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms,
+        then every 25 ms.
 
-        Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
-        checks as well, so a long wait usually means that a rank is gone. Raises: the diagnosed WatchError.
+        Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
+        it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
+        is gone. Raises: the diagnosed WatchError.
         """
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
             self._wait_long(recorder, sequence, work)
@@ -357,7 +392,9 @@ class Monitor:
     def _is_done_soon(
         self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
     ) -> bool:
-        """Wait for a slice of time; return whether the work is done. (When the slice runs out, torch takes 0.2 ms to build its error.)"""
+        """Wait for a slice of time; return whether the work is done. (When the slice runs out,
+        torch takes 0.2 ms to build its error.)
+        """
         try:
             work.wait(slice_)
         except RuntimeError as error:
@@ -383,7 +420,9 @@ class Monitor:
                 slice_ = _LONG_SLICE if is_long else slice_
 
     def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout, which would abort NCCL's communicator."""
+        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout,
+        which would abort NCCL's communicator.
+        """
         self.wait_until(recorder, sequence, work.is_completed)
         self.wait_to_the_end(recorder, sequence, work)
 
@@ -395,7 +434,9 @@ class Monitor:
             self.explain(recorder, sequence, error)
 
     def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
-        """Raise the reason for a collective that broke: WatchError where another rank is the reason, else the error itself."""
+        """Raise the reason for a collective that broke: WatchError where another rank is the
+        reason, else the error itself.
+        """
         since = monotonic_ns()
         progress = _TO_EXPLAIN_S + (
             self.relay.lost_after_s if self.relay is not None and self.relay.has_others else 0
@@ -416,7 +457,9 @@ class Monitor:
 
     @contextmanager
     def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
-        """Publish what the main thread is blocked in; of an asynchronous collective that need not be the newest record."""
+        """Publish what the main thread is blocked in; of an asynchronous collective that need not
+        be the newest record.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -427,15 +470,18 @@ class Monitor:
         finally:
             words[Header.BLOCKED] = 0
 
-    # -- what others see -----------------------------------------------------------------------------------------------
+    # -- what others see ---------------------------------------------------------------------------
 
     @contextmanager
     def paused(self, state: str = "", kind: int = 1) -> Iterator[None]:
-        """Suspend stall detection on all ranks while any rank is inside; the time inside does not count afterwards either.
+        """Suspend stall detection on all ranks while any rank is inside; the time inside does not
+        count afterwards either.
 
         Args:
-            state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as it is.
-            kind: 1 for a debugger, in which a failed job does not end the process; `IDLE` for a wait.
+            state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as
+                it is.
+            kind: 1 for a debugger, in which a failed job does not end the process; `IDLE` for a
+                wait.
         """
         words = self.buffer.words
         text = self.buffer.text(state) if state else words[Header.DOING]
@@ -451,7 +497,9 @@ class Monitor:
                 words[Header.DOING] = before
 
     def ns_since(self, start: int) -> int:
-        """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a rank is paused."""
+        """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a
+        rank is paused.
+        """
         clock = self.buffer.words[Header.CLOCK]
         for buffer in filter(None, map(self.directory.buffer_of, range(self.directory.size))):
             if buffer.words[Header.PAUSED]:
@@ -463,7 +511,9 @@ class Monitor:
         return monotonic_ns() - start
 
     def stack_of(self, rank: int) -> list[str]:
-        """Return the stack of a rank's main thread, which its watchdog thread writes down; no lines when it does not."""
+        """Return the stack of a rank's main thread, which its watchdog thread writes down; no lines
+        when it does not.
+        """
         buffer = self.directory.buffer_of(rank)
         if buffer is None:
             return []
@@ -475,7 +525,8 @@ class Monitor:
     def settle(self) -> None:
         """Wait briefly at exit until the other ranks have seen this rank's last collectives.
 
-        A rank that got what it needed may be the first to exit, before the others notice that they differ.
+        A rank that got what it needed may be the first to exit, before the others notice that they
+        differ.
         """
         deadline = time.monotonic() + _SETTLE_S
         while (
@@ -507,7 +558,7 @@ class Monitor:
                 recorder.settled = called
         return recorder.settled >= recorder.called
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self, state: int = RankState.CLOSED) -> None:
         """End this rank's part in the job."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
-    """Start the monitor of this process; None if this rank's files cannot be made, which all ranks are notified of."""
+    """Start the monitor of this process; None if this rank's files cannot be made, which all ranks
+    are notified of.
+    """
     try:
         parent = (
             None

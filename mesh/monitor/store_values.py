@@ -2,8 +2,9 @@
 
     value of the store  --- parsed(key, value, parse) --->  a value of the right type, or one StoreValueError that names the key
 
-torch's store has neither passwords nor owners of keys, so no value decides more than it has to: a job's name is 16 digits, its folder is
-one that this host would choose, and a copy of another host's records keeps within its parts. See docs/trust.md.
+torch's store has neither passwords nor owners of keys, so no value decides more than it has to: a
+job's name is 16 digits, its folder is one that this host would choose, and a copy of another host's
+records keeps within its parts. See docs/trust.md.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def parsed(key: str, value: bytes, parse: Callable[[str], T], most: int = MOST_B
 def bad_value(key: str, value: object, why: str) -> StoreValueError:
     """Return the error for a value that no rank of this job has written."""
     return StoreValueError(
-        f"the job's store has {shortened(value, 80)} under {key!r}, which no rank of this job has written ({shortened(why, 100)}). "
-        "Something else writes to MASTER_PORT: give the job a port of its own that only its hosts reach (docs/trust.md)."
+        f"the job's store has {shortened(value, 80)} under {key!r}, which no rank of this job has "
+        f"written ({shortened(why, 100)}). Something else writes to MASTER_PORT: give the job a "
+        "port of its own that only its hosts reach (docs/trust.md)."
     )
 
 
-# -- parsers, which raise ValueError ---------------------------------------------------------------------------------------
+# -- parsers, which raise ValueError ---------------------------------------------------------------
 
 
 def job_name(text: str) -> str:

@@ -1,12 +1,14 @@
-"""End the processes of a failed job: the verdict is the last thing printed, and every process exits within seconds.
+"""End the processes of a failed job: the verdict is the last thing printed, and every process exits
+within seconds.
 
     verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
               +5 s     one that does not react is ended
               +10 s    one that raised the error and lives on, in the same job, is ended
     at exit            torch's groups are kept: destroying one waits for its threads, which wait for ranks that never answer
 
-Programs that host others are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
-it has destroyed the default group and continues with something else.
+Programs that host others are left alone: nothing is ended while a test runner, a notebook or a
+debugger runs the program, or after it has destroyed the default group and continues with something
+else.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ _PAUSE_S = 0.05
 # packages of programs that run other programs
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 _BROKEN = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed"
+    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL "
+    r"error|recvValue failed"
 )
 
 # exit statuses that shells report for a process ended by one of these signals -> the signal
@@ -64,7 +67,7 @@ _hooks: list[Any] = []
 _kept: set[int] = set()
 
 
-# -- before the end ----------------------------------------------------------------------------------------------------
+# -- before the end --------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -95,7 +98,9 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def interruption(error: BaseException) -> str | None:
-    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for any other error."""
+    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for
+    any other error.
+    """
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt"
     return (
@@ -107,7 +112,9 @@ def interruption(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
-    """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of torchrun, and then torchrun does."""
+    """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of
+    torchrun, and then torchrun does.
+    """
     handler = signal.getsignal(signal.SIGINT)
     is_ours = (
         isinstance(error, KeyboardInterrupt)
@@ -143,7 +150,9 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """Install a signal by which the watchdog thread interrupts the main thread when the job has failed."""
+    """Install a signal by which the watchdog thread interrupts the main thread when the job has
+    failed.
+    """
     global alarm_signal
     wanted = getattr(signal, "SIGRTMIN", None)
     if wanted is None or threading.current_thread() is not threading.main_thread():
@@ -159,11 +168,13 @@ def _on_alarm(*_: Any) -> None:
             monitor.check()
 
 
-# -- a program that lives on -------------------------------------------------------------------------------------------
+# -- a program that lives on -----------------------------------------------------------------------
 
 
 def is_hosted() -> bool:
-    """Return whether another program runs the main thread's: a test runner, a notebook, a debugger."""
+    """Return whether another program runs the main thread's: a test runner, a notebook, a
+    debugger.
+    """
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
@@ -188,7 +199,9 @@ def may_end(monitor: Monitor) -> bool:
 
 
 def end(monitor: Monitor, text: str) -> None:
-    """Print a message and end this process whatever its main thread does, and those of this host that cannot end by themselves."""
+    """Print a message and end this process whatever its main thread does, and those of this host
+    that cannot end by themselves.
+    """
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
     _kill_late(monitor, [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)])
@@ -197,7 +210,9 @@ def end(monitor: Monitor, text: str) -> None:
 
 
 def set_deadline(monitor: Monitor, is_on: bool) -> None:
-    """Set whether the process ends some seconds after its time to exit even if its watchdog thread cannot run any more."""
+    """Set whether the process ends some seconds after its time to exit even if its watchdog thread
+    cannot run any more.
+    """
     global _deadline_of
     if is_on and _deadline_of is None:
         _deadline_of = monitor
@@ -208,7 +223,9 @@ def set_deadline(monitor: Monitor, is_on: bool) -> None:
 
 
 def _end_at_the_latest(seconds: float) -> None:
-    """End the process after so many seconds with all threads' stacks, from a thread that does not need the interpreter."""
+    """End the process after so many seconds with all threads' stacks, from a thread that does not
+    need the interpreter.
+    """
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
         faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True, file=2)
 
@@ -219,7 +236,7 @@ def _flush() -> None:
             stream.flush()
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def _on_uncaught(
@@ -256,7 +273,9 @@ def _on_uncaught(
 
 
 def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
-    """Return (this process's rank, the verdict) where an uncaught error says only that the job was ended from outside, else None."""
+    """Return (this process's rank, the verdict) where an uncaught error says only that the job was
+    ended from outside, else None.
+    """
     if not isinstance(error, (KeyboardInterrupt, WatchError)):
         return None
     for monitor in list(monitors):
@@ -285,9 +304,11 @@ def _on_exit() -> None:
 
 
 def _end_others(monitor: Monitor) -> None:
-    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the interpreter's lock.
+    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the
+    interpreter's lock.
 
-    Without a launcher nothing else ends them. The lowest of the other ranks does it, once their time to exit is over.
+    Without a launcher nothing else ends them. The lowest of the other ranks does it, once their
+    time to exit is over.
     """
     monitor.buffer.words[Header.AWARE] = 1
     while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:

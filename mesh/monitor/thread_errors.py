@@ -1,4 +1,6 @@
-"""Record uncaught exceptions of threads other than the main one, shown with a stall: they often explain why the main thread waits."""
+"""Record uncaught exceptions of threads other than the main one, shown with a stall: they often
+explain why the main thread waits.
+"""
 
 from __future__ import annotations
 

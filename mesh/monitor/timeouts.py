@@ -3,7 +3,8 @@
     the host waits     gloo, MPI     practically none: the monitor checks these waits, and knows when a rank is paused
     a device waits     NCCL          the stall time and a minute: longer than the monitor takes to find a rank that is missing
 
-torch has one timeout for each backend of a group; a mixed group has two. Those of a device follow `watchdog(timeout=)`.
+torch has one timeout for each backend of a group; a mixed group has two. Those of a device follow
+`watchdog(timeout=)`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from ..settings import settings
 
 ON_HOST = timedelta(days=3650)
 _GRACE_S = 60.0
-# torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of the host
+# torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of
+# the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def group_timeout(backends: str) -> timedelta | None:
-    """Return the timeout of a new group with these backends, such as "nccl" or "cpu:gloo,cuda:nccl"; None for torch's own."""
+    """Return the timeout of a new group with these backends, such as "nccl" or
+    "cpu:gloo,cuda:nccl"; None for torch's own.
+    """
     if settings().mode == "off":
         return None
     names = [part.rpartition(":")[2] for part in backends.split(",")]
@@ -46,7 +50,9 @@ def manage(handle: Any, is_own: bool) -> None:
 
 
 def described(handle: Any) -> str:
-    """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s; device bound: cuda:1"."""
+    """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s;
+    device bound: cuda:1".
+    """
     texts = []
     for kind in sorted(device.type for device in handle._device_types):
         backend = handle._get_backend(torch.device(kind))
@@ -63,7 +69,9 @@ def described(handle: Any) -> str:
 
 
 def release() -> None:
-    """Set all managed timeouts to torch's defaults, for a job that continues without the monitor."""
+    """Set all managed timeouts to torch's defaults, for a job that continues without the
+    monitor.
+    """
     for handle in list(_managed):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
             distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
@@ -90,7 +98,9 @@ def _on_device() -> timedelta:
 
 
 def waits_on_device(backend: str) -> bool:
-    """Return whether collectives of a backend of this name are waited for by a device and not by the host."""
+    """Return whether collectives of a backend of this name are waited for by a device and not by
+    the host.
+    """
     return "cpu" not in dist.Backend.backend_capability.get(backend, ())
 
 

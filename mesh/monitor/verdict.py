@@ -1,4 +1,6 @@
-"""The verdict on a job that cannot continue: the kind of fault, the outliers, the field that differs, and what each rank did."""
+"""The verdict on a job that cannot continue: the kind of fault, the outliers, the field that
+differs, and what each rank did.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Observation:
 
     Attributes:
         rank: global rank.
-        call: its collective, as text: `all_reduce(sum, f32, 4 elements) over dp`; or what else it does.
+        call: its collective, as text: `all_reduce(sum, f32, 4 elements) over dp`; or what else it
+            does.
         place: file:line in the user's program; "" if it is not known.
     """
 
@@ -68,12 +71,12 @@ class Verdict:
     """Why the ranks of a job cannot go on.
 
     Attributes:
-        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not arrive),
-            "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
-            raised).
+        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each
+            other), "stall" (one does not arrive), "mesh" (they made different meshes), "lost" (one
+            died or cannot be reached), "left" (one ended its program), "raised" (one raised).
         ranks: global ranks at fault; empty if votes are equal, so that no rank is named by a guess.
-        field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "purpose",
-            "lineage", "source", "route", "splits"; of
+        field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout",
+            "purpose", "lineage", "source", "route", "splits"; of
             meshes "shape", "axis names", "rank order" or "device type"; "" if nothing does.
         seen: what each rank did, the blamed ones first.
         text: the complete text of the error, see `composed`.
@@ -87,7 +90,9 @@ class Verdict:
 
     @property
     def is_interruption(self) -> bool:
-        """Whether nothing is wrong: a person or a scheduler has ended the job, by Ctrl-C, SIGTERM or SIGHUP."""
+        """Whether nothing is wrong: a person or a scheduler has ended the job, by Ctrl-C, SIGTERM
+        or SIGHUP.
+        """
         return self.kind == "raised" and self.field in INTERRUPTIONS
 
     def error(self) -> WatchError:
@@ -115,7 +120,9 @@ def _observation(found: dict[str, Any]) -> Observation:
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
-    """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it, what each rank did."""
+    """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it,
+    what each rank did.
+    """
     return "\n".join(part for line in (said, advice, *lines) for part in _wrapped(line))
 
 

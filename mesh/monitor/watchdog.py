@@ -1,4 +1,6 @@
-"""A thread per process that publishes a heartbeat, and the main thread's stack when another rank asks for it."""
+"""A thread per process that publishes a heartbeat, and the main thread's stack when another rank
+asks for it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 _ALIVE_S = 1.0  # how often to look which ranks are alive
-_POLITE_S = 0.5  # time after a verdict that a program has to call a collective, before its main thread is interrupted
+# time after a verdict that a program has to call a collective, before its main thread is
+# interrupted
+_POLITE_S = 0.5
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
 _TO_LEAVE_S = (
     1.5  # how long a program must go on after its groups were destroyed to count as living on
@@ -96,10 +100,12 @@ class Watchdog:
             self._monitor.fail(verdict)
 
     def _find_lost(self) -> None:
-        """Diagnose ranks that were lost after they had called what others wait for: their hosts had run ahead of the device.
+        """Diagnose ranks that were lost after they had called what others wait for: their hosts had
+        run ahead of the device.
 
-        Such a collective counts as settled. It may still complete, so it must be under way at two looks in a row. The device is asked only
-        once a rank is lost: a query by this thread may disturb the capture of a CUDA graph.
+        Such a collective counts as settled. It may still complete, so it must be under way at two
+        looks in a row. The device is asked only once a rank is lost: a query by this thread may
+        disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
         if (
@@ -129,7 +135,9 @@ class Watchdog:
         self._on_stream = waiting
 
     def _see_to_the_end(self) -> None:
-        """End this process's part in a failed job: interrupt a main thread that is busy elsewhere, end a process that does not exit."""
+        """End this process's part in a failed job: interrupt a main thread that is busy elsewhere,
+        end a process that does not exit.
+        """
         monitor = self._monitor
         verdict = monitor.standing()
         waited = (monotonic_ns() - monitor.failed_at) / 1e9
@@ -158,7 +166,9 @@ class Watchdog:
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
 
     def _has_left(self) -> bool:
-        """Return whether the program has destroyed the job's groups and continues. One that is about to exit destroys them, too."""
+        """Return whether the program has destroyed the job's groups and continues. One that is
+        about to exit destroys them, too.
+        """
         if self._monitor.is_of_this_job() or not threading.main_thread().is_alive():
             self._left_at = 0
         elif not self._left_at:
@@ -166,7 +176,9 @@ class Watchdog:
         return bool(self._left_at) and monotonic_ns() - self._left_at > _TO_LEAVE_S * 1e9
 
     def _look(self, recorder: Recorder, called: int) -> None:
-        """Diagnose a collective that not all ranks have called; main threads that wait for a GPU cannot do so themselves."""
+        """Diagnose a collective that not all ranks have called; main threads that wait for a GPU
+        cannot do so themselves.
+        """
         monitor, sequence = self._monitor, called - 1
         if monitor.is_settled(recorder) or not recorder.is_open(sequence):
             return
@@ -199,7 +211,9 @@ class Watchdog:
         )
 
     def stack(self) -> str:
-        """Return the main thread's stack, without the library's frames except for the innermost one."""
+        """Return the main thread's stack, without the library's frames except for the innermost
+        one.
+        """
         frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""

@@ -1,4 +1,6 @@
-"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with NCCL, gloo or another of its backends."""
+"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with NCCL, gloo or another of
+its backends.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ _EXIT_DELAY_S = 0.1
 class ProcessGroup(Group):
     """Group over a torch.distributed process group, which is made by the first collective.
 
-    Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print its ranks, say) must not do it.
+    Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print
+    its ranks, say) must not do it.
     """
 
     __slots__ = ("_backend", "_channel", "_connected", "_given", "_label", "_lacks_host")
@@ -72,9 +75,11 @@ class ProcessGroup(Group):
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """torch's process group for the program's own calls of torch.distributed; over all ranks this is the default group.
+        """torch's process group for the program's own calls of torch.distributed; over all ranks
+        this is the default group.
 
-        Communication: the first access waits for all ranks of the group, unless it is the default group.
+        Communication: the first access waits for all ranks of the group, unless it is the default
+        group.
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
@@ -94,8 +99,9 @@ class ProcessGroup(Group):
     def channel(self) -> dist.ProcessGroup:
         """The process group that the collectives of shardmesh use.
 
-        It is never torch's default group. A collective that a program calls there on one rank only, or in another order, would be
-        matched with one of shardmesh's, and every later collective would receive the data of the one before.
+        It is never torch's default group. A collective that a program calls there on one rank only,
+        or in another order, would be matched with one of shardmesh's, and every later collective
+        would receive the data of the one before.
 
         Communication: the first access waits for all ranks of the group.
 
@@ -113,7 +119,8 @@ class ProcessGroup(Group):
     def _channel_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return `channel`, with a backend for the CPU if that is the device.
 
-        Communication: as `channel`; also the first access for the CPU waits for all ranks of the group.
+        Communication: as `channel`; also the first access for the CPU waits for all ranks of the
+        group.
         """
         made = self.channel
         if self._lacks_host and device.type == "cpu":
@@ -135,16 +142,18 @@ class ProcessGroup(Group):
         made = reference()
         if made is None:
             raise errors.LaunchEnvironmentError(
-                f"the process group of ranks {self.ranks} was destroyed (torch.distributed.destroy_process_group); "
-                "make the mesh again after starting the new default group."
+                f"the process group of ranks {self.ranks} was destroyed "
+                "(torch.distributed.destroy_process_group); make the mesh again after starting the "
+                "new default group."
             )
         return made
 
     def _new_handle(self) -> dist.ProcessGroup:
         if not dist.is_initialized():
             raise errors.LaunchEnvironmentError(
-                "torch.distributed has no default process group, so this group has no process group either. "
-                "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
+                "torch.distributed has no default process group, so this group has no process "
+                "group either. Call init_device_mesh(...) or "
+                "torch.distributed.init_process_group(...) first."
             )
         is_whole = self.size == dist.get_world_size()
         if (
@@ -188,9 +197,11 @@ class ProcessGroup(Group):
         *args: Any,
         kind: type[WatchedWork] = WatchedWork,
     ) -> Work | None:
-        """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously, then waited for by the monitor.
+        """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously,
+        then waited for by the monitor.
 
-        On an accelerator only the stream waits, so a call without `async_op` runs on the current stream.
+        On an accelerator only the stream waits, so a call without `async_op` runs on the current
+        stream.
 
         Args:
             kind: how the host waits for a monitored one.
@@ -229,7 +240,9 @@ class ProcessGroup(Group):
         return self._start(calls.reduce_scatter, (out, x), async_op, _flat(out), _flat(x), op)
 
     def _reduce_scatter_by_all_to_all(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter is slower than its all_reduce."""
+        """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter
+        is slower than its all_reduce.
+        """
         arrived = x.detach().new_empty(self.size, out.numel())
         work = and_then(
             self._all_to_all(arrived, x, None, None, True),
@@ -279,7 +292,9 @@ class ProcessGroup(Group):
         return work if async_op or work is None else work.wait()
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
-        """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
+        """Run one collective of all ranks before the first message: NCCL connects a whole group in
+        its first call if all ranks make it.
+        """
         if not self._connected and x.device.type != "cpu":
             self._as_ours(calls.all_reduce)(
                 x.new_zeros(1, dtype=torch.int32), "sum", group=handle, async_op=False
@@ -301,11 +316,15 @@ class ProcessGroup(Group):
         return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls this one of torch, marked as shardmesh's own if the program made the process group."""
+        """Return a function that calls this one of torch, marked as shardmesh's own if the program
+        made the process group.
+        """
         return call if self._given is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
-        """Return the monitor if it should watch the wait for a collective on this tensor, else None."""
+        """Return the monitor if it should watch the wait for a collective on this tensor, else
+        None.
+        """
         return (
             self.recorder.monitor
             if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
@@ -313,7 +332,9 @@ class ProcessGroup(Group):
         )
 
     def _barrier(self) -> None:
-        """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses the bound device instead."""
+        """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses
+        the bound device instead.
+        """
         device = self._host_device()
         self._start(
             calls.barrier,
@@ -339,7 +360,9 @@ class ProcessGroup(Group):
         ]
 
     def _host_device(self) -> torch.device:
-        """Return the device for data of the host: the CPU if the group has a backend for it, else the bound or current device."""
+        """Return the device for data of the host: the CPU if the group has a backend for it, else
+        the bound or current device.
+        """
         handle = self._channel_for(_CPU)
         types = {device.type for device in handle._device_types}
         if "cpu" in types:
@@ -351,7 +374,9 @@ class ProcessGroup(Group):
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend sends and receives host memory only: gloo supports other devices in collectives only."""
+    """Return whether the backend sends and receives host memory only: gloo supports other devices
+    in collectives only.
+    """
     return device.type != "cpu" and _is_gloo(handle, device)
 
 
@@ -372,7 +397,8 @@ class ProcessWorld(World):
     """The processes of the default process group; without one, this process alone.
 
     Attributes:
-        job: a name of the default group, the same on all ranks and different for each that is started; "" if it has no store.
+        job: a name of the default group, the same on all ranks and different for each that is
+            started; "" if it has no store.
     """
 
     def __init__(self, default: dist.ProcessGroup | None, observers: list[Observer]) -> None:
@@ -432,14 +458,17 @@ class ProcessWorld(World):
         return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
-        """Return the group over the ranks of an existing process group, which it uses instead of making another."""
+        """Return the group over the ranks of an existing process group, which it uses instead of
+        making another.
+        """
         ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
         if ranks not in self._groups:
             self._groups[ranks] = ProcessGroup(self, ranks, handle)
         return self._groups[ranks]
 
 
-# One list for all worlds of the process, so that a budget opened before the default group was started still counts.
+# One list for all worlds of the process, so that a budget opened before the default group was
+# started still counts.
 _observers: list[Observer] = []
 _world: ProcessWorld | None = None
 
@@ -454,7 +483,9 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def process_world() -> ProcessWorld:
-    """Return the world of the default process group, a new one if that group is new. Starts nothing."""
+    """Return the world of the default process group, a new one if that group is new. Starts
+    nothing.
+    """
     global _world
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _world is None or _world.is_over(default):
@@ -478,8 +509,8 @@ def _default_store() -> Any:
 def _wait_for_gloo_threads() -> None:
     """Give gloo's threads time to release the last tensors, for which they need the GIL.
 
-    A thread that waits for the GIL when the interpreter exits aborts the process (in 2 of 10 runs of a short torchrun job without
-    this delay, in none with it).
+    A thread that waits for the GIL when the interpreter exits aborts the process (in 2 of 10 runs
+    of a short torchrun job without this delay, in none with it).
     """
     time.sleep(_EXIT_DELAY_S)
 

@@ -1,4 +1,6 @@
-"""Build verdicts in the simulated world, where everything is known: which rank called what, waits for what, has finished."""
+"""Build verdicts in the simulated world, where everything is known: which rank called what, waits
+for what, has finished.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _FIELDS = ("operation", "agree", "layout", "lineage")
 
 
 class BlockedRank(NamedTuple):
-    """A blocked rank: its collective, the group, which of its ranks are missing, and the line in the program."""
+    """A blocked rank: its collective, the group, which of its ranks are missing, and the line in
+    the program.
+    """
 
     rank: int
     call: Arrival
@@ -115,7 +119,9 @@ def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]
 
 
 def _messages(calls: Sequence[Arrival]) -> Iterator[tuple[int, int, bool]]:
-    """Yield (place of the sender, of the receiver, whether both describe it alike) for each message that either of them describes."""
+    """Yield (place of the sender, of the receiver, whether both describe it alike) for each message
+    that either of them describes.
+    """
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
             if i != j:
@@ -125,7 +131,9 @@ def _messages(calls: Sequence[Arrival]) -> Iterator[tuple[int, int, bool]]:
 
 
 def _amounts(sender: Arrival, receiver: Arrival, i: int, j: int) -> tuple[int, int]:
-    """Return how much goes from one rank to the other, as each states; plus one where a message may be empty, so that 0 means none."""
+    """Return how much goes from one rank to the other, as each states; plus one where a message may
+    be empty, so that 0 means none.
+    """
     if sender.op == "all_to_all":
         return sender.buffers[3][j], receiver.buffers[2][i]
     _, x, dst, _ = sender.buffers
@@ -141,7 +149,8 @@ def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> 
     """Return the error for a simulated world in which every rank is blocked or has finished."""
     blamed = _who_keeps_waiting(waits, set(finished))
     lines = [
-        f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}"
+        f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks "
+        f"{w.missing}{at(w.place)}"
         for w in waits
     ]
     if finished:
@@ -153,7 +162,9 @@ def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> 
 
 
 def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tuple[int, ...]:
-    """Return the smaller of those that finished and those that wait for them; else the ranks that left the order of calls."""
+    """Return the smaller of those that finished and those that wait for them; else the ranks that
+    left the order of calls.
+    """
     gone = sorted({r for w in waits for r in w.missing if r in finished})
     if gone:
         return minority([gone, [w.rank for w in waits if not finished.isdisjoint(w.missing)]])

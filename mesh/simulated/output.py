@@ -3,11 +3,12 @@
     rank 0   print("loss", end=" ")  ...  print(0.5)   ->   [rank 0] loss 0.5
     rank 1   print("loss", end=" ")  ...  print(0.5)   ->   [rank 1] loss 0.5
 
-Each rank has its own `sys.stdout`, which the scheduler installs while the rank runs, so a rank may also redirect it. Its lines are
-written to the caller's `sys.stdout`.
+Each rank has its own `sys.stdout`, which the scheduler installs while the rank runs, so a rank may
+also redirect it. Its lines are written to the caller's `sys.stdout`.
 
-The last rank to arrive at a collective continues first. Its output is held until the lower ranks of the collective have reached
-their next one, so that lines printed by all ranks appear in the order of ranks.
+The last rank to arrive at a collective continues first. Its output is held until the lower ranks of
+the collective have reached their next one, so that lines printed by all ranks appear in the order
+of ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ PRINTS = ("all", "first", "plain")
 class RankOutput:
     """The `sys.stdout` of one rank: writes whole lines to a stream.
 
-    All other attributes (encoding, isatty, fileno ...) are those of the stream. Text after a carriage return replaces the text
-    before it, as on a terminal, so a progress bar leaves one line.
+    All other attributes (encoding, isatty, fileno ...) are those of the stream. Text after a
+    carriage return replaces the text before it, as on a terminal, so a progress bar leaves one
+    line.
     """
 
     def __init__(self, stream: Any, prefix: str) -> None:
@@ -56,7 +58,9 @@ class RankOutput:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Return the stream's descriptor and release held lines: its user (`input`, a debugger, a child process) writes directly."""
+        """Return the stream's descriptor and release held lines: its user (`input`, a debugger, a
+        child process) writes directly.
+        """
         self.release()
         return self.stream.fileno()
 
@@ -91,7 +95,9 @@ class RankOrder:
             output.held = output.held or []
 
     def has_run(self, rank: int) -> None:
-        """Release output that waited for this rank, which has reached its next collective or its end."""
+        """Release output that waited for this rank, which has reached its next collective or its
+        end.
+        """
         for held, lower in list(self._before.items()):
             lower.discard(rank)
             if not lower:
@@ -118,8 +124,9 @@ class _Silence(RankOutput):
 def check_prints(prints: object) -> None:
     if prints not in PRINTS:
         raise errors.MeshError(
-            f"simulate(..., prints={prints!r}): prints must be 'all' (every rank prints, with [rank 0] etc. before each line), 'first' "
-            "(only rank 0 prints) or 'plain' (every rank prints, nothing is added)."
+            f"simulate(..., prints={prints!r}): prints must be 'all' (every rank prints, with "
+            "[rank 0] etc. before each line), 'first' (only rank 0 prints) or 'plain' (every rank "
+            "prints, nothing is added)."
         )
 
 
@@ -133,7 +140,9 @@ def outputs(n: int, prints: str, stream: Any) -> list[Any]:
 
 
 def callers_stdout(caller_is_rank: bool) -> Any:
-    """Return the `sys.stdout` of the caller of `simulate`, which is not that of a simulated rank unless the caller is one."""
+    """Return the `sys.stdout` of the caller of `simulate`, which is not that of a simulated rank
+    unless the caller is one.
+    """
     stream = sys.stdout
     while not caller_is_rank and isinstance(stream, RankOutput):
         stream = stream.stream
@@ -141,6 +150,8 @@ def callers_stdout(caller_is_rank: bool) -> Any:
 
 
 def _last_drawn(line: str) -> str:
-    """Return a line with carriage returns as a terminal shows it; one at the end is kept, since its text follows."""
+    """Return a line with carriage returns as a terminal shows it; one at the end is kept, since its
+    text follows.
+    """
     body = line.rstrip("\r")
     return body.rpartition("\r")[2] + line[len(body) :]

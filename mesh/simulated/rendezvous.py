@@ -69,7 +69,9 @@ class Rendezvous:
     def complete(
         self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]
     ) -> None:
-        """Move the data, or set the error that every rank raises. Called when all ranks have arrived."""
+        """Move the data, or set the error that every rank raises. Called when all ranks have
+        arrived.
+        """
         calls = [self.calls[r] for r in ranks]
         try:
             problem = _disagreement(ranks, calls)
@@ -77,7 +79,8 @@ class Rendezvous:
                 raise verdict.different_collectives(
                     problem, ranks, calls, list(map(place_of, ranks))
                 )
-            # In inference mode both inference tensors and others may be written; outside, inference tensors raise.
+            # In inference mode both inference tensors and others may be written; outside, inference
+            # tensors raise.
             with torch.inference_mode():
                 self.result = move(calls)
         except Exception as error:
@@ -111,7 +114,10 @@ def _wrong_split(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
         for j, receiver in enumerate(calls):
             sent, expected = sender.buffers[3][j], receiver.buffers[2][i]
             if sent != expected:
-                return f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]}, which expects {expected}"
+                return (
+                    f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]}, which expects "
+                    f"{expected}"
+                )
     return None
 
 
@@ -136,7 +142,10 @@ def _wrong_sent(
             f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
         )
     if sent != out.numel():
-        return f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects {out.numel()}"
+        return (
+            f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects "
+            f"{out.numel()}"
+        )
     return None
 
 
@@ -144,7 +153,8 @@ def _named(ranks: tuple[int, ...], place: int | None) -> str:
     return "none" if place is None else f"rank {ranks[place]}"
 
 
-# Each move computes all results before it writes any, because an out may overlap an x (as in an in-place all_gather).
+# Each move computes all results before it writes any, because an out may overlap an x (as in an
+# in-place all_gather).
 
 
 def move_all_gather(calls: list[Arrival]) -> None:

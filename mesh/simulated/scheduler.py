@@ -1,11 +1,12 @@
-"""Scheduler: choose which simulated rank runs. One rank runs at a time, until it blocks in a collective.
+"""Scheduler: choose which simulated rank runs. One rank runs at a time, until it blocks in a
+collective.
 
     ready    [2 3]             can run, in this order
     running  1                 until it blocks in a collective: then it waits, and 2 runs
     waiting  {0: rendezvous}   until the last rank of its group arrives: then all of them are ready
 
-On each switch the scheduler also exchanges the state that a process has once and each rank must have separately: the state of
-torch's CPU generator, and `sys.stdout`.
+On each switch the scheduler also exchanges the state that a process has once and each rank must
+have separately: the state of torch's CPU generator, and `sys.stdout`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from .threads import RankEnded, Worker
 
 
 class Scheduler:
-    """Runs one rank at a time. Only the running rank changes the state, so it needs no locks but the ranks' gates.
+    """Runs one rank at a time. Only the running rank changes the state, so it needs no locks but
+    the ranks' gates.
 
     Attributes:
         done: a lock, released when the run has ended.
         failure: the error that ended the run, None if there was none.
         running: the rank that runs.
         inner: the scheduler of a simulation inside the running rank.
-        abandoned: the caller has returned, so generator and `sys.stdout` must not be exchanged any more.
+        abandoned: the caller has returned, so generator and `sys.stdout` must not be exchanged any
+            more.
     """
 
     def __init__(self, workers: Sequence[Worker], outputs: list[Any]) -> None:
@@ -54,7 +57,9 @@ class Scheduler:
         self.order = RankOrder(outputs)
 
     def resume(self, rank: int) -> None:
-        """Install this rank's generator state and output, in its thread, at the start of its turn."""
+        """Install this rank's generator state and output, in its thread, at the start of
+        its turn.
+        """
         self.running = rank
         if not self.abandoned:
             torch.default_generator.set_state(self.generators[rank])
@@ -79,7 +84,9 @@ class Scheduler:
             self.done.release()
 
     def run_collective(self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move) -> Any:
-        """Wait for the other ranks of the group; the last to arrive moves the data. Return the result of `move`."""
+        """Wait for the other ranks of the group; the last to arrive moves the data. Return the
+        result of `move`.
+        """
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)
@@ -131,7 +138,9 @@ class Scheduler:
         self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:
-        """End the run with an error: wake every rank that waits or has not started, so that it unwinds."""
+        """End the run with an error: wake every rank that waits or has not started, so that it
+        unwinds.
+        """
         if self.failure is None:
             self.failure = error
             if note is not None:
@@ -141,7 +150,8 @@ class Scheduler:
             self.rendezvous.clear()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the run from the caller's thread: ranks that wait unwind at once, the running one at its next bytecode.
+        """End the run from the caller's thread: ranks that wait unwind at once, the running one at
+        its next bytecode.
 
         If the running rank runs a simulation itself, the running rank of that one is interrupted.
         """
@@ -154,7 +164,9 @@ class Scheduler:
             self.workers[self.running].interrupt()
 
     def abandon(self) -> None:
-        """Stop exchanging the state of the process: the caller has returned while some ranks still run."""
+        """Stop exchanging the state of the process: the caller has returned while some ranks still
+        run.
+        """
         self.abandoned = True
         if self.inner is not None:
             self.inner.abandon()

@@ -1,8 +1,9 @@
 """simulate: run N ranks as threads of this process, one at a time, with real data and no launcher.
 
-A rank runs until it blocks in a collective, then the next one that can run continues (`scheduler.py`). The last rank to arrive at a
-collective moves the data of all of them (`rendezvous.py`). So a run is deterministic, needs no locking, and cannot hang: if no rank
-can run and some wait, every rank raises an error that lists which ranks wait for which, and at which line.
+A rank runs until it blocks in a collective, then the next one that can run continues
+(`scheduler.py`). The last rank to arrive at a collective moves the data of all of them
+(`rendezvous.py`). So a run is deterministic, needs no locking, and cannot hang: if no rank can run
+and some wait, every rank raises an error that lists which ranks wait for which, and at which line.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .scheduler import Scheduler
 from .threads import RankEnded, acquire, release
 
 _settings = settings()
-# The operating system may deliver a signal to any thread, which does not wake Python's main thread, the one that must handle it.
+# The operating system may deliver a signal to any thread, which does not wake Python's main thread,
+# the one that must handle it.
 _POLL_S = 0.2  # between looks of the main thread for a signal
 _UNWIND_S = (
     1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
@@ -142,21 +144,24 @@ def simulate(
 ) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
     """simulate(n)(fn)(*args, **kwargs) -> [result of rank 0, ..., result of rank n-1].
 
-    Run fn on n ranks in threads of this process, with real data and real collectives, forward and backward. All ranks get the
-    same argument objects and the caller's grad mode, autocast and context variables; each has its own copy of torch's CPU random
-    state. Ranks run one at a time and switch only inside collectives, so results are deterministic.
+    Run fn on n ranks in threads of this process, with real data and real collectives, forward and
+    backward. All ranks get the same argument objects and the caller's grad mode, autocast and
+    context variables; each has its own copy of torch's CPU random state. Ranks run one at a time
+    and switch only inside collectives, so results are deterministic.
 
         simulate(2)(fn)(x):   rank 0  fn(x) ---- all_reduce .... fn(x) ends -> results[0]
                               rank 1  ......... fn(x) all_reduce fn(x) ends -> results[1]
 
     Args:
         n: the number of ranks.
-        prints: which output of the ranks is printed: "all" prints every rank's lines, prefixed with `[rank 3] `; "first" only
-            those of rank 0, without a prefix; "plain" everything, without a prefix. A single rank has no prefix.
+        prints: which output of the ranks is printed: "all" prints every rank's lines, prefixed with
+            `[rank 3] `; "first" only those of rank 0, without a prefix; "plain" everything, without
+            a prefix. A single rank has no prefix.
 
-    Raises: MeshError when n < 1 or prints is not one of these. An error of one rank ends all ranks and is raised here, with a note
-        naming the rank. CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when
-        ranks wait for others that finished or wait elsewhere; both show the line of each rank.
+    Raises: MeshError when n < 1 or prints is not one of these. An error of one rank ends all ranks
+        and is raised here, with a note naming the rank. CollectiveMismatchError when ranks of a
+        group call different collectives; DeadlockError when ranks wait for others that finished or
+        wait elsewhere; both show the line of each rank.
     Communication: none; memory is copied between the ranks' tensors.
 
     >>> import torch
@@ -171,7 +176,8 @@ def simulate(
     """
     if not isinstance(n, int) or not 1 <= n <= MOST_RANKS:
         raise errors.MeshError(
-            f"simulate({n!r}): the number of ranks must be a positive integer, at most {MOST_RANKS}."
+            f"simulate({n!r}): the number of ranks must be a positive integer, at most "
+            f"{MOST_RANKS}."
         )
     check_prints(prints)
 
@@ -192,7 +198,9 @@ def simulate(
 
 
 def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
-    """Return the results, and the error that ended the run if any. Restores the caller's generator and output."""
+    """Return the results, and the error that ended the run if any. Restores the caller's generator
+    and output.
+    """
     caller = thread_context.world
     before = callers_stdout(isinstance(caller, SimulatedWorld))
     workers, results = acquire(n), [None] * n
@@ -222,7 +230,9 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
 
 
 def _wait_for(scheduler: Scheduler) -> None:
-    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left running."""
+    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left
+    running.
+    """
     try:
         scheduler.run_next()
         while not scheduler.done.acquire(timeout=_POLL_S):
@@ -274,7 +284,9 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
 
 
 def _readable_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error; if the error itself names the ranks' lines, without frames of the library."""
+    """Return the traceback of an error; if the error itself names the ranks' lines, without frames
+    of the library.
+    """
     last = found = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):
         while found is not None:
@@ -301,7 +313,8 @@ class _Modes:
     @contextmanager
     def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
-            # Run backward in the calling thread on every device: a device thread shared by ranks could not wait for one of them.
+            # Run backward in the calling thread on every device: a device thread shared by ranks
+            # could not wait for one of them.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.inference:
                 stack.enter_context(torch.inference_mode())

@@ -15,13 +15,17 @@ from ..comm.call_site import _INNER, frame_of_thread
 
 
 class RankEnded(BaseException):
-    """Unwinds a rank because the run has ended. Not an Exception, so that handlers of the program do not catch it."""
+    """Unwinds a rank because the run has ended. Not an Exception, so that handlers of the program
+    do not catch it.
+    """
 
 
 class Worker(threading.Thread):
-    """A thread that runs one rank after another, since starting a thread takes longer than many simulated programs.
+    """A thread that runs one rank after another, since starting a thread takes longer than many
+    simulated programs.
 
-    Both the idle worker and its rank, in a collective, wait at `gate`, a lock that the scheduler releases.
+    Both the idle worker and its rank, in a collective, wait at `gate`, a lock that the scheduler
+    releases.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,9 @@ class Worker(threading.Thread):
             del job  # an idle worker must not keep the arguments of its last rank alive
 
     def line(self) -> str | None:
-        """Return file:line of the user's program where this thread is now, None outside it. Used in error messages only."""
+        """Return file:line of the user's program where this thread is now, None outside it. Used in
+        error messages only.
+        """
         frame = frame_of_thread(self.ident)
         while frame is not None and frame.f_code.co_filename.startswith(_INNER):
             frame = frame.f_back
@@ -74,10 +80,12 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _replace_device_guard() -> None:
-    """Let torch replace CUDA's device guard, on a machine without a GPU, in a thread that outlives the workers.
+    """Let torch replace CUDA's device guard, on a machine without a GPU, in a thread that outlives
+    the workers.
 
-    torch's build for CUDA does so when the first fake tensors are made, and torch 2.11 frees the replacement when that thread ends
-    (c10::impl::ensureCUDADeviceGuardSet). If that is a worker, the next fake tensors crash the process.
+    torch's build for CUDA does so when the first fake tensors are made, and torch 2.11 frees the
+    replacement when that thread ends (c10::impl::ensureCUDADeviceGuardSet). If that is a worker,
+    the next fake tensors crash the process.
     """
     replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if replace is not None and torch.version.cuda is not None and torch.cuda.device_count() == 0:
@@ -91,8 +99,8 @@ def acquire(n: int) -> list[Worker]:
 
 
 def release(workers: Iterable[Worker], *, failed: bool) -> None:
-    """Keep the workers for the next run, or end them after a failure: an exception may have left torch's state of a thread (modes)
-    in disorder."""
+    """Keep the workers for the next run, or end them after a failure: an exception may have left
+    torch's state of a thread (modes) in disorder."""
     running = [worker for worker in workers if not worker.last]
     if not failed:
         _idle.extend(running)

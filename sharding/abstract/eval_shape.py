@@ -1,4 +1,5 @@
-"""`eval_shape`: layouts, bytes moved and memory of a program on a mesh of any size, without data and devices.
+"""`eval_shape`: layouts, bytes moved and memory of a program on a mesh of any size, without data
+and devices.
 
 Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank, alone:
 (dp=128, tp=8)                                        |                 collectives are counted and move nothing,
@@ -41,10 +42,14 @@ class Evaluated:
     """The result of `eval_shape`. `print` shows it as a table.
 
     Attributes:
-        result: what the function returned: a `Layout` for each `ShardedTensor`, plain tensors on "meta", the rest unchanged.
-        report: what the function communicated, by operator, collective, axis and line; see `comm_report`.
-        peak_bytes: the most bytes of tensors that were alive at one time on this rank, arguments included.
-        argument_bytes, result_bytes: bytes of the arguments and of the result on this rank. Shared memory counts once.
+        result: what the function returned: a `Layout` for each `ShardedTensor`, plain tensors on
+            "meta", the rest unchanged.
+        report: what the function communicated, by operator, collective, axis and line; see
+            `comm_report`.
+        peak_bytes: the most bytes of tensors that were alive at one time on this rank, arguments
+            included.
+        argument_bytes, result_bytes: bytes of the arguments and of the result on this rank. Shared
+            memory counts once.
         mesh: the mesh.
         rank: the rank that was evaluated.
     """
@@ -88,12 +93,14 @@ def eval_shape(
 
     Args:
         f: any function, or a module.
-        args, kwargs: any pytree of: a `Layout` (a `ShardedTensor` of that layout), a `ShardedTensor`, a plain tensor, an
-            `nn.Module`, a `torch.optim` optimizer, a mesh. `f` is called with copies of these on "meta", on a "meta" mesh; the
-            originals do not change. Anything else is passed on unchanged.
-        mesh: the mesh, an `AbstractMesh` or any other; by default the largest mesh of an argument, else that of
-            `with mesh:`. Inside `f` it is the default mesh.
-        rank: the rank to evaluate. If dims do not divide evenly, the last rank's part is the smallest.
+        args, kwargs: any pytree of: a `Layout` (a `ShardedTensor` of that layout), a
+            `ShardedTensor`, a plain tensor, an `nn.Module`, a `torch.optim` optimizer, a mesh. `f`
+            is called with copies of these on "meta", on a "meta" mesh; the originals do not change.
+            Anything else is passed on unchanged.
+        mesh: the mesh, an `AbstractMesh` or any other; by default the largest mesh of an argument,
+            else that of `with mesh:`. Inside `f` it is the default mesh.
+        rank: the rank to evaluate. If dims do not divide evenly, the last rank's part is the
+            smallest.
 
     Returns:
         Layouts, bytes moved, bytes held. Plans are made for the topology of the mesh given.
@@ -126,7 +133,7 @@ def eval_shape(
         return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank)
 
 
-# -- which mesh --------------------------------------------------------------------------------------------------------
+# -- which mesh ------------------------------------------------------------------------------------
 
 
 def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
@@ -138,7 +145,8 @@ def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
     if mesh is not None:
         if not isinstance(mesh, AbstractMesh):
             raise TypeError(
-                f'eval_shape(mesh={mesh!r}): mesh must be a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))'
+                f"eval_shape(mesh={mesh!r}): mesh must be a mesh, such as sm.AbstractMesh((128, "
+                f'8), ("dp", "tp"))'
             )
         return mesh
     found = max(
@@ -151,7 +159,8 @@ def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
     except TypeError:
         raise TypeError(
             "eval_shape: no argument is on a mesh; give mesh=, such as "
-            'mesh=sm.AbstractMesh((128, 8), ("dp", "tp")), or give layouts on one, sm.Layout.of(mesh, P("dp"), shape)'
+            'mesh=sm.AbstractMesh((128, 8), ("dp", "tp")), or give layouts on one, '
+            'sm.Layout.of(mesh, P("dp"), shape)'
         ) from None
 
 
@@ -191,7 +200,7 @@ def _tensors_of(tree: Any) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor)]
 
 
-# -- in and out --------------------------------------------------------------------------------------------------------
+# -- in and out ------------------------------------------------------------------------------------
 
 
 class _Inside:
@@ -212,7 +221,9 @@ class _Inside:
         self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
-        """Return the tree with everything on an outside mesh replaced by its counterpart on the inside mesh."""
+        """Return the tree with everything on an outside mesh replaced by its counterpart on the
+        inside mesh.
+        """
         return pytree.tree_map(self._enter, tree)
 
     def _enter(self, x: Any) -> Any:
@@ -227,7 +238,9 @@ class _Inside:
         return self._tensor(x) if isinstance(x, Tensor) else x
 
     def _holder(self, holder: Any) -> Any:
-        """Return a deep copy of a module or optimizer without values, except for single numbers, such as an optimizer's step count."""
+        """Return a deep copy of a module or optimizer without values, except for single numbers,
+        such as an optimizer's step count.
+        """
         for part in _held_by(holder):
             if not _is_number(part):
                 self.copies[id(part)] = self._enter_held(part)
@@ -266,13 +279,16 @@ class _Inside:
         if found is None:
             here, there = distinct_mesh_names(self.abstract, mesh)
             raise ValueError(
-                f"eval_shape runs on {here}, but an argument is on {there}, whose axes are not among these; give mesh=, one "
-                "that has all the axes, and arguments on it or on parts of it such as mesh['tp']"
+                f"eval_shape runs on {here}, but an argument is on {there}, whose axes are not "
+                "among these; give mesh=, one that has all the axes, and arguments on it or on "
+                "parts of it such as mesh['tp']"
             )
         return found
 
     def leave(self, tree: Any) -> Any:
-        """Return the tree with everything on the inside mesh replaced by its counterpart outside."""
+        """Return the tree with everything on the inside mesh replaced by its counterpart
+        outside.
+        """
         return pytree.tree_map(self._leave, tree)
 
     def _leave(self, x: Any) -> Any:
@@ -289,7 +305,9 @@ class _Inside:
 
 
 class _TensorsElsewhere(TorchFunctionMode):
-    """Inside, `deepcopy` gives each plain tensor its counterpart without values, also those that other objects of a module hold."""
+    """Inside, `deepcopy` gives each plain tensor its counterpart without values, also those that
+    other objects of a module hold.
+    """
 
     def __init__(self, inside: _Inside) -> None:
         super().__init__()
@@ -327,7 +345,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x.detach(), device="meta")
 
 
-# -- the call ----------------------------------------------------------------------------------------------------------
+# -- the call --------------------------------------------------------------------------------------
 
 
 def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -338,8 +356,9 @@ def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise
         reason = str(error).splitlines()[0].partition(". ")[0]
         raise RuntimeError(
-            f"{_line_of(error.__traceback__)}: eval_shape runs without values, but this line reads some ({reason}). Keep what reads "
-            "values (.item(), bool(x), nonzero, a mask as an index) out of the function, or pass the number as an argument."
+            f"{_line_of(error.__traceback__)}: eval_shape runs without values, but this line reads "
+            f"some ({reason}). Keep what reads values (.item(), bool(x), nonzero, a mask as an "
+            "index) out of the function, or pass the number as an argument."
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""How much memory a program's tensors take on this rank, counted at the operators that allocate and free them.
+"""How much memory a program's tensors take on this rank, counted at the operators that allocate and
+free them.
 
     x = torch.zeros(8)      32 bytes allocated    live 32    peak 32
     y = x.exp()             32 bytes allocated    live 64    peak 64
@@ -7,8 +8,8 @@
     del x, y                x is freed; z still uses the memory of y
                                                   live 32    peak 64
 
-Tensors that autograd saves and buffers of collectives are counted as well. Workspaces of kernels and fragmentation of the
-allocator are not.
+Tensors that autograd saves and buffers of collectives are counted as well. Workspaces of kernels
+and fragmentation of the allocator are not.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_f
 
 
 class PeakMemory(TorchDispatchMode):
-    """with PeakMemory(device_type) as memory: count the bytes of this thread's tensors on devices of that type.
+    """with PeakMemory(device_type) as memory: count the bytes of this thread's tensors on devices
+    of that type.
 
-    A tensor that was made before is found at the first operator that takes it, and counted as if it had been live from the start.
+    A tensor that was made before is found at the first operator that takes it, and counted as if it
+    had been live from the start.
 
     Attributes:
         live: bytes of the tensors that are alive.
@@ -64,11 +67,15 @@ class PeakMemory(TorchDispatchMode):
         return made
 
     def of(self, tree: Any) -> int:
-        """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared memory counts once."""
+        """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared
+        memory counts once.
+        """
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:
-        """Yield the storage of every tensor that is counted; one that several share, several times."""
+        """Yield the storage of every tensor that is counted; one that several share,
+        several times.
+        """
         for x in (t._local if isinstance(t, ShardedTensor) else t for t in tensors_in((tree,))):
             if x.device.type == self._device_type and x.layout is torch.strided:
                 yield x.untyped_storage()
@@ -96,7 +103,9 @@ class PeakMemory(TorchDispatchMode):
         self._stand_ins.discard(key)
 
     def _is_stand_in(self, given: Collection[int]) -> bool:
-        """Return whether the result of an operator is a stand-in: all its arguments are, or the code that makes them is running."""
+        """Return whether the result of an operator is a stand-in: all its arguments are, or the
+        code that makes them is running.
+        """
         if self._device_type != "meta":
             return False
         if given and self._stand_ins.issuperset(given):

@@ -26,7 +26,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def accumulates(node: Any) -> bool:
-    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
+    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one
+    of `torch.autograd.grad` does not.
+    """
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # raised in `torch.autograd.grad`
@@ -34,9 +36,11 @@ def accumulates(node: Any) -> bool:
 
 
 def run_as_soon_as_ready(node: Any) -> None:
-    """Give this node of an `autograd.Function` the priority of leaves: backward runs it before others once its gradient is complete.
+    """Give this node of an `autograd.Function` the priority of leaves: backward runs it before
+    others once its gradient is complete.
 
-    By default the node that was created last runs first. A torch without this API keeps that order, with the same result.
+    By default the node that was created last runs first. A torch without this API keeps that order,
+    with the same result.
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(_LEAF)
@@ -51,10 +55,11 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     Raises:
         NotImplementedError: this torch has no API for it.
     """
-    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
+    find = getattr(torch._C._autograd, ("_top_saved_tensors_default_hooks"), None)  # type: ignore[attr-defined]
     if find is None:
         raise NotImplementedError(
-            f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or later"
+            f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or "
+            "later"
         )
     return find(True)
 
@@ -63,7 +68,8 @@ def _assume_true(x: torch.Tensor) -> bool:
     return True
 
 
-# Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has no such function.
+# Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has
+# no such function.
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(
     torch._C, "_any_requires_grad", _assume_true
 )
@@ -100,19 +106,25 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 
 def in_forward_mode() -> bool:
-    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`,
+    `torch.autograd.forward_ad`).
+    """
     return forward_ad._current_level >= 0 and (
         thread_context.forward_mode_depth > 0 or not _forward_threads
     )
 
 
 def in_foreign_forward_mode() -> bool:
-    """Return True if torch's own forward mode is active, of which there is one per process, not per thread."""
+    """Return True if torch's own forward mode is active, of which there is one per process, not per
+    thread.
+    """
     return forward_ad._current_level >= 0 and not _forward_threads
 
 
 def with_tangents() -> AbstractContextManager[None]:
-    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`, where torch switches them off."""
+    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`, where
+    torch switches them off.
+    """
     return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
 
 
@@ -123,10 +135,11 @@ def transforming() -> bool:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated world.
+    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated
+    world.
 
-    torch has one level of forward mode per process, and closing it drops all tangents. So the first thread opens it here and the last
-    one closes it, and `torch.func.jvp` sees a nested level.
+    torch has one level of forward mode per process, and closing it drops all tangents. So the first
+    thread opens it here and the last one closes it, and `torch.func.jvp` sees a nested level.
     """
     if in_foreign_forward_mode():
         yield
@@ -149,16 +162,22 @@ def forward_mode() -> Iterator[None]:
 
 
 def sequence_number() -> int:
-    """Return the sequence number of the next node created in this thread; -1 if this torch has no API for it."""
+    """Return the sequence number of the next node created in this thread; -1 if this torch has no
+    API for it.
+    """
     find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
     return -1 if find is None else find()
 
 
 def made_before(node: Any, number: int) -> bool:
-    """Return True if a node of this thread is older than this sequence number; False if this torch has no API for it."""
+    """Return True if a node of this thread is older than this sequence number; False if this torch
+    has no API for it.
+    """
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient, with memory allocated for a zero tensor without memory (such as the second derivative of `abs`)."""
+    """Return the gradient, with memory allocated for a zero tensor without memory (such as the
+    second derivative of `abs`).
+    """
     return grad.clone() if grad._is_zerotensor() else grad

@@ -1,17 +1,20 @@
 """The origin of a pending gradient, so that a value that is already known is not summed again.
 
-The gradient of a replicated value is pending: every use adds a share. Some pending gradients are not sums, though. Backward starts from a
-value that all ranks have, a plain tensor that all ranks use alike has one gradient, a bias is added on one rank:
+The gradient of a replicated value is pending: every use adds a share. Some pending gradients are
+not sums, though. Backward starts from a value that all ranks have, a plain tensor that all ranks
+use alike has one gradient, a bias is added on one rank:
 
     R -- keep on one rank --> U -- all_reduce --> R         step by step
     R ----------------------------------------------> R     from the origin: nothing moves
 
-A conversion that makes a gradient pending records the original on its result; the next redistribution of that tensor starts
-there. Both hold the same value, so the result is the same, and no step is needed that would sum it.
+A conversion that makes a gradient pending records the original on its result; the next
+redistribution of that tensor starts there. Both hold the same value, so the result is the same, and
+no step is needed that would sum it.
 
-Autograd passes a gradient on as the same object as long as only one use contributes to it. A sum of several is another tensor, or this one
-with a new version, and has no origin. So the graph determines whether there is one, equally on all ranks; except where a rank's part is
-empty: torch takes short cuts there, and nothing is recorded.
+Autograd passes a gradient on as the same object as long as only one use contributes to it. A sum of
+several is another tensor, or this one with a new version, and has no origin. So the graph
+determines whether there is one, equally on all ranks; except where a rank's part is empty: torch
+takes short cuts there, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Origin(NamedTuple):
     """A tensor that holds the value of a gradient.
 
     Attributes:
-        grad_layout: the layout in which the tensor's own gradient flows, for second derivatives; None for the dual of its layout.
+        grad_layout: the layout in which the tensor's own gradient flows, for second derivatives;
+            None for the dual of its layout.
     """
 
     tensor: Tensor
@@ -39,9 +43,11 @@ class _OriginRecord(NamedTuple):
     """The origin of a tensor.
 
     Attributes:
-        layout: layout of the tensor. An operator may pass the gradient of its result on as that of an operand with another layout, such
-            as a row that is added to all rows, on a rank that has one.
-        versions: autograd versions of the tensor and of its origin; a write since then has changed them.
+        layout: layout of the tensor. An operator may pass the gradient of its result on as that of
+            an operand with another layout, such as a row that is added to all rows, on a rank that
+            has one.
+        versions: autograd versions of the tensor and of its origin; a write since then has changed
+            them.
     """
 
     layout: Layout
@@ -65,7 +71,8 @@ def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -
 
 
 def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
-    """Record that `made`, laid out as `layout`, holds the value of `origin`, if it is pending on axes on which that is not.
+    """Record that `made`, laid out as `layout`, holds the value of `origin`, if it is pending on
+    axes on which that is not.
 
     Returns:
         `made`, or a view of it if it is the tensor of `origin` itself.

@@ -1,4 +1,5 @@
-"""Named axes inside a mapped function: the mesh that they belong to, and this rank's place along them.
+"""Named axes inside a mapped function: the mesh that they belong to, and this rank's place along
+them.
 
 mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
     [0 1]
@@ -42,7 +43,8 @@ class Axes:
 
     Attributes:
         names: the axes.
-        mesh: the mesh of these axes alone, in this order, over the ranks that differ from this one only along them.
+        mesh: the mesh of these axes alone, in this order, over the ranks that differ from this one
+            only along them.
         size: number of ranks.
         index: this rank's place.
         order: by place, the rank's index in the group; None if the two are the same.
@@ -79,7 +81,8 @@ class Axes:
 
 
 class GroupedAxes(Axes):
-    """This rank's group of the ranks along some axes, as one axis of a separate mesh. `names` are those of the grouped axes.
+    """This rank's group of the ranks along some axes, as one axis of a separate mesh. `names` are
+    those of the grouped axes.
 
     Attributes:
         sizes: the sizes of all groups.
@@ -93,14 +96,17 @@ class GroupedAxes(Axes):
 
 
 class AxisEnv:
-    """The manual axes of a mapped function, and the state that collectives and gradients inside need (JAX: axis environment).
+    """The manual axes of a mapped function, and the state that collectives and gradients inside
+    need (JAX: axis environment).
 
     Attributes:
-        root: the mesh of all manual axes; that of the outermost mapped function if it contains the inner one's.
+        root: the mesh of all manual axes; that of the outermost mapped function if it contains the
+            inner one's.
         names: the manual axes, outer functions' first.
         checker: the type checker, in a tracked call.
         captures: the tensors that the function closes over, in a tracked call.
-        type_log: the types that calls of `grad`, `typeof` and `custom_vjp` inside have found in a tracked call, for later calls.
+        type_log: the types that calls of `grad`, `typeof` and `custom_vjp` inside have found in a
+            tracked call, for later calls.
         cursor: the entry of the log that comes next.
         recording: whether entries are appended.
     """
@@ -118,7 +124,8 @@ class AxisEnv:
     def axes(self, name: AxisName) -> Axes:
         """Return the axes of this name or these names.
 
-        Raises: UnboundAxisError for one that is not manual here; ValueError for one named twice or none; TypeError for other objects.
+        Raises: UnboundAxisError for one that is not manual here; ValueError for one named twice or
+        none; TypeError for other objects.
         """
         key = name if type(name) is str else self._key(name)
         found = self._axes.get(key)
@@ -138,7 +145,8 @@ class AxisEnv:
         ):
             shown = list(map(list, given))
             raise ValueError(
-                f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} must be in one group, once"
+                f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} "
+                "must be in one group, once"
             )
         key = axes.names, given
         found = self._axes.get(key)
@@ -152,8 +160,9 @@ class AxisEnv:
         ):
             return name if isinstance(name, str) else tuple(name)
         raise TypeError(
-            f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names, and the manual axes here are "
-            f"{list(self.names)}; to reduce over a dim of the local tensor use x.sum(dim)"
+            f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names, "
+            f"and the manual axes here are {list(self.names)}; to reduce over a dim of the local "
+            "tensor use x.sum(dim)"
         )
 
     def _checked(self, name: Any) -> tuple[str, ...]:
@@ -175,8 +184,8 @@ class AxisEnv:
         again = sorted(set(names) & set(self.names))
         if again:
             raise ValueError(
-                f"shard_map over {list(names)} inside a mapped function in which {again[0]!r} is manual already: map over the other axes, "
-                "with axis_names on the outer function"
+                f"shard_map over {list(names)} inside a mapped function in which {again[0]!r} is "
+                "manual already: map over the other axes, with axis_names on the outer function"
             )
         part = (
             set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
@@ -198,7 +207,9 @@ _live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKe
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
-    """Make this the current environment and return the one before; the fast path of a mapped function."""
+    """Make this the current environment and return the one before; the fast path of a mapped
+    function.
+    """
     before = thread_context.axis_env
     thread_context.axis_env = env
     return before
@@ -227,14 +238,15 @@ def bound_axes(name: AxisName) -> Axes:
 def bound_groups(name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
     """Return this rank's group of the ranks along the axes that a collective names.
 
-    Raises: as `bound_axes`; ValueError for groups that do not contain each place along the axes once.
+    Raises: as `bound_axes`; ValueError for groups that do not contain each place along the axes
+    once.
     """
     return (thread_context.axis_env or _env_of_replay(name)).grouped(name, groups)
 
 
 def _env_of_replay(name: AxisName) -> AxisEnv:
-    """Return the environment of a piece of a mapped function that backward recomputes (`torch.utils.checkpoint`): the one that has
-    these axes, if they are of one mesh.
+    """Return the environment of a piece of a mapped function that backward recomputes
+    (`torch.utils.checkpoint`): the one that has these axes, if they are of one mesh.
 
     Raises: UnboundAxisError if it is not known.
     """
@@ -245,13 +257,15 @@ def _env_of_replay(name: AxisName) -> AxisEnv:
     if len({id(m.root) for m in found}) > 1:
         raise _unbound(
             name,
-            "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.remat",
+            "several meshes have it, and torch.utils.checkpoint does not say which is meant; use "
+            "sm.remat",
         )
     return found[0]
 
 
 def _unbound(name: Any, why: str) -> UnboundAxisError:
     return UnboundAxisError(
-        f"unbound axis name {name!r}: {why}. Axis names are bound inside a function that shard_map maps over them: "
-        f"shard_map(f, mesh=mesh, in_specs=..., out_specs=..., axis_names={{{name!r}}})"
+        f"unbound axis name {name!r}: {why}. Axis names are bound inside a function that shard_map "
+        "maps over them: shard_map(f, mesh=mesh, in_specs=..., out_specs=..., "
+        f"axis_names={{{name!r}}})"
     )

@@ -1,14 +1,17 @@
-"""Communication under transforms of `torch.func`: `vmap`, `jvp` and `grad` of linear maps between ranks.
+"""Communication under transforms of `torch.func`: `vmap`, `jvp` and `grad` of linear maps between
+ranks.
 
-A `ShardedTensor` is a local tensor and a layout, and operators run on the local tensor. So a transform of the local tensors is a
-transform of the program on `ShardedTensor`s, as long as communication has a rule for each transform:
+A `ShardedTensor` is a local tensor and a layout, and operators run on the local tensor. So a
+transform of the local tensors is a transform of the program on `ShardedTensor`s, as long as
+communication has a rule for each transform:
 
     vmap    the batch is one more dim at the end, which nothing splits; the ranks communicate once for all examples
     jvp     communication is linear: tangents are redistributed as their values are
     grad    the transpose
 
-`sm.vmap`, `sm.jvp`, `sm.grad` and the others open the levels of `torch.func` for that, and count them. A level opened by other code
-transforms the wrappers, which hold no values: `ops/torch_transforms.py` runs what it makes of the operators, or it raises.
+`sm.vmap`, `sm.jvp`, `sm.grad` and the others open the levels of `torch.func` for that, and count
+them. A level opened by other code transforms the wrappers, which hold no values:
+`ops/torch_transforms.py` runs what it makes of the operators, or it raises.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ class Linear(ABC):
 
 
 class _Transformed(torch.autograd.Function):
-    """A linear map under transforms. The signature that torch.func requires costs 15 us more per call than the plain one."""
+    """A linear map under transforms. The signature that torch.func requires costs 15 us more per
+    call than the plain one.
+    """
 
     @staticmethod
     def forward(x: Tensor, op: Any, comm_dtype: torch.dtype | None) -> Tensor:
@@ -106,7 +111,7 @@ def batched_layout(layout: Layout, count: int) -> Layout:
     )
 
 
-# -- levels of torch.func ----------------------------------------------------------------------------------------------
+# -- levels of torch.func --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -123,12 +128,15 @@ def own_level(*randomness: str) -> Iterator[None]:
 
 
 def check_same_randomness() -> None:
-    """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random numbers."""
+    """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random
+    numbers.
+    """
     other = next((kind for kind in thread_context.vmap_randomness if kind != "same"), None)
     if other is not None:
         raise RuntimeError(
-            f"random numbers of a ShardedTensor inside sm.vmap(..., randomness={other!r}): they are the same for all examples. Pass "
-            "randomness='same', or draw them for the whole batch before sm.vmap and map over them"
+            f"random numbers of a ShardedTensor inside sm.vmap(..., randomness={other!r}): they "
+            "are the same for all examples. Pass randomness='same', or draw them for the whole "
+            "batch before sm.vmap and map over them"
         )
 
 
@@ -141,9 +149,10 @@ def refuse_foreign(context: str) -> None:
     """Raise a RuntimeError inside a transform of torch's own; `context` says what was called."""
     if is_foreign() or in_foreign_forward_mode():
         raise RuntimeError(
-            f"{context} inside a transform of torch's own (torch.func, torch.autograd.forward_ad), which does not transform the "
-            "parts of ShardedTensors; use this library's transform of that name: sm.vmap, sm.grad, sm.vjp, sm.jvp, sm.jacfwd, sm.jacrev, "
-            "sm.hessian, sm.linearize"
+            f"{context} inside a transform of torch's own (torch.func, torch.autograd.forward_ad), "
+            "which does not transform the parts of ShardedTensors; use this library's transform of "
+            "that name: sm.vmap, sm.grad, sm.vjp, sm.jvp, sm.jacfwd, sm.jacrev, sm.hessian, "
+            "sm.linearize"
         )
 
 

@@ -1,1 +1,3 @@
-"""Checkpoints: state on any mesh, saved completely or not at all, loaded onto any other mesh (docs/checkpoint.md)."""
+"""Checkpoints: state on any mesh, saved completely or not at all, loaded onto any other mesh
+(docs/checkpoint.md).
+"""

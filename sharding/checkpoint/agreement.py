@@ -37,7 +37,9 @@ class CheckpointError(RuntimeError):
 
 
 def brief(value: Any) -> str:
-    """Return a text or error as it is, anything else by its `repr`: one line of at most 200 characters."""
+    """Return a text or error as it is, anything else by its `repr`: one line of at most 200
+    characters.
+    """
     if isinstance(value, BaseException):
         value = getattr(value, "strerror", None) or str(value) or type(value).__name__
     text = value if isinstance(value, str) else _short.repr(value)
@@ -56,7 +58,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def interrupt_of(error: BaseException, before: BaseException | None) -> BaseException | None:
-    """Return the first error that is not an `Exception`, or says that there is no memory, which `error` replaced.
+    """Return the first error that is not an `Exception`, or says that there is no memory, which
+    `error` replaced.
 
     Args:
         before: the error that was being handled when the work began; it is not of this work.
@@ -72,7 +75,8 @@ def interrupt_of(error: BaseException, before: BaseException | None) -> BaseExce
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return (result, None), or (None, error) if there was no memory for it: other ranks, which had, must hear of it.
+    """Return (result, None), or (None, error) if there was no memory for it: other ranks, which
+    had, must hear of it.
 
     Raises:
         Exception: any other error, which is the same on every rank.
@@ -93,7 +97,8 @@ def all_ranks(world: World) -> Group:
     """
     if isinstance(world, NullWorld):
         raise ValueError(
-            "checkpoints need data, but null_world has none; save and load in processes or in sm.simulate"
+            "checkpoints need data, but null_world has none; save and load in processes or in "
+            "sm.simulate"
         )
     return world.group(range(world.size))
 
@@ -137,9 +142,11 @@ def agree(
         failure: an error of this rank before it had its lines, for the others.
 
     Raises:
-        CheckpointError: on every rank: the first name that differs, on which ranks, and how; or the failures.
+        CheckpointError: on every rank: the first name that differs, on which ranks, and how; or the
+            failures.
 
-    Communication: one all_gather of 32 bytes from each rank; after a difference one more, of the lines.
+    Communication: one all_gather of 32 bytes from each rank; after a difference one more, of the
+    lines.
     """
     digest = hashlib.sha256(
         "\n".join(f"{name}\t{line}" for name, line in lines.items()).encode()
@@ -172,7 +179,10 @@ def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
                 return f"{has}, but {other_has}; give the same on every rank"
         if len(lines) != len(first):
             longer, more = (group.ranks[0], first) if len(first) > len(lines) else (rank, lines)
-            return f"only rank {longer} has {more[min(len(first), len(lines))][0]!r}; give the same tree on every rank"
+            return (
+                f"only rank {longer} has {more[min(len(first), len(lines))][0]!r}; give the same "
+                "tree on every rank"
+            )
     return "ranks differ"
 
 

@@ -1,4 +1,6 @@
-"""Full state dicts on one rank: gather whole tensors there, or scatter from there, one tensor at a time."""
+"""Full state dicts on one rank: gather whole tensors there, or scatter from there, one tensor at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,23 @@ from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def full_state_dict(state: Any, rank: int = 0) -> Any:
-    """full_state_dict(module or tree) -> on `rank` the same tree with whole tensors in host memory, {} on the others.
+    """full_state_dict(module or tree) -> on `rank` the same tree with whole tensors in host memory,
+    {} on the others.
 
         rank 0   [a]        [a b]
         rank 1   [b]   ->   {}
 
     Args:
-        state: a module, for its `state_dict()`, or a tree as for `save`, such as `state_dict(model, optimizer)`.
-            Tied weights of a module are one tensor in the result, as in its `state_dict()`.
+        state: a module, for its `state_dict()`, or a tree as for `save`, such as
+            `state_dict(model, optimizer)`. Tied weights of a module are one tensor in the result,
+            as in its `state_dict()`.
         rank: the rank that receives it.
 
     Raises:
         ValueError: there is no such rank.
 
-    Communication: for each `ShardedTensor` the reduction of pending values, and one all_to_all in which each box goes to `rank` once.
+    Communication: for each `ShardedTensor` the reduction of pending values, and one all_to_all in
+    which each box goes to `rank` once.
 
     Example:
         >>> whole = sm.checkpoint.full_state_dict(model)
@@ -74,22 +79,26 @@ def whole_on(leaf: Any, rank: int, world: World) -> Any:
 def load_full_state_dict(
     module: nn.Module, state: Any, rank: int = 0, *, optimizer: Optimizer | None = None
 ) -> None:
-    """load_full_state_dict(module, state): load the whole tensors of `rank` into a module; every rank receives its boxes.
+    """load_full_state_dict(module, state): load the whole tensors of `rank` into a module; every
+    rank receives its boxes.
 
         rank 0   [a b]        [a]
         rank 1   None    ->   [b]
 
     Args:
-        state: on `rank`, the result of `full_state_dict(module)`; with an optimizer, that of `full_state_dict(state_dict(module,
-            optimizer))`. Ignored on other ranks.
+        state: on `rank`, the result of `full_state_dict(module)`; with an optimizer, that of
+            `full_state_dict(state_dict(module, optimizer))`. Ignored on other ranks.
         rank: the rank that has it.
 
     Raises:
-        ValueError: names, shapes or dtypes differ from the module's; there is no such rank. On every rank, before anything is changed.
-        CheckpointError: `state` has other leaves than tensors and plain values; ranks have different modules.
+        ValueError: names, shapes or dtypes differ from the module's; there is no such rank. On
+            every rank, before anything is changed.
+        CheckpointError: `state` has other leaves than tensors and plain values; ranks have
+            different modules.
 
-    Communication: two all_gathers of small objects over all ranks, then for each `ShardedTensor` one all_to_all in which each box leaves
-        `rank`, and the redistribution to its layout; for each plain tensor a broadcast.
+    Communication: two all_gathers of small objects over all ranks, then for each `ShardedTensor`
+        one all_to_all in which each box leaves `rank`, and the redistribution to its layout; for
+        each plain tensor a broadcast.
 
     Example:
         >>> state = torch.load("model.pt") if mesh.get_rank() == 0 else None
@@ -119,13 +128,16 @@ def load_full_state_dict(
 
 
 def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """Return the description of the state that all ranks need: shapes and dtypes by name, and values."""
+    """Return the description of the state that all ranks need: shapes and dtypes by name, and
+    values.
+    """
     found = {name_of(path): leaf for path, leaf in leaves(state)}
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
     if sharded:
         raise ValueError(
-            f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use sm.checkpoint.load_state_dict"
+            f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use "
+            "sm.checkpoint.load_state_dict"
         )
     values = {name: leaf for name, leaf in found.items() if name not in tensors}
     entries = {
@@ -142,7 +154,8 @@ def _check_known(described: Stored, names: set[str]) -> None:
     if unknown:
         known = sorted(names)[:3]
         raise ValueError(
-            f"load_full_state_dict: the state has {unknown[:3]} that the module does not have; it has {known} ..."
+            f"load_full_state_dict: the state has {unknown[:3]} that the module does not have; it "
+            f"has {known} ..."
         )
 
 

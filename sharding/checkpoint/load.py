@@ -29,36 +29,42 @@ from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
-    """load(dir, like) -> a tree like `like` with the stored values. Every rank of the world calls it.
+    """load(dir, like) -> a tree like `like` with the stored values. Every rank of the world calls
+    it.
 
         stored on (2,)   w [0:4] [4:8]      like on (3,)      rank 0   w [0:3]        from the piece 0:4
                                                               rank 1   w [3:6]        from both
                                                               rank 2   w [6:8]        from the piece 4:8
 
-    Each piece of a file is read once per node, by a rank that needs part of it, which sends the other ranks of the node their parts; over
-    gloo each rank reads all that it needs, from the page cache of the node. The CRC-32 of a piece is checked before it is used.
-    Objects in `like` are not changed until everything has been read and checked.
+    Each piece of a file is read once per node, by a rank that needs part of it, which sends the
+    other ranks of the node their parts; over gloo each rank reads all that it needs, from the page
+    cache of the node. The CRC-32 of a piece is checked before it is used. Objects in `like` are not
+    changed until everything has been read and checked.
 
     Args:
-        dir: the folder of checkpoints, or that of one checkpoint; also one of torch.distributed.checkpoint, from DTensors or others.
+        dir: the folder of checkpoints, or that of one checkpoint; also one of
+            torch.distributed.checkpoint, from DTensors or others.
         like: a tree with some or all leaves of the saved one, which are matched by their paths:
-            `Layout`s and `ShardedTensor`s: loaded in this layout, whatever mesh the tensor was saved from;
-            `NamedSharding`s: the same, with the shape and dtype that are stored;
+            `Layout`s and `ShardedTensor`s: loaded in this layout, whatever mesh the tensor was
+            saved from; `NamedSharding`s: the same, with the shape and dtype that are stored;
             plain tensors: whole, on their devices, on every rank;
-            `PerRank(value)`: the value that this rank saved; `value` on ranks beyond the saving world;
-            anything else, also None: the value stored under this name;
-            objects with `state_dict()` and `load_state_dict()`: they load their state and are in the result. A module determines
-            its leaves itself; for other objects, and the optimizer in `state_dict(model, optimizer)`, the checkpoint does.
-        step: the step of the checkpoint; by default the newest complete one, with a warning if a newer one has lost its manifest.
+            `PerRank(value)`: the value that this rank saved; `value` on ranks beyond the saving
+            world; anything else, also None: the value stored under this name;
+            objects with `state_dict()` and `load_state_dict()`: they load their state and are in
+            the result. A module determines its leaves itself; for other objects, and the optimizer
+            in `state_dict(model, optimizer)`, the checkpoint does.
+        step: the step of the checkpoint; by default the newest complete one, with a warning if a
+            newer one has lost its manifest.
 
     Raises:
         FileNotFoundError: no complete checkpoint, or none of this step.
         ValueError: a leaf that is not stored (lists similar names), or has another shape or dtype.
-        CheckpointError: a file is missing, short or damaged (names file and leaf); ranks have different trees. On every rank, the
-            same text.
+        CheckpointError: a file is missing, short or damaged (names file and leaf); ranks have
+            different trees. On every rank, the same text.
 
-    Communication: three all_gathers of small objects and a broadcast of the index over all ranks; on each node, for every 256 MiB of
-        which ranks need the same, an all_gather of small objects and an all_to_all (not over gloo).
+    Communication: three all_gathers of small objects and a broadcast of the index over all ranks;
+        on each node, for every 256 MiB of which ranks need the same, an all_gather of small objects
+        and an all_to_all (not over gloo).
 
     Example:
         >>> state = sm.checkpoint.load("checkpoints", like=sm.checkpoint.state_dict(model, optimizer))
@@ -126,7 +132,9 @@ def _read_parts(
 
 
 class _Index(NamedTuple):
-    """The path and step of the checkpoint that rank 0 found, and the lengths of its manifest and index; or why there is none."""
+    """The path and step of the checkpoint that rank 0 found, and the lengths of its manifest and
+    index; or why there is none.
+    """
 
     path: str = ""
     step: int | None = None
@@ -152,7 +160,8 @@ class _Contents(NamedTuple):
         stored = parse(self.path, self.manifest, self.index)
         if None not in (self.step, stored.step) and self.step != stored.step:
             raise CheckpointError(
-                f"{self.path} is of step {stored.step} by its manifest, not {self.step}: its folder was renamed"
+                f"{self.path} is of step {stored.step} by its manifest, not {self.step}: its "
+                "folder was renamed"
             )
         return stored
 
@@ -196,7 +205,9 @@ def _broadcast(group: Group, text: bytes, length: int) -> bytes:
 
 
 def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
-    """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its name does not matter."""
+    """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its
+    name does not matter.
+    """
     if step is None and os.path.lexists(dir / folders.METADATA):
         return dir, None
     found = folders.complete(dir)
@@ -209,15 +220,19 @@ def _warn_of_newer(dir: Path, step: int | None) -> None:
     newer = folders.without_manifest(dir)
     if step is not None and newer and max(newer) > step:
         path = newer[max(newer)]
-        text = f"load: {path} has no {folders.MANIFEST} and is skipped; step {step}, the newest complete one, is loaded"
+        text = (
+            f"load: {path} has no {folders.MANIFEST} and is skipped; step {step}, the newest "
+            "complete one, is loaded"
+        )
         warnings.warn(text, stacklevel=6)  # at the line that calls load
 
 
 def _no_checkpoint(dir: Path, step: int | None) -> str:
     if dir.is_file():
         return (
-            f"load: {dir} is a file; pass the folder that was passed to sm.checkpoint.save. Use sm.checkpoint.load_safetensors for a "
-            "*.safetensors file, and torch.load on one rank with sm.checkpoint.load_full_state_dict for a file of torch.save"
+            f"load: {dir} is a file; pass the folder that was passed to sm.checkpoint.save. Use "
+            "sm.checkpoint.load_safetensors for a *.safetensors file, and torch.load on one rank "
+            "with sm.checkpoint.load_full_state_dict for a file of torch.save"
         )
     have = sorted(folders.complete(dir))
     which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
@@ -251,7 +266,9 @@ def _allocate(stored: Stored, wants: Mapping[str, Any], rank: int) -> LoadedPart
 
 
 def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> dict[str, list[int]]:
-    """Return each stored value with the ranks that need it: all of the node, or one for a value per rank."""
+    """Return each stored value with the ranks that need it: all of the node, or one for a value per
+    rank.
+    """
     needed: dict[str, list[int]] = {}
     for name, want in wants.items():
         if isinstance(want, StoredValue):
@@ -263,7 +280,8 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
 
 
 def _sharing(world: World) -> range:
-    """Return the ranks that share the pieces they read: those of a node, if data is sent over devices or between threads.
+    """Return the ranks that share the pieces they read: those of a node, if data is sent over
+    devices or between threads.
 
     Over sockets (gloo) only this rank: reading from the page cache of the host is faster.
     """

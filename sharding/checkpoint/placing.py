@@ -1,4 +1,5 @@
-"""The write plan: each box of each leaf is written by one of the ranks that hold it, evenly; the same plan on all ranks.
+"""The write plan: each box of each leaf is written by one of the ranks that hold it, evenly; the
+same plan on all ranks.
 
 x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8;
                                       rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 write the next tensor
@@ -62,7 +63,9 @@ def own_name(name: str, rank: int) -> str:
 
 
 def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
-    """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all ranks."""
+    """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all
+    ranks.
+    """
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:

@@ -1,4 +1,6 @@
-"""Preparation of a save: collect the leaves, check that they can be saved and that all ranks have the same."""
+"""Preparation of a save: collect the leaves, check that they can be saved and that all ranks have
+the same.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class SaveState(NamedTuple):
 def prepare_save(
     tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
 ) -> SaveJob:
-    """Return a save that is ready to write, with its folder; with `copies`, of copies of the tensors.
+    """Return a save that is ready to write, with its folder; with `copies`, of copies of the
+    tensors.
 
     Raises:
         CheckpointError, TypeError, ValueError: see `save`.
@@ -60,7 +63,8 @@ def prepare_save(
     world = current_world()
     group = all_ranks(world)
     _check_numbers(step, keep)
-    import_format()  # the thread of an asynchronous save may outlive the program, and could not import it then
+    # the thread of an asynchronous save may outlive the program, and could not import it then
+    import_format()
     collected, failure = attempt(lambda: state_of(tree, world))
     lines = {} if collected is None else collected.lines
     agree(
@@ -79,13 +83,27 @@ def prepare_save(
         group, Path(dir), step, isinstance(world, ProcessWorld), failure
     )
     return SaveJob(
-        world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths,
-        threading.Event(), lease, ready, partial(_is_lost, world),
-    )  # fmt: skip
+        world.rank,
+        world.size,
+        number,
+        keep,
+        unfinished,
+        nonce,
+        plan,
+        held,
+        state.structure,
+        paths,
+        threading.Event(),
+        lease,
+        ready,
+        partial(_is_lost, world),
+    )
 
 
 def _is_lost(world: World, rank: int) -> bool:
-    """Return whether the process of a rank is known to have died, so that it will write nothing more."""
+    """Return whether the process of a rank is known to have died, so that it will write nothing
+    more.
+    """
     monitor = world.monitor if isinstance(world, ProcessWorld) else None
     return monitor is not None and any(
         member.rank == rank for member in lost_ranks(monitor.directory)
@@ -113,18 +131,21 @@ def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
 def _check_numbers(step: int | None, keep: int | None) -> None:
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(
-            f"save: step must be an integer >= 0, or None for the one after the newest, got {step!r}"
+            "save: step must be an integer >= 0, or None for the one after the newest, got "
+            f"{step!r}"
         )
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(
-            f"save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for all, got {keep!r}"
+            "save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for "
+            f"all, got {keep!r}"
         )
 
 
 def _begin(
     group: Group, dir: Path, step: int | None, kept: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
-    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0 makes them.
+    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0
+    makes them.
 
     An earlier failure of a rank is raised on all.
     """
@@ -160,7 +181,7 @@ def _begin(
     return dir / folders.name(number, f"tmp-{nonce}"), number, nonce, lease
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def state_of(tree: Any, world: World) -> SaveState:
@@ -181,7 +202,8 @@ def state_of(tree: Any, world: World) -> SaveState:
         if name in found:
             both = f"{list(paths[name])} and {list(path)}"
             raise ValueError(
-                f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one"
+                f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; "
+                "rename one"
             )
         found[name], paths[name] = leaf, path
     lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
@@ -194,7 +216,8 @@ def state_of(tree: Any, world: World) -> SaveState:
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
-    """Return a leaf as text, which ranks compare: a sharded tensor by layout, replicated leaves by value.
+    """Return a leaf as text, which ranks compare: a sharded tensor by layout, replicated leaves by
+    value.
 
     Raises:
         TypeError, ValueError: it cannot be saved.
@@ -209,7 +232,10 @@ def _line(name: str, leaf: Any, world: World) -> str:
     if isinstance(leaf, Tensor):
         _check_plain(name, leaf)
         values = on_host(leaf.detach()).reshape(-1)
-        return f"{leaf.dtype}{list(leaf.shape)}, CRC-32 {zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
+        return (
+            f"{leaf.dtype}{list(leaf.shape)}, CRC-32 "
+            f"{zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
+        )
     _check_value(name, leaf)
     return repr(leaf)
 
@@ -223,7 +249,8 @@ def _check_plain(name: str, leaf: Tensor) -> None:
     ):
         kind = f"{type(leaf).__name__} ({leaf.layout}, on {leaf.device})"
         raise TypeError(
-            f"save: {name!r} is a {kind}; only ShardedTensors and dense tensors with values can be saved"
+            f"save: {name!r} is a {kind}; only ShardedTensors and dense tensors with values can be "
+            "saved"
         )
 
 
@@ -231,7 +258,8 @@ def _check_value(name: str, value: Any) -> None:
     """Raise a TypeError unless the value can be loaded without running code from the file."""
     if isinstance(value, np.ndarray | np.generic):
         raise TypeError(
-            f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or it.item()"
+            f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or "
+            "it.item()"
         )
     try:
         torch.load(io.BytesIO(serialize(value)), weights_only=True)
@@ -239,8 +267,9 @@ def _check_value(name: str, value: Any) -> None:
         if is_out_of_memory(error):
             raise
         raise TypeError(
-            f"save: {name!r} is a {type(value).__name__}, which cannot be loaded safely; save tensors, numbers, strings, None, lists, "
-            "tuples and dicts of these, or an object with state_dict() and load_state_dict()"
+            f"save: {name!r} is a {type(value).__name__}, which cannot be loaded safely; save "
+            "tensors, numbers, strings, None, lists, tuples and dicts of these, or an object with "
+            "state_dict() and load_state_dict()"
         ) from error
 
 

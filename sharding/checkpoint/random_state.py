@@ -15,8 +15,9 @@ from .tree import PerRank
 class RandomState:
     """RandomState(): saves and restores the state of all random number generators.
 
-    The generator of `ShardedTensor`s is the same on every rank; those of torch (CPU and this rank's GPU) and Python's `random` are saved
-    per rank. On ranks beyond the saving world these do not change.
+    The generator of `ShardedTensor`s is the same on every rank; those of torch (CPU and this rank's
+    GPU) and Python's `random` are saved per rank. On ranks beyond the saving world these do not
+    change.
 
     Communication: none.
 

@@ -1,10 +1,11 @@
 """Safetensors files: each rank reads its boxes only.
 
-    length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | tensors, row-major
+    length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0,
+    24]}, ...} | tensors, row-major
 
 The format is that of https://github.com/huggingface/safetensors, whose library checks each header.
-A large model has several files and an index, `model.safetensors.index.json`, which names the file of
-each tensor. A tied weight is stored once.
+A large model has several files and an index, `model.safetensors.index.json`, which names the file
+of each tensor. A tied weight is stored once.
 """
 
 from __future__ import annotations
@@ -51,10 +52,23 @@ from .tree import leaves, mapped, name_of, opened
 from .wanted import StoredValue, WholeTensor, wanted_tree
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _INDEX = ".index.json"  # the suffix of an index file, after the name of a single file
 _UNITS = {
@@ -71,29 +85,34 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 class _FileOffset(NamedTuple):
-    """The file of a tensor, its bytes (memory-mapped once, so that all tensors are one writer's), and the offset of the first."""
+    """The file of a tensor, its bytes (memory-mapped once, so that all tensors are one writer's),
+    and the offset of the first.
+    """
 
     path: Path
     mapped: Tensor
     start: int
 
 
-# -- read --------------------------------------------------------------------------------------------------------------
+# -- read ------------------------------------------------------------------------------------------
 
 
 def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
-    """load_safetensors(path, like) -> a tree like `like`; each rank reads its own boxes. Every rank calls it.
+    """load_safetensors(path, like) -> a tree like `like`; each rank reads its own boxes. Every rank
+    calls it.
 
     Args:
-        path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its index, or all `*.safetensors`
-            in it if there is no index, as the parts of one model.
-        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module determines its leaves and loads them. Of tied
-            weights, and of a tensor that is several leaves, as in the `state_dict` of a tied model, the files need only one.
+        path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its
+            index, or all `*.safetensors` in it if there is no index, as the parts of one model.
+        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module
+            determines its leaves and loads them. Of tied weights, and of a tensor that is several
+            leaves, as in the `state_dict` of a tied model, the files need only one.
 
     Raises:
-        ValueError: a tensor that is missing (lists similar names), or has another shape or dtype; a leaf that is not a tensor.
-        CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not in the file of the index. The
-            text names the file, the same on every rank.
+        ValueError: a tensor that is missing (lists similar names), or has another shape or dtype; a
+            leaf that is not a tensor.
+        CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not
+            in the file of the index. The text names the file, the same on every rank.
 
     Communication: three all_gathers of small objects over all ranks.
 
@@ -111,7 +130,8 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     for name, want in wants.items():
         if isinstance(want, StoredValue):
             raise ValueError(
-                f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out"
+                f"load_safetensors: {name!r} in like= is not a tensor, and these files have only "
+                "tensors; leave it out"
             )
     agree(group, "load_safetensors", {name: line_of(want) for name, want in wants.items()})
     loaded: list[Any] = []
@@ -140,7 +160,8 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
         for name, description in header.items():
             if name in places:
                 raise CheckpointError(
-                    f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or the index"
+                    f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or "
+                    "the index"
                 )
             start = data + description["data_offsets"][0]
             entries[name], places[name] = (
@@ -150,7 +171,8 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
             raise CheckpointError(
-                f"{file} has no {brief(name)!r}, although the index of {path} lists it there; write the model again"
+                f"{file} has no {brief(name)!r}, although the index of {path} lists it there; "
+                "write the model again"
             )
     for group in [*_groups(aliases), *_groups(tied)]:
         for kept in [name for name in group if name in entries][:1]:
@@ -171,7 +193,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     )
     if len(indices) > 1:
         raise CheckpointError(
-            f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the path of one"
+            f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the "
+            "path of one"
         )
     if indices:
         weight_map = _weight_map(indices[0])
@@ -198,12 +221,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (KeyError, TypeError, AttributeError) as error:
         problem = brief(repr(error))
     raise CheckpointError(
-        f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files"
+        f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map "
+        "from names to files"
     )
 
 
 def _aliases(metadata: Any) -> dict[str, str]:
-    """Return the tied names in a file's metadata, where `safetensors.torch.save_model` too writes the name that is stored."""
+    """Return the tied names in a file's metadata, where `safetensors.torch.save_model` too writes
+    the name that is stored.
+    """
     return (
         {name: kept for name, kept in metadata.items() if name != "format"}
         if isinstance(metadata, dict)
@@ -220,9 +246,11 @@ def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
-    """Return the header, the offset of the data, and the bytes of the file, which is opened once: a writer may replace it meanwhile.
+    """Return the header, the offset of the data, and the bytes of the file, which is opened once: a
+    writer may replace it meanwhile.
 
-    The safetensors library checks it: names, dtypes, shapes, and that the tensors fill the file without holes or overlaps.
+    The safetensors library checks it: names, dtypes, shapes, and that the tensors fill the file
+    without holes or overlaps.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -248,7 +276,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
 
 
 def _opened_path(path: Path, file: io.FileIO) -> Path:
-    """Return a path of an open file that stays its own when another takes its place, where the system has one (Linux)."""
+    """Return a path of an open file that stays its own when another takes its place, where the
+    system has one (Linux).
+    """
     opened_path = Path(f"/proc/self/fd/{file.fileno()}")
     return opened_path if opened_path.exists() else path
 
@@ -266,7 +296,8 @@ def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
     if dtype is None:
         has = brief(description["dtype"])
         raise CheckpointError(
-            f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh does not read"
+            f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh "
+            "does not read"
         )
     return StoredLeaf(torch.Size(description["shape"]), dtype)
 
@@ -298,7 +329,7 @@ def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor
     return (raw if place.start % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(shape)
 
 
-# -- write -------------------------------------------------------------------------------------------------------------
+# -- write -----------------------------------------------------------------------------------------
 
 
 def save_safetensors(
@@ -308,21 +339,27 @@ def save_safetensors(
     *,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """save_safetensors(tree, path): write whole tensors to one file on `rank`, which gathers one tensor at a time.
+    """save_safetensors(tree, path): write whole tensors to one file on `rank`, which gathers one
+    tensor at a time.
 
     Args:
-        tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by dots. Pending values are reduced.
-            Tied weights of a module are written once, under the first name.
+        tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by
+            dots. Pending values are reduced. Tied weights of a module are written once, under the
+            first name.
         path: the file; or an existing folder, for `model.safetensors` in it.
         rank: the rank that writes. It holds one whole tensor at a time, the others none.
-        max_shard_size: the maximum file size, in bytes or as "5GB". A larger model has files `model-00001-of-00002.safetensors` etc., and
-            `model.safetensors.index.json`, as in HuggingFace; a tensor is never split. None for one file.
+        max_shard_size: the maximum file size, in bytes or as "5GB". A larger model has files
+            `model-00001-of-00002.safetensors` etc., and `model.safetensors.index.json`, as in
+            HuggingFace; a tensor is never split. None for one file.
 
     Raises:
-        ValueError: a leaf that is not a tensor, or of a dtype that the format does not have; an invalid size.
-        CheckpointError: a file could not be written; existing files are unchanged. On every rank, the same text.
+        ValueError: a leaf that is not a tensor, or of a dtype that the format does not have; an
+            invalid size.
+        CheckpointError: a file could not be written; existing files are unchanged. On every rank,
+            the same text.
 
-    Communication: for each `ShardedTensor` as `full_state_dict`, then one all_gather of small objects over all ranks.
+    Communication: for each `ShardedTensor` as `full_state_dict`, then one all_gather of small
+    objects over all ranks.
 
     Example:
         >>> sm.checkpoint.save_safetensors(model, "model.safetensors")
@@ -355,11 +392,13 @@ def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
         name = name_of(path)
         if not isinstance(leaf, Tensor):
             raise ValueError(
-                f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has only tensors: leave it out"
+                f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has only "
+                "tensors: leave it out"
             )
         if leaf.dtype not in _NAMES:
             raise ValueError(
-                f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first"
+                f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; "
+                "convert it first"
             )
         yield name, leaf
 
@@ -371,13 +410,16 @@ def _bytes_of(size: int | str | None) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMG]I?)?B)?", str(size).upper())
     if match is None or isinstance(size, bool) or not float(match[1]):
         raise ValueError(
-            f'save_safetensors: max_shard_size={size!r} is not a size; pass bytes, or such as "500MB", "5GB", "5GiB"'
+            f"save_safetensors: max_shard_size={size!r} is not a size; pass bytes, or such as "
+            f'"500MB", "5GB", "5GiB"'
         )
     return float(match[1]) * _UNITS[match[2] or ""]
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tensor]]:
-    """Return the tensors file by file, in order; in each file the largest elements first, so that each tensor is aligned."""
+    """Return the tensors file by file, in order; in each file the largest elements first, so that
+    each tensor is aligned.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     room = limit
     for name, leaf in tensors.items():

@@ -27,34 +27,44 @@ _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictio
 def save(
     tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
 ) -> Checkpoint:
-    """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world calls it.
+    """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world
+    calls it.
 
         rank 0   w [0:4]   --.
         rank 1   w [4:8]   --+-->   dir/step-00000012/   __0_0.distcp   __1_0.distcp   .metadata   manifest.json
 
-    Each box is written by one of the ranks that hold it. The files have the format of torch.distributed.checkpoint, with a CRC-32 of
-    every piece in the manifest. They are written to a temporary folder and synced; renaming that folder is the last step. If a rank is
-    killed, the disk is full or the save is cancelled, all checkpoints that were complete before still are.
+    Each box is written by one of the ranks that hold it. The files have the format of
+    torch.distributed.checkpoint, with a CRC-32 of every piece in the manifest. They are written to
+    a temporary folder and synced; renaming that folder is the last step. If a rank is killed, the
+    disk is full or the save is cancelled, all checkpoints that were complete before still are.
 
     Args:
         tree: dicts, lists, tuples and dataclasses of
-            `ShardedTensor`s, on any meshes, of any dtype and layout; pending values are reduced first;
-            plain tensors, numbers, strings, None and lists of these: must be the same on every rank (checked); one rank writes them;
-            `PerRank(value)`: saved by each rank;
-            objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers, data loaders, `RandomState()`): their
-            state. For optimizers by parameter name instead of number see `state_dict`.
-        dir: the folder of checkpoints, visible to all ranks. One job at a time saves into it: a file in it has the process that does.
-        step: its number; by default one more than the newest. A checkpoint of the same step is kept until the new one is complete.
-        keep: the number of checkpoints to keep, including this one; older ones are removed when it is complete. All by default.
+            `ShardedTensor`s, on any meshes, of any dtype and layout; pending values are reduced
+            first; plain tensors, numbers, strings, None and lists of these: must be the same on
+            every rank (checked); one rank writes them; `PerRank(value)`: saved by each rank;
+            objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
+            data loaders, `RandomState()`): their state. For optimizers by parameter name instead of
+            number see `state_dict`.
+        dir: the folder of checkpoints, visible to all ranks. One job at a time saves into it: a
+            file in it has the process that does.
+        step: its number; by default one more than the newest. A checkpoint of the same step is kept
+            until the new one is complete.
+        keep: the number of checkpoints to keep, including this one; older ones are removed when it
+            is complete. All by default.
 
     Raises:
-        TypeError, ValueError: a leaf that cannot be saved, two leaves with one name, an invalid step or keep.
-        CheckpointError: ranks have different trees; a file could not be written, with the rank, the file and the reason: the same text on
-            every rank. The unfinished folder is removed. Or the last `async_save` failed, if `wait()` was not called. Or another job that
-            is alive saves into the folder and does not end within a minute; the text has its host, process and job.
+        TypeError, ValueError: a leaf that cannot be saved, two leaves with one name, an invalid
+            step or keep.
+        CheckpointError: ranks have different trees; a file could not be written, with the rank, the
+            file and the reason: the same text on every rank. The unfinished folder is removed. Or
+            the last `async_save` failed, if `wait()` was not called. Or another job that is alive
+            saves into the folder and does not end within a minute; the text has its host, process
+            and job.
         RankLostError, PeerError: a rank died or raised during the save.
 
-    Communication: four all_gathers of small objects over all ranks; the reduction of pending values.
+    Communication: four all_gathers of small objects over all ranks; the reduction of pending
+    values.
 
     Example:
         >>> state = {**state_dict(model, optimizer), "random": RandomState(), "step": step}
@@ -68,19 +78,22 @@ def save(
 def async_save(
     tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
 ) -> AsyncSave:
-    """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the tree at once.
+    """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the
+    tree at once.
 
-    The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`. On a
-    GPU that memory is pinned and kept for the next save, and the program does not wait for the copies, only later work of the stream.
-    A second save, of either kind, waits for the first. A process in which a save failed that nobody waited for says so when it ends, and
-    its exit code is not 0.
+    The pieces that this rank writes are copied to host memory, written, synced and committed as by
+    `save`, also without `wait()`. On a GPU that memory is pinned and kept for the next save, and
+    the program does not wait for the copies, only later work of the stream. A second save, of
+    either kind, waits for the first. A process in which a save failed that nobody waited for says
+    so when it ends, and its exit code is not 0.
 
     Args: as `save`.
 
-    Raises: as `save`, for errors known before writing; others are raised by `wait()`, or by the next save.
+    Raises: as `save`, for errors known before writing; others are raised by `wait()`, or by the
+    next save.
 
-    Communication: two all_gathers of small objects over all ranks, and two more in `wait()`. None in the thread: it looks in the folder
-        for the files of other ranks.
+    Communication: two all_gathers of small objects over all ranks, and two more in `wait()`. None
+        in the thread: it looks in the folder for the files of other ranks.
 
     Example:
         >>> saving = sm.checkpoint.async_save({"model": model}, "checkpoints", step=step)
@@ -124,11 +137,14 @@ class AsyncSave:
         self._result = checkpoint, []
 
     def done(self) -> bool:
-        """Return whether this rank's thread has ended: on rank 0, whether the checkpoint is complete or has failed."""
+        """Return whether this rank's thread has ended: on rank 0, whether the checkpoint is
+        complete or has failed.
+        """
         return not self._thread.is_alive()
 
     def wait(self) -> Checkpoint:
-        """Wait for the checkpoint to be complete and return it. Every rank calls it; later calls return or raise the same.
+        """Wait for the checkpoint to be complete and return it. Every rank calls it; later calls
+        return or raise the same.
 
         Raises:
             CheckpointError: as `save`.
@@ -188,7 +204,8 @@ def _tried(work: Callable[[], None]) -> Exception | None:
 def _finish(
     job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]
 ) -> Checkpoint:
-    """Write on every rank, then commit on rank 0. An error on any rank is raised on all, after `stop`.
+    """Write on every rank, then commit on rank 0. An error on any rank is raised on all, after
+    `stop`.
 
     Replaced checkpoints are removed last, by all ranks.
     """

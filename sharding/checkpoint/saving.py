@@ -27,7 +27,8 @@ from .tree import Structure
 
 _POLL_S = 0.01
 _LOST_S = 0.25  # how often to ask whether the rank that is waited for has died
-_AFTER_END_S = 30.0  # how long the thread of an asynchronous save waits for other ranks after the program has ended
+# how long the thread of an asynchronous save waits for other ranks after the program has ended
+_AFTER_END_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class SaveJob:
             if not is_out_of_memory(error):
                 raise
             raise CheckpointError(
-                f"the checkpoint of step {self.step} was not made: rank {self.rank} ran out of memory ({brief(error)}); "
-                "complete checkpoints are unchanged"
+                f"the checkpoint of step {self.step} was not made: rank {self.rank} ran out of "
+                f"memory ({brief(error)}); complete checkpoints are unchanged"
             ) from error
 
     def _data(self, piece: WriteItem) -> Tensor | bytes:
@@ -97,10 +98,12 @@ class SaveJob:
         return serialize(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
 
     def commit(self) -> tuple[folders.Checkpoint, list[Path]]:
-        """Commit on rank 0 when all ranks have written: write the index and the manifest, rename the folder.
+        """Commit on rank 0 when all ranks have written: write the index and the manifest, rename
+        the folder.
 
         Returns:
-            The checkpoint, and the renamed folders to remove: the one it replaces, and those older than `keep`.
+            The checkpoint, and the renamed folders to remove: the one it replaces, and those older
+            than `keep`.
         """
         path = self.unfinished
         try:
@@ -130,19 +133,22 @@ class SaveJob:
         while not path.exists():
             if not self.unfinished.is_dir():
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} was not made: {self.unfinished} was removed"
+                    f"the checkpoint of step {self.step} was not made: {self.unfinished} was "
+                    "removed"
                 )
             if time.monotonic() > asked + _LOST_S:
                 asked = time.monotonic()
                 if self.is_lost(rank) and not path.exists():
                     raise CheckpointError(
-                        f"the checkpoint of step {self.step} was not made: rank {rank} died before it had written its part"
+                        f"the checkpoint of step {self.step} was not made: rank {rank} died before "
+                        "it had written its part"
                     )
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
             if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} is not complete: rank {rank} has not written its part"
+                    f"the checkpoint of step {self.step} is not complete: rank {rank} has not "
+                    "written its part"
                 )
         return path.read_bytes()
 
@@ -172,8 +178,8 @@ class SaveJob:
 
     def _error_text(self, path: Path, error: OSError) -> str:
         return (
-            f"the checkpoint of step {self.step} was not made: rank {self.rank} could not write {path} ({error.strerror or error}); "
-            "complete checkpoints are unchanged"
+            f"the checkpoint of step {self.step} was not made: rank {self.rank} could not write "
+            f"{path} ({error.strerror or error}); complete checkpoints are unchanged"
         )
 
     def clear(self) -> None:
@@ -214,7 +220,9 @@ def part_of(leaf: Tensor, box: Box) -> Tensor:
 
 
 def on_host(x: Tensor, copy: bool = False) -> Tensor:
-    """Return a contiguous tensor in host memory with its own storage: `torch.save` writes whole storages."""
+    """Return a contiguous tensor in host memory with its own storage: `torch.save` writes whole
+    storages.
+    """
     x = x.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 

@@ -4,8 +4,8 @@
     host     async_save -> step 8 is launched      does not wait
     thread   waits for an event, writes
 
-The copies go to pinned memory, which is kept for the next save: they run at the full rate of the link. They are in the order of the
-stream, since later work may overwrite the tree.
+The copies go to pinned memory, which is kept for the next save: they run at the full rate of the
+link. They are in the order of the stream, since later work may overwrite the tree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _kept: weakref.WeakKeyDictionary[World, Tensor] = weakref.WeakKeyDictionary()
 def copy_leaves(
     leaves: Mapping[str, Any], world: World
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return copies of leaves, tensors on the host, and a function that waits until they have their values.
+    """Return copies of leaves, tensors on the host, and a function that waits until they have their
+    values.
 
     The memory of the last copies for this world is used again.
     """
@@ -58,11 +59,17 @@ def copy_leaves(
 
 
 def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the leaves, small plain tensors of devices on the host: the host waits once for all of them."""
+    """Return the leaves, small plain tensors of devices on the host: the host waits once for all of
+    them.
+    """
     small = {
-        name: _plain(x) for name, x in leaves.items()
-        if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and is_asynchronous(x.device.type) and x.nbytes <= _SMALL
-    }  # fmt: skip
+        name: _plain(x)
+        for name, x in leaves.items()
+        if type(x) in (Tensor, nn.Parameter)
+        and x.layout is torch.strided
+        and is_asynchronous(x.device.type)
+        and x.nbytes <= _SMALL
+    }
     copies, ready = start_copies(list(small.values()), world)
     ready()
     return {**leaves, **dict(zip(small, copies, strict=True))}
@@ -71,7 +78,9 @@ def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
 def start_copies(
     tensors: Sequence[Tensor], world: World
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start copying tensors of devices to memory kept for this world; return the copies and a function that waits for their values."""
+    """Start copying tensors of devices to memory kept for this world; return the copies and a
+    function that waits for their values.
+    """
     starts = [0]
     for x in tensors:
         starts.append(starts[-1] + -(-x.nbytes // _ALIGNED) * _ALIGNED)

@@ -1,4 +1,6 @@
-"""`state_dict` and `load_state_dict`: the state of a module and its optimizer by parameter name, without communication."""
+"""`state_dict` and `load_state_dict`: the state of a module and its optimizer by parameter name,
+without communication.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """state_dict(model, optimizer) -> {"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}.
+    """state_dict(model, optimizer) -> {"model": {name: tensor}, "optimizer": {"state": {name:
+    {...}}, "param_groups": [...]}}.
 
-    The tensors are those of the module and the optimizer, detached, in their layouts: for `save`, or as the `like` of `load`. Optimizer
-    state is named by parameter, not by number, as in torch.distributed.checkpoint: it fits an optimizer with other groups, and one
-    before its first step, whose state then follows the checkpoint.
+    The tensors are those of the module and the optimizer, detached, in their layouts: for `save`,
+    or as the `like` of `load`. Optimizer state is named by parameter, not by number, as in
+    torch.distributed.checkpoint: it fits an optimizer with other groups, and one before its first
+    step, whose state then follows the checkpoint.
 
-    Names have no parts that wrappers add: `_orig_mod` of `torch.compile`, `_checkpoint_wrapped_module` of `checkpoint_wrapper`,
-    `module` of `DistributedDataParallel`. So the state of a model fits the same one with other wrappers or with none. Tied weights are
-    one tensor under all of their names.
+    Names have no parts that wrappers add: `_orig_mod` of `torch.compile`,
+    `_checkpoint_wrapped_module` of `checkpoint_wrapper`, `module` of `DistributedDataParallel`. So
+    the state of a model fits the same one with other wrappers or with none. Tied weights are one
+    tensor under all of their names.
 
     Args:
         optimizer: one over parameters of the model.
@@ -64,14 +69,16 @@ def load_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and its optimizer.
+    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and its
+    optimizer.
 
-    Tensors in other layouts are redistributed; each rank takes its part of whole tensors. Without an optimizer, one in `state`
-    is ignored.
+    Tensors in other layouts are redistributed; each rank takes its part of whole tensors. Without
+    an optimizer, one in `state` is ignored.
 
     Args:
         state: names may have parts of wrappers, also those that this model does not have.
-        strict: whether names of the module that are missing, or unknown ones, are errors, as for torch.
+        strict: whether names of the module that are missing, or unknown ones, are errors, as for
+            torch.
 
     Raises:
         RuntimeError: as `Module.load_state_dict`.
@@ -85,7 +92,8 @@ def load_state_dict(
     if optimizer is not None:
         if "optimizer" not in state:
             raise ValueError(
-                f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a state made with one"
+                f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a "
+                "state made with one"
             )
         numbered = _numbered(state["optimizer"], _names(model, optimizer), optimizer)
     own = {plain_name(model, name): name for name in model.state_dict()}
@@ -101,13 +109,16 @@ def load_state_dict(
 def _numbered(
     numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Return the state by number, as the optimizer has it. A group takes the settings of the group of its first parameter."""
+    """Return the state by number, as the optimizer has it. A group takes the settings of the group
+    of its first parameter.
+    """
     number = {name: i for i, name in enumerate(names)}
     by_name = {_known(name, number): values for name, values in numbered.get("state", {}).items()}
     unknown = [name for name in by_name if name not in number]
     if unknown:
         raise ValueError(
-            f"load_state_dict: the state has parameters {unknown[:3]} that the optimizer does not have; it has {names[:3]}"
+            f"load_state_dict: the state has parameters {unknown[:3]} that the optimizer does not "
+            f"have; it has {names[:3]}"
         )
     settings = {
         _known(name, number): group
@@ -127,7 +138,9 @@ def _numbered(
 def optimizer_layouts(
     parameters: Mapping[Any, Tensor],
 ) -> Callable[[Path, Sequence[int]], Layout | None]:
-    """Return the layout function of optimizer state: that of the parameter if shapes are equal, else whole on every rank."""
+    """Return the layout function of optimizer state: that of the parameter if shapes are equal,
+    else whole on every rank.
+    """
 
     def layout_of(path: Path, shape: Sequence[int]) -> Layout | None:
         parameter = (
@@ -160,8 +173,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     strange = [i for i, parameter in enumerate(parameters) if id(parameter) not in names]
     if strange:
         raise ValueError(
-            f"state_dict: parameters {strange[:5]} of the optimizer are not the model's (by identity); "
-            "make the optimizer from model.parameters(), after the model is sharded"
+            f"state_dict: parameters {strange[:5]} of the optimizer are not the model's (by "
+            "identity); make the optimizer from model.parameters(), after the model is sharded"
         )
     return [names[id(parameter)] for parameter in parameters]
 
@@ -174,7 +187,8 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a name in the module's state, or of a parameter, without the parts that wrappers have added.
+    """Return a name in the module's state, or of a parameter, without the parts that wrappers have
+    added.
 
     "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
@@ -195,7 +209,9 @@ def _unwrapped(name: str) -> str:
 
 
 def _known(name: str, number: Mapping[str, int]) -> str:
-    """Return the plain name of a parameter in a state that may have been saved with the parts of wrappers."""
+    """Return the plain name of a parameter in a state that may have been saved with the parts of
+    wrappers.
+    """
     return name if name in number else _unwrapped(name)
 
 

@@ -17,8 +17,9 @@ from .tree import Path, children, is_stateful, name_of
 def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
     """Return, for each name of a module's tensor that has an earlier name too, that earlier name.
 
-    Parameters and buffers of modules are compared by identity, so ranks without elements of a tensor get the same result; so are, with
-    `of_leaves`, tensors that are leaves of the tree, as `state_dict` has the tied weights of a module.
+    Parameters and buffers of modules are compared by identity, so ranks without elements of a
+    tensor get the same result; so are, with `of_leaves`, tensors that are leaves of the tree, as
+    `state_dict` has the tied weights of a module.
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -30,7 +31,9 @@ def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
 
 
 def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of the modules in a tree, by their names in its state, in that order; perhaps leaves, too."""
+    """Yield the parameters and buffers of the modules in a tree, by their names in its state, in
+    that order; perhaps leaves, too.
+    """
     if isinstance(tree, nn.Module):
         saved = tree.state_dict(keep_vars=True)
         named = chain(

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from ..layout.layout import Layout
 
 Path = tuple[Any, ...]
-Structure = Any  # the name of a leaf, or {"dict": [[key, structure], ...]}, {"list": [structure, ...]}, {"tuple": [...]}
+# the name of a leaf, or {"dict": [[key, structure], ...]}, {"list": [structure, ...]}, {"tuple":
+# [...]}
+Structure = Any
 
 
 class Leaf:
@@ -26,9 +28,11 @@ class Leaf:
 
 @dataclasses.dataclass
 class PerRank(Leaf):
-    """PerRank(value): a leaf that each rank saves separately, such as the state of torch's random generator.
+    """PerRank(value): a leaf that each rank saves separately, such as the state of torch's random
+    generator.
 
-    It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of their `like`.
+    It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of
+    their `like`.
 
     Attributes:
         value: a tensor, number, string, or lists, tuples and dicts of these.
@@ -43,7 +47,9 @@ class PerRank(Leaf):
 
 
 class StoredDict(dict[Any, Any]):
-    """A dict whose leaves are those of the checkpoint; `layout_of(path in it, shape)` gives the layouts of tensors."""
+    """A dict whose leaves are those of the checkpoint; `layout_of(path in it, shape)` gives the
+    layouts of tensors.
+    """
 
     layout_of: Callable[[Path, Sequence[int]], Layout | None]
 
@@ -62,7 +68,9 @@ def is_stateful(value: Any) -> bool:
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the `(key, child)` pairs of a container, None for a leaf. Lists and tuples of plain values are leaves, as in torch."""
+    """Return the `(key, child)` pairs of a container, None for a leaf. Lists and tuples of plain
+    values are leaves, as in torch.
+    """
     if isinstance(tree, Leaf):
         return None
     if isinstance(tree, Mapping):
@@ -152,7 +160,8 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
     for key, _ in inner:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise TypeError(
-                f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a saved tree must be strings or integers"
+                f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a saved tree must be "
+                "strings or integers"
             )
     items = [(key, structure_of(child, (*path, key))) for key, child in inner]
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
@@ -161,7 +170,9 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
 
 
 def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Yield each leaf's name and path as in torch's index, where dicts have string keys and lists have integers."""
+    """Yield each leaf's name and path as in torch's index, where dicts have string keys and lists
+    have integers.
+    """
     if isinstance(structure, str):
         yield structure, path
     elif "dict" in structure:
@@ -173,7 +184,9 @@ def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Pa
 
 
 def structure_from(paths: Mapping[str, Path]) -> Structure:
-    """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists are integers."""
+    """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists
+    are integers.
+    """
     nested: dict[Any, Any] = {}
     for name, path in paths.items():
         at: Any = nested
@@ -196,7 +209,9 @@ def _as_structure(nested: Any) -> Structure:
 
 
 def child_of(structure: Structure, key: Any) -> Structure:
-    """Return the part of a structure under a key, None if there is none. Torch's own checkpoints have strings for integers."""
+    """Return the part of a structure under a key, None if there is none. Torch's own checkpoints
+    have strings for integers.
+    """
     if not isinstance(structure, dict):
         return None
     if "dict" in structure:

@@ -51,7 +51,9 @@ class WholeTensor(Leaf):
 
 @dataclass(frozen=True, eq=False)
 class StoredValue(Leaf):
-    """A value that is not a tensor, by its stored name; `fallback` if it is `optional` and not stored."""
+    """A value that is not a tensor, by its stored name; `fallback` if it is `optional` and not
+    stored.
+    """
 
     name: str
     fallback: Any = None
@@ -70,7 +72,8 @@ def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
     """Return the tree of `like` with a `Want` for each leaf.
 
     Raises:
-        ValueError, TypeError: a leaf is not stored, with another shape or dtype, or not as a tensor.
+        ValueError, TypeError: a leaf is not stored, with another shape or dtype, or not as a
+            tensor.
     """
     tree = _opened(like, stored.structure, (), stored, world)
     for path, want in leaves(tree):
@@ -112,7 +115,8 @@ def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
         layout = like if isinstance(like, Layout) else like._layout
         if layout.spec.unreduced:
             raise ValueError(
-                f"load: {name_of(path)!r} is {layout} in like=, but stored values are not pending; leave out unreduced="
+                f"load: {name_of(path)!r} is {layout} in like=, but stored values are not pending; "
+                "leave out unreduced="
             )
         return layout
     if isinstance(like, Tensor):
@@ -125,7 +129,9 @@ def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
 def _as_stored(
     like: StoredDict, structure: Structure, path: Path, stored: Stored, world: World
 ) -> Any:
-    """Return the leaves that the checkpoint has below this path; known tensors keep their layouts, values per rank stay so."""
+    """Return the leaves that the checkpoint has below this path; known tensors keep their layouts,
+    values per rank stay so.
+    """
     known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
 
     def leaf(name: str, inner: Path) -> Want:
@@ -160,7 +166,7 @@ def _layouts_of(owner: Any) -> Any:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _check(name: str, want: Any, stored: Stored) -> None:
@@ -171,7 +177,8 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         if entry is not None and entry.shape is not None:
             is_one = brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
             raise ValueError(
-                f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like="
+                f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a "
+                "tensor in like="
             )
         return
     if not isinstance(want, Layout | WholeTensor):
@@ -187,8 +194,8 @@ def _check(name: str, want: Any, stored: Stored) -> None:
             else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
         )
         raise ValueError(
-            f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has {has}; "
-            "use the stored shape and dtype in like=, and convert the result"
+            f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has "
+            f"{has}; use the stored shape and dtype in like=, and convert the result"
         )
 
 

@@ -1,4 +1,5 @@
-"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the block.
+"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the
+block.
 
     tokens [b, 16] on 2 ranks    in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
                                                  rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11
@@ -73,8 +74,8 @@ def context_parallel(
     gradients over the ranks, as under data parallelism. `sm.parallel.context_parallel(axis)` is the
     form for sharded tensors.
 
-    Activation checkpointing (`use_reentrant=False`) recomputes attention as forward ran it, also after
-    the block; buffers that it reads must be in `no_restore_buffers` then.
+    Activation checkpointing (`use_reentrant=False`) recomputes attention as forward ran it, also
+    after the block; buffers that it reads must be in `no_restore_buffers` then.
 
     Args:
         mesh: the mesh of the axis, or axes, that split the sequence.
@@ -102,8 +103,8 @@ def context_parallel(
     mesh = as_device_mesh(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"context_parallel({mesh!r}): the first argument is a mesh, as in torch; the form that takes an axis is "
-            "sm.parallel.context_parallel(axis, method=, balanced=)"
+            f"context_parallel({mesh!r}): the first argument is a mesh, as in torch; the form that "
+            "takes an axis is sm.parallel.context_parallel(axis, method=, balanced=)"
         )
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
@@ -143,11 +144,13 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequenc
     """Return the length of the sequence, that of the first buffer, 0 without buffers."""
     if len(buffers) != len(dims):
         raise ValueError(
-            f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one dim for each buffer"
+            f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one "
+            "dim for each buffer"
         )
     if not all(any(x is buffer for buffer in buffers) for x in kept):
         raise ValueError(
-            "context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be a subset of them"
+            "context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be "
+            "a subset of them"
         )
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if (
@@ -161,7 +164,8 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequenc
                 else f"is a {type(buffer).__name__}"
             )
             raise TypeError(
-                f"context_parallel: buffer {i} {what}; buffers are plain tensors that are the same on every rank"
+                f"context_parallel: buffer {i} {what}; buffers are plain tensors that are the same "
+                "on every rank"
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise ValueError(
@@ -176,7 +180,8 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequenc
     if short:
         sizes = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
         raise ValueError(
-            f"context_parallel: buffer {short[0]} has fewer positions than buffer 0; their lengths are {sizes}"
+            f"context_parallel: buffer {short[0]} has fewer positions than buffer 0; their lengths "
+            f"are {sizes}"
         )
     return length
 
@@ -226,13 +231,13 @@ class _Block:
                 else f"attn_mask of shape {list(attn_mask.shape)}"
             )
             raise ValueError(
-                f"scaled_dot_product_attention in context_parallel: {given}; keys of other ranks are processed with is_causal or no mask, "
-                "without dropout"
+                f"scaled_dot_product_attention in context_parallel: {given}; keys of other ranks "
+                "are processed with is_causal or no mask, without dropout"
             )
         if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise ValueError(
-                f"scaled_dot_product_attention in context_parallel: {query.shape[-3]} query heads and {key.shape[-3]} key heads need "
-                "enable_gqa=True"
+                f"scaled_dot_product_attention in context_parallel: {query.shape[-3]} query heads "
+                f"and {key.shape[-3]} key heads need enable_gqa=True"
             )
         laid = [self._sequence(x) for x in (query, key, value)]
         options = {
@@ -319,7 +324,8 @@ def context_parallel_unshard(
     mesh = as_device_mesh(mesh)
     if len(buffers) != len(seq_dims):
         raise ValueError(
-            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give one dim for each"
+            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give "
+            "one dim for each"
         )
     return [
         _unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)

@@ -1,4 +1,6 @@
-"""`torch.distributed.tensor` names whose counterparts have another name or signature here; docs/from_dtensor.md lists them all."""
+"""`torch.distributed.tensor` names whose counterparts have another name or signature here;
+docs/from_dtensor.md lists them all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _OWN_NAMES = {
 
 
 class CommCounts(Counter[str]):
-    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast" ...
+    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "permute", "broadcast" ...
 
     torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
     """
@@ -33,7 +36,8 @@ class CommCounts(Counter[str]):
 
 
 class CommDebugMode:
-    """with CommDebugMode() as mode: count the collectives of this rank inside the block; entering it resets the counts.
+    """with CommDebugMode() as mode: count the collectives of this rank inside the block; entering
+    it resets the counts.
 
     `comm_budget` counts bytes as well, and reports them by line.
 
@@ -72,7 +76,8 @@ class CommDebugMode:
 
 
 def visualize_sharding(x: ShardedTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which part of a tensor, on the first rank of its mesh; an empty tensor prints nothing.
+    """Print which ranks hold which part of a tensor, on the first rank of its mesh; an empty tensor
+    prints nothing.
 
     Args:
         x: a tensor of any number of dims; see `visualize`.

@@ -35,7 +35,7 @@ from .fsdp_module import FSDPModule, ReplicateModule, check_modules, set_class
 Modules = nn.Module | Sequence[nn.Module]
 
 
-# -- where parameters are split ----------------------------------------------------------------------------------------
+# -- where parameters are split --------------------------------------------------------------------
 
 
 @dataclass
@@ -160,7 +160,7 @@ def _names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-# -- functions ---------------------------------------------------------------------------------------------------------
+# -- functions -------------------------------------------------------------------------------------
 
 
 def fully_shard(
@@ -295,7 +295,8 @@ def replicate(
     _check_ddp_options(ddp_options)
     if offload_of(offload_policy) is not None:
         raise NotImplementedError(
-            "replicate with CPUOffloadPolicy: gradients would be reduced on the host; use fully_shard"
+            "replicate with CPUOffloadPolicy: gradients would be reduced on the host; use "
+            "fully_shard"
         )
     mesh = ddp_options.get("device_mesh") if mesh is None else mesh
     on = _data_mesh(mesh, dp_mesh_dims, "replicate")
@@ -305,7 +306,8 @@ def replicate(
         )
     if on.axes is None and on.mesh.ndim != 1:
         raise ValueError(
-            f"replicate takes a mesh with one axis, and {on.mesh} has {on.mesh.ndim}; pass a slice of it"
+            f"replicate takes a mesh with one axis, and {on.mesh} has {on.mesh.ndim}; pass a slice "
+            "of it"
         )
     ignored = [
         *(ignored_params or ()),
@@ -396,7 +398,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     check_modules(modules)
 
 
-# -- modules and parameters of a call ----------------------------------------------------------------------------------
+# -- modules and parameters of a call --------------------------------------------------------------
 
 
 def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module]:
@@ -421,7 +423,8 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
         unit = unit_of(root)
         if unit is not None and root in unit.roots:
             raise AssertionError(
-                f"{function} or another form of data parallelism was applied to {type(root).__name__} before"
+                f"{function} or another form of data parallelism was applied to "
+                f"{type(root).__name__} before"
             )
     return roots, target
 
@@ -457,7 +460,8 @@ def _what_to_keep(options: UnitOptions, reshard: bool | int | None) -> str | Non
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         if reshard < 1 or size % reshard:
             raise ValueError(
-                f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are split over"
+                f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters "
+                "are split over"
             )
         if reshard not in {1, size, *sizes}:
             return what_to_keep(options.mesh, options.stage, True)
@@ -492,7 +496,8 @@ def _placements(
             result, on = result.placement, _mesh_of_info(result.mesh_info)
         if result is not None and not isinstance(result, Shard | TorchShard):
             raise ValueError(
-                f"shard_placement_fn returned {result!r} for {name}: return Shard(dim), a ShardPlacementResult, or None"
+                f"shard_placement_fn returned {result!r} for {name}: return Shard(dim), a "
+                "ShardPlacementResult, or None"
             )
         dim = 0 if result is None else result.dim
         if not -x.ndim <= dim < max(x.ndim, 1):
@@ -529,8 +534,9 @@ def _owners_of_other_meshes(
         inside = {meshes[id(x)] for x in inner.parameters() if id(x) in meshes}
         if own and len(inside) > 1:
             raise NotImplementedError(
-                f"shard_placement_fn returned several meshes for parameters of {path or type(inner).__name__}: "
-                f"{[str(on.mesh) for on in inside]}; the parameters of one mesh must be those of whole modules"
+                "shard_placement_fn returned several meshes for parameters of "
+                f"{path or type(inner).__name__}: {[str(on.mesh) for on in inside]}; the "
+                "parameters of one mesh must be those of whole modules"
             )
         for on in own:
             owners.setdefault(on, []).append(inner)

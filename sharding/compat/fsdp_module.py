@@ -64,7 +64,7 @@ class FSDPModule:
         cls = type(self)
         return _restore, (cls.__mro__[1], cls.__mro__[cls._own_class_index], *args[1:]), *state
 
-    # -- gathering -----------------------------------------------------------------------------------------------------
+    # -- gathering ---------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters and put the plain ones in the module.
@@ -104,7 +104,8 @@ class FSDPModule:
         schedule = _units(self)[-1].schedule
         if schedule.units[0] is not _units(self)[-1]:
             raise RuntimeError(
-                f"reset_iter_state() of {type(self).__name__}: call it on the outermost module of fully_shard"
+                f"reset_iter_state() of {type(self).__name__}: call it on the outermost module of "
+                "fully_shard"
             )
         schedule.reset()
 
@@ -168,7 +169,7 @@ class FSDPModule:
         """
         self._set(False, optimizer_event=event)
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted without effect: each backward ends with its reductions."""
@@ -240,12 +241,13 @@ class FSDPModule:
         )
         if copies or not stage.optimizer:
             raise NotImplementedError(
-                f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their gradients are reduced together with "
-                "those of other units; split them over all axes and reduce over the others in the hook"
+                f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their "
+                "gradients are reduced together with those of other units; split them over all "
+                "axes and reduce over the others in the hook"
             )
         units[0].controls.reduce_hook = hook if stream is None else _HookInStream(hook, stream)
 
-    # -- how bytes are moved: no effect on results ---------------------------------------------------------------------
+    # -- how bytes are moved: no effect on results -------------------------------------------------
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted without effect: gradients are always summed and then scaled."""
@@ -266,7 +268,9 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted without effect: gathers and reductions use one process group per set of ranks."""
+        """Accepted without effect: gathers and reductions use one process group per set of
+        ranks.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: buffers are torch's."""
@@ -284,7 +288,7 @@ class FSDPModule:
         """Raise NotImplementedError, as `set_custom_all_gather`."""
         raise NotImplementedError(_NO_CUSTOM_COLLECTIVE.format("set_custom_reduce_scatter"))
 
-    # -- of nn.Module, with sharded parameters -------------------------------------------------------------------------
+    # -- of nn.Module, with sharded parameters -----------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         _hide_unsharded(self)
@@ -316,13 +320,16 @@ class ReplicateModule(FSDPModule):
 
 
 _NO_CUSTOM_COLLECTIVE = (
-    "{}: collectives of other libraries are not called; they would bypass the plans, the monitor and sm.jit. For less traffic pass "
+    "{}: collectives of other libraries are not called; they would bypass the plans, the monitor "
+    "and sm.jit. For less traffic pass "
     'transport="int8" to sm.parallel.fully_shard'
 )
 
 
 class _HookInStream:
-    """A hook that is called in a stream, between what comes before and after it in the current one."""
+    """A hook that is called in a stream, between what comes before and after it in the
+    current one.
+    """
 
     def __init__(self, hook: Callable[[Tensor], Any], stream: Any) -> None:
         self._hook, self._stream = hook, stream
@@ -336,7 +343,7 @@ class _HookInStream:
         current.wait_stream(self._stream)
 
 
-# -- units of modules --------------------------------------------------------------------------------------------------
+# -- units of modules ------------------------------------------------------------------------------
 
 
 def _units(module: Any) -> list[Unit]:
@@ -377,7 +384,7 @@ def _hide_unsharded(module: Any) -> None:
         unit.hide_unsharded()
 
 
-# -- classes -----------------------------------------------------------------------------------------------------------
+# -- classes ---------------------------------------------------------------------------------------
 
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 

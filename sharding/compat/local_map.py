@@ -32,33 +32,40 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts and returns parts.
+    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts
+    and returns parts.
 
         x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  laid out as out_placements
                              rank 1: f(b) = d
 
-    `shard_map` by DTensor's argument names, without type checking, since such functions may call `torch.distributed`
-    themselves. The positional arguments are flattened (tuples, lists, dicts); each sharded one is replaced by this rank's part;
-    other positional arguments and keyword arguments are passed unchanged. If no argument is sharded, `func` is simply called.
+    `shard_map` by DTensor's argument names, without type checking, since such functions may call
+    `torch.distributed` themselves. The positional arguments are flattened (tuples, lists, dicts);
+    each sharded one is replaced by this rank's part; other positional arguments and keyword
+    arguments are passed unchanged. If no argument is sharded, `func` is simply called.
 
     Args:
         func: a function of plain tensors. Without it, a decorator is returned.
-        out_placements: the layout of the results, which are this rank's parts: a `P` or one placement per axis, or a tuple of
-            those, one for each flattened result; None for a result that is not a tensor.
-        in_placements: the layout that the arguments must have, one for each flattened positional argument; None for those that are
-            not sharded. By default their own.
-        in_grad_placements: how the gradients of the parts make up those of the arguments. By default as in `shard_map`: the
-            gradients of a replicated argument are summed over the ranks.
+        out_placements: the layout of the results, which are this rank's parts: a `P` or one
+            placement per axis, or a tuple of those, one for each flattened result; None for a
+            result that is not a tensor.
+        in_placements: the layout that the arguments must have, one for each flattened positional
+            argument; None for those that are not sharded. By default their own.
+        in_grad_placements: how the gradients of the parts make up those of the arguments. By
+            default as in `shard_map`: the gradients of a replicated argument are summed over the
+            ranks.
         device_mesh: the mesh; by default that of the first sharded argument.
         redistribute_inputs: redistribute arguments whose layout is not that of `in_placements`.
 
     Raises:
-        ValueError: another number of placements than arguments or results, an argument with another layout than `in_placements`,
-            placements for a value that is not a tensor, or none for a tensor.
-        TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the previous call with such arguments.
+        ValueError: another number of placements than arguments or results, an argument with another
+            layout than `in_placements`, placements for a value that is not a tensor, or none for a
+            tensor.
+        TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the previous
+            call with such arguments.
         RuntimeError: this rank is outside the mesh and has no parts.
 
-    Communication: that of redistributing inputs; the first time with such arguments a small all_gather of the results' shapes.
+    Communication: that of redistributing inputs; the first time with such arguments a small
+    all_gather of the results' shapes.
 
     Example:
         >>> @local_map(out_placements=[Shard(0)], in_placements=([Shard(0)], [Replicate()]), in_grad_placements=([Shard(0)], [Partial()]))
@@ -67,9 +74,13 @@ def local_map(
     """
     if func is None:
         return functools.partial(
-            local_map, out_placements=out_placements, in_placements=in_placements, in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
-        )  # fmt: skip
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
     function: Callable[..., Any] = func
 
     @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
@@ -145,7 +156,8 @@ class _FlatFunction:
         flat, thread_context.local_map_tree = pytree.tree_flatten(results)
         if len(self.places) != len(flat):
             raise ValueError(
-                f"local_map: {len(self.places)} out_placements for {len(flat)} flattened results; give a tuple with one for each"
+                f"local_map: {len(self.places)} out_placements for {len(flat)} flattened results; "
+                "give a tuple with one for each"
             )
         for i, each in enumerate(zip(flat, self.places, strict=True)):
             _check_result(i, *each)
@@ -161,7 +173,7 @@ def _with_gradient(part: Any, layout: Layout | None, grad_place: SpecLike) -> An
     )
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[SpecLike]:
@@ -169,7 +181,8 @@ def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[Sp
         return [None] * len(flat)
     if len(placements) != len(flat):
         raise ValueError(
-            f"local_map: {len(placements)} {name} for {len(flat)} flattened arguments; give one for each, None for plain ones"
+            f"local_map: {len(placements)} {name} for {len(flat)} flattened arguments; give one "
+            "for each, None for plain ones"
         )
     return placements
 
@@ -181,11 +194,14 @@ def _check_places(
     examine: bool,
     redistribute: bool,
 ) -> None:
-    """Raise a ValueError for placements of values that are not tensors, and for arguments with another layout than required."""
+    """Raise a ValueError for placements of values that are not tensors, and for arguments with
+    another layout than required.
+    """
     for i, (x, place, grad_place) in enumerate(zip(flat, placed, placed_grads, strict=True)):
         if not isinstance(x, Tensor) and (place, grad_place) != (None, None):
             raise ValueError(
-                f"local_map: argument {i} is {x!r}, not a tensor, and has placements {place or grad_place}; write None"
+                f"local_map: argument {i} is {x!r}, not a tensor, and has placements "
+                f"{place or grad_place}; write None"
             )
         if isinstance(x, ShardedTensor) and examine:
             _check_place(i, x, place, redistribute)
@@ -194,16 +210,17 @@ def _check_places(
 def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) -> None:
     if place is None:
         raise ValueError(
-            f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; give its placements"
+            f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; "
+            "give its placements"
         )
     if not redistribute and x._layout.replace(place) is not x._layout:
         raise ValueError(
-            f"local_map: argument {i} is laid out as {x._layout}, and in_placements require {place}; "
-            "redistribute it, or pass redistribute_inputs=True"
+            f"local_map: argument {i} is laid out as {x._layout}, and in_placements require "
+            f"{place}; redistribute it, or pass redistribute_inputs=True"
         )
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _is_one_each(placements: tuple[Any, ...]) -> bool:
@@ -214,10 +231,11 @@ def _is_one_each(placements: tuple[Any, ...]) -> bool:
 def _check_result(i: int, x: Any, place: SpecLike) -> None:
     if isinstance(x, ShardedTensor):
         raise TypeError(
-            f"local_map: result {i} is a ShardedTensor, {x._layout}; the function works on parts and returns parts"
+            f"local_map: result {i} is a ShardedTensor, {x._layout}; the function works on parts "
+            "and returns parts"
         )
     if isinstance(x, Tensor) != (place is not None):
         raise ValueError(
-            f"local_map: result {i} is {'a tensor' if isinstance(x, Tensor) else repr(x)}, and its out_placements are {place}; "
-            "write placements for tensors and None for all else"
+            f"local_map: result {i} is {'a tensor' if isinstance(x, Tensor) else repr(x)}, and its "
+            f"out_placements are {place}; write placements for tensors and None for all else"
         )

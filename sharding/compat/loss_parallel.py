@@ -90,7 +90,8 @@ def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
     rows = [axis for axis in rows if logits.mesh.size(axis) > 1]
     if rows and name == "target":
         raise ValueError(
-            f"{loss} in loss_parallel: the target {list(value.shape)} is a plain tensor, and axes {rows} split the rows of the logits "
-            f"{logits._layout}, so it may be the whole target or this rank's part; write DTensor.from_local(target, mesh, placements)"
+            f"{loss} in loss_parallel: the target {list(value.shape)} is a plain tensor, and axes "
+            f"{rows} split the rows of the logits {logits._layout}, so it may be the whole target "
+            "or this rank's part; write DTensor.from_local(target, mesh, placements)"
         )
     return from_local(value, logits.mesh, P())

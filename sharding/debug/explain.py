@@ -35,7 +35,8 @@ class StepCost:
         ranks: the size of the group.
         result: the spec after the step.
         launches: number of collectives.
-        variant: ` as int8` or the like if values are quantized, ` in shared memory` if ranks read each other's memory, else empty.
+        variant: ` as int8` or the like if values are quantized, ` in shared memory` if ranks read
+            each other's memory, else empty.
         bytes_sent, bytes_received: per rank, to and from others.
         bytes_into_node: from other nodes, for all ranks of the node.
         buffer_bytes: memory in addition to input and result.
@@ -60,17 +61,28 @@ class StepCost:
     def of(step: Step, topology: Topology) -> StepCost:
         moved = traffic(step, topology)
         return StepCost(
-            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.variant, moved.sent, moved.received,
-            moved.into_node, buffer_bytes(step), memory_bytes(step, topology), seconds(step, topology),
-        )  # fmt: skip
+            step.op,
+            step.axes,
+            step.group_size,
+            repr(step.dst.spec),
+            step.launches,
+            step.variant,
+            moved.sent,
+            moved.received,
+            moved.into_node,
+            buffer_bytes(step),
+            memory_bytes(step, topology),
+            seconds(step, topology),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """A plan with its costs; prints as a table.
 
-    On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the maximum over a sample of ranks, and the bytes
-    into a node the maximum over a few nodes. The total received and its bound are exact.
+    On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the maximum over a
+    sample of ranks, and the bytes into a node the maximum over a few nodes. The total received and
+    its bound are exact.
 
     Attributes:
         plan: the steps.
@@ -114,13 +126,17 @@ class Explanation:
 
     @cached_property
     def node_lower_bound(self) -> int | None:
-        """The fewest bytes that the busiest node must receive from others; None as for `lower_bound`."""
+        """The fewest bytes that the busiest node must receive from others; None as for
+        `lower_bound`.
+        """
         src, dst = self.plan.src, self.plan.dst
         return None if is_reduction(src, dst) else node_bound(src, dst, self.plan.topology)
 
     @cached_property
     def ratio(self) -> float | None:
-        """Bytes received divided by the lower bound; 1.0 if both are zero, None if there is no bound."""
+        """Bytes received divided by the lower bound; 1.0 if both are zero, None if there is no
+        bound.
+        """
         bound = self.lower_bound
         return (
             None
@@ -132,7 +148,9 @@ class Explanation:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that a rank holds at one time: its part before, its part after, intermediate results and buffers."""
+        """The most bytes that a rank holds at one time: its part before, its part after,
+        intermediate results and buffers.
+        """
         return peak_bytes(self.steps, self.plan.src)
 
     @cached_property
@@ -157,7 +175,9 @@ class Explanation:
         }
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Draw the boxes of every rank before, after each step and at the end, with matplotlib; see `picture.plan_picture`."""
+        """Draw the boxes of every rank before, after each step and at the end, with matplotlib; see
+        `picture.plan_picture`.
+        """
         return plan_picture(self, path)
 
     def __str__(self) -> str:
@@ -191,7 +211,8 @@ class Explanation:
         """Return the lines below the table."""
         plural = "" if self.launches == 1 else "s"
         lines = [
-            f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"
+            f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak "
+            f"{self.peak_bytes:,} bytes in a rank"
         ]
         lines.append(f"into a rank {_with_bound(self.bytes_received, self.lower_bound)}")
         if nodes:

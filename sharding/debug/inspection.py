@@ -77,12 +77,14 @@ class Inspection:
         layout: mesh, spec, global shape and dtype.
         here: memory and autograd state on this rank; None if a layout was given.
         parts: what each rank holds, in mesh order.
-        same: groups of ranks that hold the same values, in mesh order, without ranks that hold nothing.
+        same: groups of ranks that hold the same values, in mesh order, without ranks that hold
+            nothing.
         empty: the ranks that hold nothing, ascending.
         pending: axis -> kind, for the axes with a pending reduction.
         nbytes: bytes of the global tensor.
         nbytes_held: bytes that all ranks hold in total.
-        nbytes_most, nbytes_least: bytes of the rank that holds most and of the one that holds least.
+        nbytes_most, nbytes_least: bytes of the rank that holds most and of the one that holds
+            least.
         copies: how many ranks hold each element.
         grad_layout: the layout of `.grad`.
     """
@@ -217,7 +219,8 @@ class Inspection:
         return [
             f"same values: {self._same_text()}",
             *[f"hold nothing: {rank_ranges(self.empty)}"] * bool(self.empty),
-            f"bytes: {self.nbytes:,} in total; a rank holds {held}; all ranks together {self.nbytes_held:,}, each element {times}",
+            f"bytes: {self.nbytes:,} in total; a rank holds {held}; all ranks together "
+            f"{self.nbytes_held:,}, each element {times}",
         ]
 
     def _same_text(self) -> str:
@@ -255,10 +258,12 @@ class Inspection:
 
 
 def inspect(x: ShardedTensor | Layout) -> Inspection:
-    """inspect(x) -> Inspection: what each rank holds of a tensor, which ranks hold the same, bytes, memory, gradient.
+    """inspect(x) -> Inspection: what each rank holds of a tensor, which ranks hold the same, bytes,
+    memory, gradient.
 
     Args:
-        x: a tensor, or a layout (on an `AbstractMesh`, too); ranks outside its mesh may call this as well.
+        x: a tensor, or a layout (on an `AbstractMesh`, too); ranks outside its mesh may call this
+            as well.
 
     Raises:
         TypeError: `x` is something else, such as a plain tensor or a module.
@@ -298,6 +303,13 @@ def _here(x: Any, local: torch.Tensor, found: Inspection) -> LocalPart:
     grad = x.grad if local.requires_grad and (local.is_leaf or local.retains_grad) else None
     grad_fn = None if local.grad_fn is None else type(local.grad_fn).__name__
     return LocalPart(
-        mesh.world.rank, part, local.device, tuple(local.stride()), local.is_contiguous(), local.requires_grad,
-        local.is_leaf, grad_fn, None if grad is None else grad._layout,
-    )  # fmt: skip
+        mesh.world.rank,
+        part,
+        local.device,
+        tuple(local.stride()),
+        local.is_contiguous(),
+        local.requires_grad,
+        local.is_leaf,
+        grad_fn,
+        None if grad is None else grad._layout,
+    )

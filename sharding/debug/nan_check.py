@@ -1,7 +1,9 @@
-"""`debug_nans`: find the operator, the line and the rank where a NaN or an infinity first appears, forward or backward.
+"""`debug_nans`: find the operator, the line and the rank where a NaN or an infinity first appears,
+forward or backward.
 
-A torch function mode checks what each operator of the program returns on this rank, and registers a hook on each node that it adds
-to the autograd graph. Operators that the library calls by itself are not checked: their buffers may be uninitialised.
+A torch function mode checks what each operator of the program returns on this rank, and registers a
+hook on each node that it adds to the autograd graph. Operators that the library calls by itself are
+not checked: their buffers may be uninitialised.
 """
 
 from __future__ import annotations
@@ -64,20 +66,24 @@ class BadValueError(FloatingPointError):
 
 
 class debug_nans(TorchFunctionMode):
-    """with debug_nans(): an operator that returns a NaN or an infinity raises an error, forward and backward.
+    """with debug_nans(): an operator that returns a NaN or an infinity raises an error, forward and
+    backward.
 
-    Each rank checks its own part, so values are found before a reduction spreads them. Ranks that found nothing raise PeerError in
-    their next collective, with this error's text. An infinity counts if all arguments are finite, so masks of -inf may be
-    written and passed on. Operators that return views or uninitialised memory are not checked, and neither is what runs inside
-    `torch.compile`. With `simulate`, write it inside the function. Do not use it with a `GradScaler`, which lets gradients overflow.
+    Each rank checks its own part, so values are found before a reduction spreads them. Ranks that
+    found nothing raise PeerError in their next collective, with this error's text. An infinity
+    counts if all arguments are finite, so masks of -inf may be written and passed on. Operators
+    that return views or uninitialised memory are not checked, and neither is what runs inside
+    `torch.compile`. With `simulate`, write it inside the function. Do not use it with a
+    `GradScaler`, which lets gradients overflow.
 
     Args:
         infs: whether infinities count; NaNs always do.
 
-    Raises: BadValueError inside the block, or in a backward of its results; names operator, line, rank, index and value,
-        and says whether an argument was bad before.
-    Communication: none. Each result is read once more; on a GPU the host waits for each operator. For debugging: a step of
-        `examples/train_lm.py` takes 1.2 times as long on a CPU core, at its smallest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
+    Raises: BadValueError inside the block, or in a backward of its results; names operator, line,
+        rank, index and value, and says whether an argument was bad before.
+    Communication: none. Each result is read once more; on a GPU the host waits for each operator.
+        For debugging: a step of `examples/train_lm.py` takes 1.2 times as long on a CPU core, at
+        its smallest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
 
     Example:
         >>> with sm.debug.debug_nans():
@@ -124,14 +130,18 @@ class _OperatorCall:
     infs: bool
 
     def is_bad(self, x: Tensor, given: Callable[[], Iterable[Any]]) -> bool:
-        """Return whether a result has a bad value; `given` returns the arguments, which are checked if the result is infinite."""
+        """Return whether a result has a bad value; `given` returns the arguments, which are checked
+        if the result is infinite.
+        """
         if _is_finite(x):
             return False
         return _has_nan(x) or (self.infs and all(map(_is_finite, given())))
 
 
 def _users_place() -> str | None:
-    """Return the program's line that calls a torch function; None if the library calls it, except in a mode that passes it on."""
+    """Return the program's line that calls a torch function; None if the library calls it, except
+    in a mode that passes it on.
+    """
     frame: Any = sys._getframe(2)
     is_ours = False
     while frame.f_back is not None:
@@ -144,7 +154,7 @@ def _users_place() -> str | None:
     return None if is_ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def _local(x: Tensor) -> Tensor:
@@ -159,7 +169,9 @@ def _values(x: Tensor) -> Tensor:
 
 
 def _is_finite(x: Any) -> bool:
-    """Return whether a tensor has only finite values, or a number is finite; True for other objects."""
+    """Return whether a tensor has only finite values, or a number is finite; True for other
+    objects.
+    """
     if isinstance(x, Tensor):
         return (
             not (x.is_floating_point() or x.is_complex())
@@ -181,7 +193,9 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
-    """Return the index of the first bad value in this rank's part, the value, and the number of bad values."""
+    """Return the index of the first bad value in this rank's part, the value, and the number of bad
+    values.
+    """
     values = _values(x)
     bad = ~torch.isfinite(values) if infs else torch.isnan(values)
     at = bad.nonzero()
@@ -189,7 +203,7 @@ def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
     return index, values[tuple(index)].item(), len(at)
 
 
-# -- forward -----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 def _check_result(
@@ -225,7 +239,10 @@ def _origin(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     for path, leaf in pytree.tree_flatten_with_path((*args, kwargs) if kwargs else tuple(args))[0]:
         if leaf is not x and not _is_finite(leaf):
             since = ": it was so before the block, or it was computed by the library itself"
-            return f"Argument {pytree.keystr(path)} is {f'not finite already{since}' if isinstance(leaf, Tensor) else leaf}"
+            return (
+                f"Argument {pytree.keystr(path)} is "
+                f"{f'not finite already{since}' if isinstance(leaf, Tensor) else leaf}"
+            )
     return (
         "All other arguments are finite"
         if any(leaf is x for leaf in args)
@@ -243,8 +260,8 @@ def _error(
         index = [i + start for i, (start, _) in zip(index, layout.box, strict=True)]
         tensor = f"{layout}{', a contribution that is not reduced yet' if layout.pending else ''}"
     return BadValueError(
-        f"{operator} gave {value} on rank {rank}, at {call.place}: first at index {index} of {tensor}; {count} of {_values(x).numel()} "
-        f"values on this rank are bad. {origin}.",
+        f"{operator} gave {value} on rank {rank}, at {call.place}: first at index {index} of "
+        f"{tensor}; {count} of {_values(x).numel()} values on this rank are bad. {origin}.",
         operator,
         call.place,
         rank,
@@ -260,7 +277,7 @@ def _notified(error: BadValueError) -> BadValueError:
     return error
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -325,7 +342,10 @@ def _check_gradients(
     for i, x in enumerate(gradients):
         if isinstance(x, Tensor) and call.is_bad(x, lambda: arrived):
             was_finite = all(map(_is_finite, arrived))
-            origin = f"The gradient that it received is {'finite' if was_finite else 'not finite already'}"
+            origin = (
+                "The gradient that it received is "
+                f"{'finite' if was_finite else 'not finite already'}"
+            )
             raise _notified(
                 _error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin)
             )

@@ -1,8 +1,10 @@
-"""Pictures of layouts and plans, drawn with matplotlib: the tensor, and in it the box of every rank.
+"""Pictures of layouts and plans, drawn with matplotlib: the tensor, and in it the box of every
+rank.
 
-A plan has a panel for the layout before, after each step and at the end. A layout has one panel, or one for each page of its table.
-Dim 0 goes downwards, dim 1 to the right. A box is drawn once, in the colour of the first rank that holds it, with the
-coordinates of its holders: `0,*` means all ranks whose first coordinate is 0. Pending boxes are hatched.
+A plan has a panel for the layout before, after each step and at the end. A layout has one panel, or
+one for each page of its table. Dim 0 goes downwards, dim 1 to the right. A box is drawn once, in
+the colour of the first rank that holds it, with the coordinates of its holders: `0,*` means all
+ranks whose first coordinate is 0. Pending boxes are hatched.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class DrawnBox:
 
     Attributes:
         box: in the global tensor.
-        label: coordinates of the holders: `*` for an axis all of whose ranks hold the same values, `+` for one all of
-            whose ranks hold a contribution.
+        label: coordinates of the holders: `*` for an axis all of whose ranks hold the same values,
+            `+` for one all of whose ranks hold a contribution.
         first: the lowest global rank among them.
     """
 
@@ -61,7 +63,8 @@ class Panel:
     Attributes:
         layout: the layout to draw.
         dims: the dims that are drawn.
-        index: for each dim the index at which the tensor is shown, if the dim is not drawn; 0 by default.
+        index: for each dim the index at which the tensor is shown, if the dim is not drawn; 0 by
+            default.
     """
 
     layout: Layout
@@ -70,7 +73,9 @@ class Panel:
 
     @cached_property
     def parts(self) -> tuple[DrawnBox, ...]:
-        """The boxes that can be seen, each once, in mesh order of their first holders; no empty ones."""
+        """The boxes that can be seen, each once, in mesh order of their first holders; no empty
+        ones.
+        """
         found: dict[Box, DrawnBox] = {}
         for coordinate, box in self.layout.boxes():
             if box_size(box) and self._is_visible(box):
@@ -95,7 +100,9 @@ class Panel:
         )
 
     def _label(self, coordinate: Sequence[int]) -> str:
-        """Return the coordinates of the holders: ranks hold the same box if they differ only along axes that split nothing."""
+        """Return the coordinates of the holders: ranks hold the same box if they differ only along
+        axes that split nothing.
+        """
         mesh, split, pending = self.layout.mesh, self.layout.dim_of, self.layout.pending
         return ",".join(
             str(k) if axis in split or size == 1 else "+" if axis in pending else "*"
@@ -106,15 +113,17 @@ class Panel:
 def _check_few_ranks(mesh: AbstractMesh, instead: str) -> None:
     if mesh.size() > MAX_RANKS:
         raise ValueError(
-            f"a picture shows up to {MAX_RANKS} ranks and ({axes_text(mesh.shape, mesh.axis_names)}) has {mesh.size()}; {instead}"
+            f"a picture shows up to {MAX_RANKS} ranks and "
+            f"({axes_text(mesh.shape, mesh.axis_names)}) has {mesh.size()}; {instead}"
         )
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def plan_panels(explanation: Explanation) -> list[Panel]:
-    """Return panels of the layouts before, after each step and at the end, in two dims that are split in one of them.
+    """Return panels of the layouts before, after each step and at the end, in two dims that are
+    split in one of them.
 
     Raises:
         ValueError: a mesh of more than `MAX_RANKS` ranks.
@@ -132,10 +141,11 @@ def plan_panels(explanation: Explanation) -> list[Panel]:
 
 
 def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = None) -> Figure:
-    """plan_picture(explanation, path) -> Figure: the boxes of every rank before, after each step and at the end.
+    """plan_picture(explanation, path) -> Figure: the boxes of every rank before, after each step
+    and at the end.
 
-    Pending values are hatched. Of a tensor with more than two dims, two that are split are shown, at index 0 of the
-    others; the title says which. The same plan gives the same file.
+    Pending values are hatched. Of a tensor with more than two dims, two that are split are shown,
+    at index 0 of the others; the title says which. The same plan gives the same file.
 
     Args:
         path: a file to write as well: .png, .svg, .pdf or another format of matplotlib.
@@ -163,7 +173,10 @@ def _draw_plan(
     width = 2 * EDGE + len(panels) * side + (len(panels) - 1) * GAP
     height = TOP + side + BOTTOM
     layout, dims = panels[0].layout, panels[0].dims
-    heading = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
+    heading = (
+        f"{dtype_name(layout.dtype)}{list(layout.shape)} on "
+        f"({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
+    )
     if len(layout.shape) > 2:
         heading += (
             f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
@@ -184,7 +197,9 @@ def _draw_plan(
 
 
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
-    """Draw an arrow between two panels, with the collective, its axes and the bytes received by a rank."""
+    """Draw an arrow between two panels, with the collective, its axes and the bytes received by a
+    rank.
+    """
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
     name = (
         cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
@@ -197,7 +212,7 @@ def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
     )
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 def page_panels(layout: Layout) -> list[Panel]:
@@ -215,7 +230,9 @@ def page_panels(layout: Layout) -> list[Panel]:
 
 
 def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> Figure:
-    """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see `visualize`."""
+    """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see
+    `visualize`.
+    """
     panels = page_panels(layout)
     titles = [page_title(layout, page) for page in pages(layout, shown_dims(layout))]
     return drawn(
@@ -244,11 +261,12 @@ def _draw_layout(
     return figure
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------
 
 
 def drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
-    """Return `draw(Figure)`, drawn in the style of all pictures here, and write it to a file if a path is given.
+    """Return `draw(Figure)`, drawn in the style of all pictures here, and write it to a file if a
+    path is given.
 
     Raises:
         ImportError: matplotlib is not installed.

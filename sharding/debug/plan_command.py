@@ -32,11 +32,15 @@ T = TypeVar("T")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed arguments."""
+    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed
+    arguments.
+    """
     parser = commands.add_parser(
         "plan",
         help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
-        description="Explain the redistribution of a tensor from one layout to another. Needs no devices.",
+        description=(
+            "Explain the redistribution of a tensor from one layout to another. Needs no devices."
+        ),
         epilog=f"{_SPELLINGS}\nexample:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,7 +104,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--picture",
         metavar="FILE",
-        help="draw which rank holds which part into a .png, .svg or .pdf file; needs shardmesh[viz]",
+        help=(
+            "draw which rank holds which part into a .png, .svg or .pdf file; needs shardmesh[viz]"
+        ),
     )
 
 
@@ -120,11 +126,13 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- parsing arguments -------------------------------------------------------------------------------------------------
+# -- parsing arguments -----------------------------------------------------------------------------
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the function with errors that argparse shows; it hides the text of a ValueError or TypeError."""
+    """Return the function with errors that argparse shows; it hides the text of a ValueError or
+    TypeError.
+    """
 
     def parsed(text: str) -> T:
         try:
@@ -140,7 +148,8 @@ def parse_mesh(text: str) -> AbstractMesh:
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
         raise ValueError(
-            f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4"
+            f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, "
+            "as in dp=2,tp=4"
         )
     return AbstractMesh(
         [int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes))
@@ -156,13 +165,16 @@ def parse_shape(text: str) -> tuple[int, ...]:
         )
     if prod(map(int, sizes)) > _MOST_ELEMENTS:
         raise ValueError(
-            f"{shortened(text)!r} has more than 2**62 elements; write the size of each dim, as in 4096,4096"
+            f"{shortened(text)!r} has more than 2**62 elements; write the size of each dim, as in "
+            "4096,4096"
         )
     return tuple(map(int, sizes))
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too. Raises: ValueError."""
+    """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too.
+    Raises: ValueError.
+    """
     by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     short = {
         dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
@@ -171,7 +183,8 @@ def parse_dtype(text: str) -> torch.dtype:
     if found is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
         raise ValueError(
-            f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of another torch dtype"
+            f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of "
+            "another torch dtype"
         )
     return found
 
@@ -181,9 +194,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parse_spec(text: str) -> SpecLike:
-    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements, written as in Python.
+    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements, written as in
+    Python.
 
-    Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood; nothing is evaluated.
+    Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood;
+    nothing is evaluated.
 
     Raises:
         ValueError, TypeError: the text is something else, or the spec contradicts itself.
@@ -232,6 +247,6 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
 
 def _not_a_spec(text: str) -> ValueError:
     return ValueError(
-        "expected a spec or placements in quotes, such as P('dp', None, unreduced={'tp'}) or [Shard(0), Replicate()], got "
-        f"{shortened(text)!r}"
+        "expected a spec or placements in quotes, such as P('dp', None, unreduced={'tp'}) or "
+        f"[Shard(0), Replicate()], got {shortened(text)!r}"
     )

@@ -1,4 +1,6 @@
-"""`visualize`: which rank holds which part, as text, in colour or as a picture; and the `repr` of sharded tensors."""
+"""`visualize`: which rank holds which part, as text, in colour or as a picture; and the `repr` of
+sharded tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +41,29 @@ def visualize(
     style: Style = "text",
     path: str | PathLike[str] | None = None,
 ) -> Any:
-    """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or the layouts of a module's tensors.
+    """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or the layouts of
+    a module's tensors.
 
-    Ranks that hold the same part share a cell. For pending values, `+` follows ranks that hold contributions to
-    a sum; ` max` and so on for the other kinds. Of a tensor with more than two dims the last two that are split are rows
-    and columns, and further split dims make pages. Of long tables the first and last rows, columns and pages are shown,
-    and the last line counts the rest.
+    Ranks that hold the same part share a cell. For pending values, `+` follows ranks that hold
+    contributions to a sum; ` max` and so on for the other kinds. Of a tensor with more than two
+    dims the last two that are split are rows and columns, and further split dims make pages. Of
+    long tables the first and last rows, columns and pages are shown, and the last line counts the
+    rest.
 
     Args:
         x: a tensor or a layout (on an `AbstractMesh`, too) of any number of dims, or a module.
-        style: "text"; "rich", a `rich.table.Table` in which each cell has the colour of the ranks that hold it: notebooks show
-            it, `rich.print` prints it; "picture", a `matplotlib.figure.Figure` with a panel for each page, for up to 64
-            ranks; or for modules "tree", the text of `repr(module)` with the layout of each tensor.
-        path: for "picture", a file to write as well: .png, .svg, .pdf or another format of matplotlib.
+        style: "text"; "rich", a `rich.table.Table` in which each cell has the colour of the ranks
+            that hold it: notebooks show it, `rich.print` prints it; "picture", a
+            `matplotlib.figure.Figure` with a panel for each page, for up to 64 ranks; or for
+            modules "tree", the text of `repr(module)` with the layout of each tensor.
+        path: for "picture", a file to write as well: .png, .svg, .pdf or another format of
+            matplotlib.
 
     Raises:
         TypeError: `x` is something else, such as a plain tensor.
-        ValueError: a style that does not exist for this `x`, a path for another style than "picture", a picture of more than 64
-            ranks, or a file format that matplotlib does not know.
+        ValueError: a style that does not exist for this `x`, a path for another style than
+            "picture", a picture of more than 64 ranks, or a file format that matplotlib does not
+            know.
         ImportError: rich or matplotlib is needed and not installed.
 
     Communication: none.
@@ -79,7 +86,8 @@ def visualize(
 
 
 def layout_of(x: Any, function: str) -> Layout:
-    """Return the layout of a `ShardedTensor`, or a layout itself; `function` is the name of the public function, for errors.
+    """Return the layout of a `ShardedTensor`, or a layout itself; `function` is the name of the
+    public function, for errors.
 
     Raises:
         TypeError: `x` is something else.
@@ -89,9 +97,15 @@ def layout_of(x: Any, function: str) -> Layout:
         return layout
     instead = "give a ShardedTensor or a Layout"
     if isinstance(x, nn.Module):
-        instead = f"give one of its tensors, such as {function}(module.weight), or print visualize(module)"
+        instead = (
+            f"give one of its tensors, such as {function}(module.weight), or print "
+            "visualize(module)"
+        )
     elif isinstance(x, torch.Tensor):
-        instead = "a plain tensor is on this rank only; shard it with distribute_tensor or device_put first"
+        instead = (
+            "a plain tensor is on this rank only; shard it with distribute_tensor or device_put "
+            "first"
+        )
     raise TypeError(f"{function}({type(x).__name__}): {instead}")
 
 
@@ -101,9 +115,11 @@ def _check_style(x: Any, style: Any, path: Any) -> None:
         kind = "a module" if isinstance(x, nn.Module) else "a tensor or a layout"
         other = "; draw its tensors one by one" if style == "picture" else ""
         raise ValueError(
-            f"visualize(style={style!r}): the styles for {kind} are {', '.join(map(repr, known))}{other}"
+            f"visualize(style={style!r}): the styles for {kind} are "
+            f"{', '.join(map(repr, known))}{other}"
         )
     if path is not None and style != "picture":
         raise ValueError(
-            f"visualize(style={style!r}, path={str(path)!r}): only pictures are written to files; add style='picture'"
+            f"visualize(style={style!r}, path={str(path)!r}): only pictures are written to files; "
+            "add style='picture'"
         )

@@ -1,1 +1,3 @@
-"""The functional API: functions of local tensors mapped over a mesh, collectives by axis name, types, gradients."""
+"""The functional API: functions of local tensors mapped over a mesh, collectives by axis name,
+types, gradients.
+"""

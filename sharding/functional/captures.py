@@ -1,12 +1,15 @@
-"""Tensors that a mapped function closes over: each becomes an argument when the function first uses it.
+"""Tensors that a mapped function closes over: each becomes an argument when the function first uses
+it.
 
     w sharded, or requires grad        f = shard_map(lambda x: x @ w, ...)        f(x)  as  shard_map(lambda x, w: x @ w, ...)(x, w)
 
-A `ShardedTensor` keeps its layout: the function receives this rank's part, which varies over the axes that split it. A plain tensor that
-requires grad counts as replicated, and its gradient is summed over the ranks; ranks compare its values when the signature is new.
-Plain tensors without gradient are constants.
+A `ShardedTensor` keeps its layout: the function receives this rank's part, which varies over the
+axes that split it. A plain tensor that requires grad counts as replicated, and its gradient is
+summed over the ranks; ranks compare its values when the signature is new. Plain tensors without
+gradient are constants.
 
-The type checker finds them (`types/type_checker.py`), so a function that closes over such a tensor is tracked at every call.
+The type checker finds them (`types/type_checker.py`), so a function that closes over such a tensor
+is tracked at every call.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ class Captures:
         ]
 
     def local(self, x: Any) -> Any:
-        """Return the local part of a tensor that is captured and sharded or requires grad; anything else itself.
+        """Return the local part of a tensor that is captured and sharded or requires grad; anything
+        else itself.
 
         Raises:
             ShardingTypeError: a sharded one on a mesh that the function is not mapped over.
@@ -83,16 +87,20 @@ class Captures:
         return self._add(x) if isinstance(x, Tensor) and self.is_captured(x) else x
 
     def is_foreign(self, x: ShardedTensor) -> bool:
-        """Return whether a sharded tensor is not a tensor of this function on the axes that stay global."""
+        """Return whether a sharded tensor is not a tensor of this function on the axes that stay
+        global.
+        """
         auto_mesh, axes = self._auto_mesh, x._layout.mesh.axis_names
         return auto_mesh is None or any(axis in self._env.names for axis in axes)
 
     def check_inside(self, x: ShardedTensor, what: str) -> None:
-        """Raise ShardingTypeError if `what`, which works on whole tensors, is called on a captured tensor that requires grad."""
+        """Raise ShardingTypeError if `what`, which works on whole tensors, is called on a captured
+        tensor that requires grad.
+        """
         if self.is_foreign(x) and x._local.requires_grad and torch.is_grad_enabled():
             raise ShardingTypeError(
-                f"{user_location()}: {what} of {x._layout} inside {self.name}, a mapped function that closes over it: {what} it before the "
-                "call, or pass it as an argument"
+                f"{user_location()}: {what} of {x._layout} inside {self.name}, a mapped function "
+                f"that closes over it: {what} it before the call, or pass it as an argument"
             )
 
     def is_captured(self, x: Tensor) -> bool:
@@ -125,18 +133,19 @@ class Captures:
         root, names = self._env.root, self._env.names
         if x._layout.mesh is not root:
             raise ShardingTypeError(
-                f"{path}, is on {x._layout.mesh}, and the function is mapped over {self._mesh}: redistribute it there first, or pass it as "
-                "an argument"
+                f"{path}, is on {x._layout.mesh}, and the function is mapped over {self._mesh}: "
+                "redistribute it there first, or pass it as an argument"
             )
         rest = tuple(axis for axis in root.axis_names if axis not in names)
         return make_input_spec(path, x, None, root, names, root[rest] if rest else None)
 
-    # -- operators -----------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
     def replaced(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]] | None:
-        """Return the arguments of an operator with local parts in place of captured tensors; None if there are none.
+        """Return the arguments of an operator with local parts in place of captured tensors; None
+        if there are none.
 
         Raises:
             ShardingTypeError: the operator would write to a captured tensor.
@@ -154,13 +163,16 @@ class Captures:
         ]
         if any(id(x) in self.inputs for x in written):
             raise ShardingTypeError(
-                f"{user_location()}: {name_of(func)} writes to a tensor that the mapped function closes over; write to a clone of it"
+                f"{user_location()}: {name_of(func)} writes to a tensor that the mapped function "
+                "closes over; write to a clone of it"
             )
         return new, named
 
 
 class ReplayCaptures(TorchFunctionMode):
-    """Replace captured tensors by their local parts while backward recomputes a piece of a mapped function."""
+    """Replace captured tensors by their local parts while backward recomputes a piece of a mapped
+    function.
+    """
 
     def __init__(self, captures: Captures) -> None:
         super().__init__()
@@ -183,12 +195,16 @@ class ReplayCaptures(TorchFunctionMode):
 
 
 def replace_captures(tree: Any, captures: Captures | None) -> Any:
-    """Return the tree with local parts in place of tensors that the running mapped function closes over."""
+    """Return the tree with local parts in place of tensors that the running mapped function closes
+    over.
+    """
     return tree if captures is None else pytree.tree_map(captures.local, tree)
 
 
 def _map_tensors(f: Callable[[Any], Any], items: Any) -> list[Any]:
-    """Return the items with `f` applied to every tensor, also to those in lists, tuples and dicts."""
+    """Return the items with `f` applied to every tensor, also to those in lists, tuples and
+    dicts.
+    """
     out: list[Any] = []
     for item in items:
         if isinstance(item, Tensor):

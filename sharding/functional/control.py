@@ -1,8 +1,9 @@
 """Control flow by JAX's names and signatures: `cond`, `switch`, `while_loop`, `fori_loop`, `scan`.
 
-Programs here run operator by operator, so Python's `if` and `for` do the same; these functions are for code ported from JAX. Each is a
-Python branch or loop, with two additions: if `vmap` has batched the predicate, both sides run and each example takes its own, and a
-step of `scan` may be recomputed in backward.
+Programs here run operator by operator, so Python's `if` and `for` do the same; these functions are
+for code ported from JAX. Each is a Python branch or loop, with two additions: if `vmap` has batched
+the predicate, both sides run and each example takes its own, and a step of `scan` may be recomputed
+in backward.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from .transforms import gradients
 def cond(
     pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
-    """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else false_fun(*operands).
+    """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else
+    false_fun(*operands).
 
     Args:
-        pred: a scalar tensor or a number. Under `vmap`, if it depends on the example, both functions run, and each example takes the result
-            that was chosen for it.
+        pred: a scalar tensor or a number. Under `vmap`, if it depends on the example, both
+            functions run, and each example takes the result that was chosen for it.
 
-    Raises: TypeError for a predicate that is not a scalar; under `vmap`, for results that are not alike.
+    Raises: TypeError for a predicate that is not a scalar; under `vmap`, for results that are not
+    alike.
 
-    Communication: that of the function that runs. Inside a mapped function, with a varying predicate ranks may take different branches; a
-        collective in a branch that only some of them take is an error that names both calls.
+    Communication: that of the function that runs. Inside a mapped function, with a varying
+        predicate ranks may take different branches; a collective in a branch that only some of them
+        take is an error that names both calls.
 
     Example:
         >>> sm.cond(x.sum() > 0, lambda x: x, lambda x: -x, x)
@@ -42,10 +46,12 @@ def cond(
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """switch(index, branches, *operands) -> branches[index](*operands), with the index clamped to the range.
+    """switch(index, branches, *operands) -> branches[index](*operands), with the index clamped to
+    the range.
 
     Args:
-        index: a scalar integer tensor or a number. Under `vmap`, if it depends on the example, all branches run, as in `cond`.
+        index: a scalar integer tensor or a number. Under `vmap`, if it depends on the example, all
+            branches run, as in `cond`.
 
     Raises: ValueError without branches; TypeError for an index that is not an integer scalar.
 
@@ -57,7 +63,8 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         index.is_floating_point() or index.is_complex() or index.numel() != 1
     ):
         raise TypeError(
-            f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of shape {list(index.shape)}"
+            f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of "
+            f"shape {list(index.shape)}"
         )
     if is_batched(_part(index)):
         out = branches[0](*operands)
@@ -70,12 +77,14 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 def while_loop(
     cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
 ) -> Any:
-    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false, updated by value = body_fun(value).
+    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false,
+    updated by value = body_fun(value).
 
-    Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all examples; finished ones keep their
-    values.
+    Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all
+    examples; finished ones keep their values.
 
-    Raises: TypeError for a predicate that is not a scalar, or a body whose result is not like its argument (tree, shapes, dtypes).
+    Raises: TypeError for a predicate that is not a scalar, or a body whose result is not like its
+    argument (tree, shapes, dtypes).
 
     Communication: that of both functions, each time.
     """
@@ -98,10 +107,12 @@ def fori_loop(
     *,
     unroll: Any = None,
 ) -> Any:
-    """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value) for each i from lower to upper - 1.
+    """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value)
+    for each i from lower to upper - 1.
 
     Args:
-        lower, upper: numbers, or integer scalar tensors that do not depend on the example of a `vmap`.
+        lower, upper: numbers, or integer scalar tensors that do not depend on the example of a
+            `vmap`.
         unroll: not used.
 
     Raises: TypeError for a body whose result is not like its argument.
@@ -117,10 +128,17 @@ def fori_loop(
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, unroll: Any = 1,
-    *, remat: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x along dim 0 of xs; stack the ys along a new dim 0.
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: Any = 1,
+    *,
+    remat: bool = False,
+) -> tuple[Any, Any]:
+    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x along dim 0 of
+    xs; stack the ys along a new dim 0.
 
     Args:
         f: takes the carry and a tree like `xs` without the first dim.
@@ -131,9 +149,11 @@ def scan(
         unroll: not used.
         remat: whether to recompute the intermediate values of a step in backward, as `sm.remat`.
 
-    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a pair, or a carry unlike the last one.
+    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a
+    pair, or a carry unlike the last one.
 
-    Communication: that of `f` at every step, and of slicing xs if dim 0 is split. With no steps `f` runs once on zeros, for shapes.
+    Communication: that of `f` at every step, and of slicing xs if dim 0 is split. With no steps `f`
+    runs once on zeros, for shapes.
 
     Example:
         >>> carry, ys = sm.scan(lambda c, x: (c + x, c * x), torch.zeros(3), torch.ones(5, 3))
@@ -162,7 +182,8 @@ def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any
     out = f(carry, x)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(
-            f"scan: the function must return a pair (carry, y), and it returned {type(out).__name__}"
+            "scan: the function must return a pair (carry, y), and it returned "
+            f"{type(out).__name__}"
         )
     _check_alike("scan", carry, out[0])
     return out[0], out[1]
@@ -178,7 +199,8 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
     for x in leaves:
         if x is not None and (not isinstance(x, Tensor) or not x.ndim):
             raise ValueError(
-                f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, or close over it"
+                f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, "
+                "or close over it"
             )
     lengths = {x.shape[0] for x in leaves if x is not None} | (
         set() if length is None else {int(length)}
@@ -193,7 +215,7 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
     return lengths.pop()
 
 
-# -- predicates --------------------------------------------------------------------------------------------------------
+# -- predicates ------------------------------------------------------------------------------------
 
 
 def _part(x: Any) -> Any:
@@ -203,7 +225,8 @@ def _part(x: Any) -> Any:
 def _truth(name: str, pred: Any) -> bool:
     if isinstance(pred, Tensor) and pred.numel() != 1:
         raise TypeError(
-            f"{name}: the predicate must be a scalar, and it is a tensor of shape {list(pred.shape)}"
+            f"{name}: the predicate must be a scalar, and it is a tensor of shape "
+            f"{list(pred.shape)}"
         )
     return bool(pred)
 
@@ -239,5 +262,6 @@ def _check_alike(name: str, one: Any, other: Any) -> None:
         ]
         if isinstance(x, Tensor) and listing[0] != listing[1]:
             raise TypeError(
-                f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and {listing[1]}; cast or reshape it"
+                f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and "
+                f"{listing[1]}; cast or reshape it"
             )

@@ -1,4 +1,6 @@
-"""Arguments of a mapped function: the layout that each must have, and the part of it that the function receives."""
+"""Arguments of a mapped function: the layout that each must have, and the part of it that the
+function receives.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class InputSpec:
         path: its name in messages.
         src: its layout; None for a static argument.
         dst: the layout that it must have.
-        auto_layout: the layout of this rank's part on the axes that stay global; None if there are none.
+        auto_layout: the layout of this rank's part on the axes that stay global; None if there are
+            none.
         type: its type inside.
     """
 
@@ -66,7 +69,8 @@ def make_input_spec(
     names: Sequence[str],
     auto_mesh: DeviceMesh | None,
 ) -> InputSpec:
-    """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf keeps its layout.
+    """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf
+    keeps its layout.
 
     Raises:
         TypeError: a sharded tensor passed as static.
@@ -75,7 +79,8 @@ def make_input_spec(
     if not isinstance(leaf, Tensor) or spec is STATIC:
         if isinstance(leaf, ShardedTensor):
             raise TypeError(
-                f"{path} is sharded, {leaf._layout}, and its spec is None, which is for static arguments; write a P"
+                f"{path} is sharded, {leaf._layout}, and its spec is None, which is for static "
+                "arguments; write a P"
             )
         _check_no_parts(path, leaf, spec)
         return InputSpec(path)
@@ -86,7 +91,8 @@ def make_input_spec(
     )
     if src.mesh is not mesh:
         raise ValueError(
-            f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first"
+            f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it "
+            "there first"
         )
     manual = (
         restrict_to_axes(src.spec, names)
@@ -105,7 +111,9 @@ def make_input_spec(
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
-    """Return the spec as a `P` with an entry for each dim. Raises: ValueError, with the path, if it does not fit the mesh or the tensor."""
+    """Return the spec as a `P` with an entry for each dim. Raises: ValueError, with the path, if it
+    does not fit the mesh or the tensor.
+    """
     with _named(path):
         return as_spec(spec, mesh.axis_names, ndim)
 
@@ -123,8 +131,9 @@ def _check_no_parts(path: str, leaf: Any, spec: Any) -> None:
     cut = isinstance(spec, P) and spec.axes
     if cut and not isinstance(leaf, (Tensor, Key, str, int, float, complex, type(None))):
         raise TypeError(
-            f"{path} is a {type(leaf).__name__}, neither a tensor nor a tree of tensors that torch knows, and {spec} would split it; "
-            "pass its tensors, or give it the spec None to pass it unchanged"
+            f"{path} is a {type(leaf).__name__}, neither a tensor nor a tree of tensors that torch "
+            f"knows, and {spec} would split it; pass its tensors, or give it the spec None to pass "
+            "it unchanged"
         )
 
 
@@ -141,7 +150,8 @@ def check_manual(path: str, spec: P, names: Sequence[str]) -> None:
     other = [axis for axis in spec.axes if axis not in names]
     if other:
         raise ValueError(
-            f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name manual axes only"
+            f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name "
+            "manual axes only"
         )
 
 
@@ -150,12 +160,15 @@ def _check_sums(path: str, spec: P) -> None:
     if other:
         axis, kind = other[0]
         raise ValueError(
-            f"{path}: a {kind} is pending over {axis!r}, and a mapped function accepts pending sums only; reduce it first"
+            f"{path}: a {kind} is pending over {axis!r}, and a mapped function accepts pending "
+            "sums only; reduce it first"
         )
 
 
 def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
-    """Return the spec with the manual axes of `manual` and the other axes of `given`; manual axes split first."""
+    """Return the spec with the manual axes of `manual` and the other axes of `given`; manual axes
+    split first.
+    """
     if set(given.axes) <= set(names):
         return manual
     rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
@@ -173,7 +186,7 @@ def inner_layout(dst: Layout, manual: P, names: Sequence[str], auto_mesh: Device
     return Layout.of(auto_mesh, rest, part, dst.dtype)
 
 
-# -- local parts -------------------------------------------------------------------------------------------------------
+# -- local parts -----------------------------------------------------------------------------------
 
 
 def local_parts(leaves: Sequence[Any], inputs: Sequence[InputSpec]) -> list[Any]:
@@ -207,7 +220,9 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
 
 
 def check_transform(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError inside a transform of torch.func that is around the mapped function, or has wrapped its arguments."""
+    """Raise RuntimeError inside a transform of torch.func that is around the mapped function, or
+    has wrapped its arguments.
+    """
     if current_axis_env() is None:
         refuse_foreign(f"shard_map({name})")
     for x in leaves:
@@ -216,8 +231,8 @@ def check_transform(name: str, leaves: Sequence[Any]) -> None:
                 x = untransformed(x)
                 if isinstance(x, ShardedTensor):
                     raise RuntimeError(
-                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor and does not see its local tensor; use "
-                        "sm.vmap, sm.grad or sm.jvp instead"
+                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor "
+                        "and does not see its local tensor; use sm.vmap, sm.grad or sm.jvp instead"
                     )
 
 
@@ -252,7 +267,8 @@ class InputMutationCheck:
 
     Attributes:
         tags: the tags of the arguments before the call.
-        versions: autograd versions of parts that share memory with an argument of which other ranks have copies.
+        versions: autograd versions of parts that share memory with an argument of which other ranks
+            have copies.
     """
 
     def __init__(
@@ -263,7 +279,9 @@ class InputMutationCheck:
         self.versions = [_version(*each) for each in zip(leaves, parts, inputs, strict=True)]
 
     def error(self, checker: Any) -> ShardingTypeError | None:
-        """Return the error of a function that wrote a varying value to a replicated argument, or to a part of one; None if it did not."""
+        """Return the error of a function that wrote a varying value to a replicated argument, or to
+        a part of one; None if it did not.
+        """
         for tag, version, part, arg in zip(
             self.tags, self.versions, self.parts, self.inputs, strict=True
         ):
@@ -272,8 +290,9 @@ class InputMutationCheck:
             ):
                 spec = None if arg.dst is None else arg.dst.spec
                 return ShardingTypeError(
-                    f"{arg.path} is the same on every rank, {arg.src}; its part {spec} was written to in place, so that copies of it now "
-                    f"differ between ranks: write to a clone of it, or pass a ShardedTensor with the spec {spec}"
+                    f"{arg.path} is the same on every rank, {arg.src}; its part {spec} was written "
+                    "to in place, so that copies of it now differ between ranks: write to a clone "
+                    f"of it, or pass a ShardedTensor with the spec {spec}"
                 )
             if tag is None:
                 continue
@@ -283,8 +302,8 @@ class InputMutationCheck:
             )
             if odd:
                 return ShardingTypeError(
-                    f"{arg.path} is the same on every rank along {odd[0]!r}, and a value that is not was written to it, since "
-                    f"{now.origins[odd[0]]}; write to a clone of it"
+                    f"{arg.path} is the same on every rank along {odd[0]!r}, and a value that is "
+                    f"not was written to it, since {now.origins[odd[0]]}; write to a clone of it"
                 )
         return None
 
@@ -299,7 +318,9 @@ def _version_of(x: Any) -> int:
 
 
 def _version(leaf: Any, part: Any, arg: InputSpec) -> int | None:
-    """Return the autograd version of a part that shares memory with an argument of which more ranks have copies; None otherwise."""
+    """Return the autograd version of a part that shares memory with an argument of which more ranks
+    have copies; None otherwise.
+    """
     src, dst = arg.src, arg.dst
     if src is None or dst is None or src.replicated_axes == dst.replicated_axes:
         return None

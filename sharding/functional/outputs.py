@@ -1,4 +1,6 @@
-"""Results of a mapped function: turn local parts into `ShardedTensor`s, and check them when a signature is new."""
+"""Results of a mapped function: turn local parts into `ShardedTensor`s, and check them when a
+signature is new.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequ
     leaves, tree = flatten_tree(out)
     if len(leaves) != len(outputs):
         raise TypeError(
-            f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with this signature"
+            f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with "
+            "this signature"
         )
     taken = _identities(parts)
     return unflatten_tree(
@@ -76,7 +79,9 @@ def with_lineage(lineage: int, out: Any) -> Any:
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:
-    """Return the ids of the tensors that went in: a result that is one of them must be a new object, with a separate gradient."""
+    """Return the ids of the tensors that went in: a result that is one of them must be a new
+    object, with a separate gradient.
+    """
     return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
 
 
@@ -100,22 +105,24 @@ def _layout_of_new_shape(name: str, x: Tensor, out_spec: OutputSpec, layout: Lay
     if x.shape != out_spec.shape:
         if any(out_spec.spec.dims if out_spec.spec is not None else ()):
             raise TypeError(
-                f"{out_spec.path} of {name} has the local shape {list(x.shape)}, and had {list(out_spec.shape or ())} in the previous "
-                "call with this signature: ranks exchange shapes only once per signature. Pad it to one shape, or pass what its shape "
-                "depends on as a static argument"
+                f"{out_spec.path} of {name} has the local shape {list(x.shape)}, and had "
+                f"{list(out_spec.shape or ())} in the previous call with this signature: ranks "
+                "exchange shapes only once per signature. Pad it to one shape, or pass what its "
+                "shape depends on as a static argument"
             )
         layout = layout.replace(shape=x.shape)
     return layout.replace(dtype=x.dtype)
 
 
-# -- the first call ----------------------------------------------------------------------------------------------------
+# -- the first call --------------------------------------------------------------------------------
 
 
 def check_kind(path: str, x: Any, spec: Any, partly: bool) -> None:
     """Raise TypeError if a result is not of the kind that its spec describes."""
     if isinstance(x, Tensor) and spec in (None, STATIC):
         raise TypeError(
-            f"{path} is a tensor, and its out_specs are None, which is for other objects; write a P (P() if replicated)"
+            f"{path} is a tensor, and its out_specs are None, which is for other objects; write a "
+            "P (P() if replicated)"
         )
     if isinstance(x, ShardedTensor) and not partly:
         raise TypeError(
@@ -123,7 +130,8 @@ def check_kind(path: str, x: Any, spec: Any, partly: bool) -> None:
         )
     if partly and isinstance(x, Tensor) and not isinstance(x, ShardedTensor):
         raise TypeError(
-            f"{path} is a plain tensor, and some axes are not manual: return a ShardedTensor on the mesh of those"
+            f"{path} is a plain tensor, and some axes are not manual: return a ShardedTensor on "
+            "the mesh of those"
         )
 
 
@@ -152,32 +160,42 @@ def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
         varies, pends = axis in tag.type.varying, axis in tag.type.pending
         if pends and axis not in pending:
             raise ShardingTypeError(
-                f"{path} is pending over {axis!r}, each rank holding a share of a sum, and out_specs {spec} do not say so; psum or "
-                f"psum_scatter it over {axis!r}, or write unreduced={{{axis!r}}}. It is pending{tag.since((axis,))}"
+                f"{path} is pending over {axis!r}, each rank holding a share of a sum, and "
+                f"out_specs {spec} do not say so; psum or psum_scatter it over {axis!r}, or write "
+                f"unreduced={{{axis!r}}}. It is pending{tag.since((axis,))}"
             )
         if varies and axis not in split | pending:
             raise ShardingTypeError(
-                f"{path} varies over {axis!r}, and out_specs {spec} say that it is the same on every rank. It varies since "
-                f"{tag.origins[axis]}. Make it the same (psum, pmean, all_gather over {axis!r}), or name {axis!r} in its spec: on one of "
-                f"its dims, or as unreduced={{{axis!r}}} if it is to be summed"
+                f"{path} varies over {axis!r}, and out_specs {spec} say that it is the same on "
+                f"every rank. It varies since {tag.origins[axis]}. Make it the same (psum, pmean, "
+                f"all_gather over {axis!r}), or name {axis!r} in its spec: on one of its dims, or "
+                f"as unreduced={{{axis!r}}} if it is to be summed"
             )
         if axis in pending and not (varies or pends):
             raise ShardingTypeError(
-                f"{path} is the same on every rank along {axis!r}, and out_specs {spec} declare it a sum over {axis!r}; write "
-                f"pcast(x, {axis!r}, to='unreduced') if the sum is to be this value"
+                f"{path} is the same on every rank along {axis!r}, and out_specs {spec} declare it "
+                f"a sum over {axis!r}; write pcast(x, {axis!r}, to='unreduced') if the sum is to "
+                "be this value"
             )
 
 
 def infer_outputs(
-    paths: Sequence[str], specs: Sequence[P | None], leaves: Sequence[Any], error: Exception | None, mesh: DeviceMesh,
-    manual_mesh: DeviceMesh, compare: bool,
-) -> list[OutputSpec]:  # fmt: skip
-    """Return the layouts of the results of the first call with a signature, after an exchange of their shapes.
+    paths: Sequence[str],
+    specs: Sequence[P | None],
+    leaves: Sequence[Any],
+    error: Exception | None,
+    mesh: DeviceMesh,
+    manual_mesh: DeviceMesh,
+    compare: bool,
+) -> list[OutputSpec]:
+    """Return the layouts of the results of the first call with a signature, after an exchange of
+    their shapes.
 
     Args:
         error: an error of this rank's results; then every rank raises.
-        compare: also compare the values of replicated results: numbers read from the shapes of uneven parts, from varying values or
-            from outside the function may differ between ranks without any effect on types.
+        compare: also compare the values of replicated results: numbers read from the shapes of
+            uneven parts, from varying values or from outside the function may differ between ranks
+            without any effect on types.
 
     Communication: a small all_gather over the manual axes; none in a null world.
     """
@@ -210,8 +228,8 @@ def infer_outputs(
 
 
 def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
-    """Send an error inside the function to the other ranks, which receive it in `infer_outputs`: where parts differ in shape, other
-    ranks may have none.
+    """Send an error inside the function to the other ranks, which receive it in `infer_outputs`:
+    where parts differ in shape, other ranks may have none.
 
     Raises: the error.
 
@@ -221,8 +239,10 @@ def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
 
 
 def _exchanged(group: Group, message: Any) -> list[Any]:
-    """Return what every rank has sent. A null world has no other ranks: each is taken to be like this one, and nothing is counted, so
-    that a program's report there shows calls with known signatures."""
+    """Return what every rank has sent. A null world has no other ranks: each is taken to be like
+    this one, and nothing is counted, so that a program's report there shows calls with known
+    signatures.
+    """
     return (
         [message] * group.size if isinstance(group, NullGroup) else group.all_gather_object(message)
     )
@@ -237,7 +257,9 @@ DESCRIBERS[infer_outputs.__code__] = _name
 
 
 def _describe_result(x: Any, compare: bool) -> Any:
-    """Return the facts about a result that other ranks need: dtype, shape, and a digest of its values if they are to be compared."""
+    """Return the facts about a result that other ranks need: dtype, shape, and a digest of its
+    values if they are to be compared.
+    """
     return (
         (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None)
         if isinstance(x, Tensor)
@@ -255,13 +277,16 @@ def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> Non
 
 
 def _check_alike(tensors: dict[int, list[bool]]) -> None:
-    """Raise ShardingTypeError if ranks returned different numbers of results, or a tensor where others returned another object."""
+    """Raise ShardingTypeError if ranks returned different numbers of results, or a tensor where
+    others returned another object.
+    """
     first, *others = tensors
     other = next((rank for rank in others if tensors[rank] != tensors[first]), None)
     if other is not None:
         message = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, other))
         raise ShardingTypeError(
-            f"ranks returned different numbers or kinds of results ({message}); return the same tree on every rank"
+            f"ranks returned different numbers or kinds of results ({message}); return the same "
+            "tree on every rank"
         )
 
 
@@ -272,15 +297,19 @@ def _kinds(tensors: list[bool]) -> str:
 def _check_equal(
     path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_mesh: DeviceMesh
 ) -> None:
-    """Raise ShardingTypeError if a rank's values differ from those of another rank that should hold the same."""
+    """Raise ShardingTypeError if a rank's values differ from those of another rank that should hold
+    the same.
+    """
     named = [manual_mesh.axis_index(axis) for axis in spec.axes]
     first: dict[Any, Any] = {}
     for place, part in parts.items():
         held = first.setdefault(tuple(place[i] for i in named), part[-1])
         if held != part[-1]:
             raise ShardingTypeError(
-                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it differs: it depends on numbers that differ "
-                "between ranks (read from shapes of parts, from varying values, or from outside); compute it from values that are the same"
+                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it "
+                "differs: it depends on numbers that differ between ranks (read from shapes of "
+                "parts, from varying values, or from outside); compute it from values that are the "
+                "same"
             )
 
 

@@ -1,4 +1,6 @@
-"""Compare the arguments and results of a mapped function between the ranks that should hold the same."""
+"""Compare the arguments and results of a mapped function between the ranks that should hold the
+same.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceM
     """Compare each tensor between the ranks that should hold the same part of it.
 
     Args:
-        named: the name of a value, this rank's part, and its layout; None for a value that is not a tensor.
+        named: the name of a value, this rank's part, and its layout; None for a value that is not a
+            tensor.
         own: the mesh of the manual axes.
 
-    Raises: ReplicaError, on every rank; the index it names is one in a rank's part, which is what the function sees.
+    Raises: ReplicaError, on every rank; the index it names is one in a rank's part, which is what
+    the function sees.
 
     Communication: as `compare`.
     """
@@ -39,7 +43,9 @@ _SAMPLE = 1 << 20  # elements of a tensor that are compared when a signature is 
 
 
 def sampled_digest(x: Tensor) -> int | None:
-    """Return a hash of evenly spread elements, few enough to be cheap; None on the meta device, which has no values."""
+    """Return a hash of evenly spread elements, few enough to be cheap; None on the meta device,
+    which has no values.
+    """
     flat = innermost(_plain(x)).detach().reshape(-1)  # the values of all examples
     return None if flat.is_meta else int(bit_hash(flat[:: max(1, flat.numel() // _SAMPLE)]))
 

@@ -5,12 +5,14 @@ r"""`shard_map`: map a plain PyTorch function of local tensors over the ranks of
                                                        psum  -> the same on both
     rank 1   [x1]  [w]    ->        x1 @ w ----sum---/                            [loss]
 
-The function receives the local tensors themselves, and autograd records operators on them. The gradient of a value has the dual type
-(S <-> S, R <-> pending), which is the layout that a `ShardedTensor` expects for its gradient. So the boundary needs no autograd
-node, and a parameter that is used many times is reduced once.
+The function receives the local tensors themselves, and autograd records operators on them. The
+gradient of a value has the dual type (S <-> S, R <-> pending), which is the layout that a
+`ShardedTensor` expects for its gradient. So the boundary needs no autograd node, and a parameter
+that is used many times is reduced once.
 
-Calls are cached by signature: layouts, shapes, dtypes and static values. The first call with a signature tracks the types of all values
-(`types/type_checker.py`), and ranks exchange the shapes of their results. Later calls look the signature up.
+Calls are cached by signature: layouts, shapes, dtypes and static values. The first call with a
+signature tracks the types of all values (`types/type_checker.py`), and ranks exchange the shapes of
+their results. Later calls look the signature up.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def shard_map(
     check: bool | str | None = None,
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
-    """shard_map(f, mesh=, in_specs=, out_specs=) -> a function of `ShardedTensor`s that runs f on the local tensors of each rank.
+    """shard_map(f, mesh=, in_specs=, out_specs=) -> a function of `ShardedTensor`s that runs f on
+    the local tensors of each rank.
 
         @sm.shard_map(mesh=mesh, in_specs=(P("dp", None), P(None, "tp")), out_specs=P("dp", "tp"))
         def matmul(a, b):          # plain tensors: this rank's rows of a, its columns of b
@@ -85,29 +88,34 @@ def shard_map(
     Args:
         f: a function of local tensors. If omitted, a decorator is returned.
         mesh: the mesh. Default: that of the first sharded argument, or the one of `sm.set_mesh`.
-        in_specs: the layouts of the arguments: a tree of `P`s (or placements) that is a prefix of theirs; None for static arguments, which
-            are passed unchanged. Default: each argument keeps its layout, and plain tensors are replicated. An argument with another
-            layout is redistributed, which is implicit communication (`sm.ops.implicit_comm`). A plain tensor must be the same on every
-            rank, whatever its spec.
+        in_specs: the layouts of the arguments: a tree of `P`s (or placements) that is a prefix of
+            theirs; None for static arguments, which are passed unchanged. Default: each argument
+            keeps its layout, and plain tensors are replicated. An argument with another layout is
+            redistributed, which is implicit communication (`sm.ops.implicit_comm`). A plain tensor
+            must be the same on every rank, whatever its spec.
         out_specs: the layouts of the results, likewise; None for results that are not tensors.
-        axis_names: the manual axes, over which `f` receives local parts and may call collectives. Default: all axes. Over the other axes
-            tensors stay global: `f` receives `ShardedTensor`s on the mesh of those. Specs name manual axes only.
-        check: True (the default): the first call with a signature tracks types, and raises if a result varies where its spec declares it
-            replicated; the error names the line that made it vary. "always": at every call. "values": also compare replicas bit for
-            bit, at every call. False: trust f.
+        axis_names: the manual axes, over which `f` receives local parts and may call collectives.
+            Default: all axes. Over the other axes tensors stay global: `f` receives
+            `ShardedTensor`s on the mesh of those. Specs name manual axes only.
+        check: True (the default): the first call with a signature tracks types, and raises if a
+            result varies where its spec declares it replicated; the error names the line that made
+            it vary. "always": at every call. "values": also compare replicas bit for bit, at every
+            call. False: trust f.
         check_vma: JAX's name for `check`; True or False.
 
     Returns:
         The mapped function. Keyword arguments are passed to `f` unchanged.
 
     Raises:
-        ValueError: specs that do not match arguments or results, or name an axis that is not manual.
+        ValueError: specs that do not match arguments or results, or name an axis that is not
+            manual.
         ShardingTypeError: on every rank, an error that the checker finds.
-        TypeError: an argument or result of the wrong kind; a result whose shape differs from the previous call with this signature.
+        TypeError: an argument or result of the wrong kind; a result whose shape differs from the
+            previous call with this signature.
         RuntimeError: this rank is not in the mesh.
 
-    Communication: that of redistributing arguments, in as few collectives as possible; for a new signature one small all_gather of the
-        results' shapes. Otherwise none.
+    Communication: that of redistributing arguments, in as few collectives as possible; for a new
+        signature one small all_gather of the results' shapes. Otherwise none.
 
     Example:
         >>> loss = sm.shard_map(lambda x, w: sm.psum((x @ w).square().sum(), "dp"), mesh=mesh, in_specs=(P("dp"), P()), out_specs=P())
@@ -116,7 +124,8 @@ def shard_map(
     if check_vma is not None:
         if check not in (None, check_vma):
             raise ValueError(
-                f"shard_map(check={check!r}, check_vma={check_vma!r}): check_vma is another name for check; pass one of them"
+                f"shard_map(check={check!r}, check_vma={check_vma!r}): check_vma is another name "
+                "for check; pass one of them"
             )
         check = check_vma
     check = True if check is None else check
@@ -154,7 +163,8 @@ class CachedCall:
         uneven: whether the parts of some argument differ in shape.
         custom_calls: the calls of custom autograd functions in the last tracked call.
         tracked_calls: number of calls whose types were tracked.
-        captures: whether the function closes over tensors that are sharded or require grad; then every call is tracked.
+        captures: whether the function closes over tensors that are sharded or require grad; then
+            every call is tracked.
         constants: plain tensors without gradient that it uses.
         trusted: whether calls are no longer tracked.
         fast: whether calls are trusted and arguments are passed unchanged.
@@ -177,8 +187,8 @@ class CachedCall:
     fast: bool = False
 
     def may_be_trusted(self) -> bool:
-        """Return whether types need no more tracking: outputs are known, nothing is captured, and the backward of every custom function
-        was checked or did not run in the first calls."""
+        """Return whether types need no more tracking: outputs are known, nothing is captured, and
+        the backward of every custom function was checked or did not run in the first calls."""
         enough = self.uneven or self.tracked_calls > _MAX_TRACKED_CALLS
         checked = all(
             call.is_checked or (enough and not call.must_be_checked) for call in self.custom_calls
@@ -229,7 +239,9 @@ class Mapped:
             return with_lineage(lineage, self._call_cached(args, kwargs))
 
     def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a known signature of `ShardedTensor`s on the shortest path; leave everything else to `_call`."""
+        """Run a known signature of `ShardedTensor`s on the shortest path; leave everything else to
+        `_call`.
+        """
         outer = current_axis_env()
         key: list[Any] = [outer, is_grad_enabled()]
         parts: list[Any] = []
@@ -246,8 +258,11 @@ class Mapped:
         if cached.constants and any_requires_grad(cached.constants):
             return self._call(args, kwargs)
         return wrap_outputs(
-            self.name, self._run(cached, parts, None, kwargs), cached.outputs, parts
-        )  # type: ignore[arg-type]
+            self.name,
+            self._run(cached, parts, None, kwargs),
+            cached.outputs,  # type: ignore[arg-type]
+            parts,
+        )
 
     def _run(
         self,
@@ -273,7 +288,7 @@ class Mapped:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    # -- any call ------------------------------------------------------------------------------------------------------
+    # -- any call ----------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = current_axis_env()
@@ -304,14 +319,18 @@ class Mapped:
         ):
             return self._tracked_call(cached, leaves, parts, tree, kwargs)
         return wrap_outputs(
-            self.name, self._run(cached, parts, tree, kwargs), cached.outputs, parts
-        )  # type: ignore[arg-type]
+            self.name,
+            self._run(cached, parts, tree, kwargs),
+            cached.outputs,  # type: ignore[arg-type]
+            parts,
+        )
 
     def _cached_for(
         self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]
     ) -> CachedCall:
         mesh, outer = self._mesh_for(leaves), current_axis_env()
-        # The world, since meshes of two ranks of a simulated world are equal, and the grad mode, since gradients need types.
+        # The world, since meshes of two ranks of a simulated world are equal, and the grad mode,
+        # since gradients need types.
         here = mesh.world, outer, is_grad_enabled()
         key = (
             mesh,
@@ -333,7 +352,9 @@ class Mapped:
         return cached
 
     def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:
-        """Return the cached calls on a mesh. This function must not keep alive a mesh that only arguments had."""
+        """Return the cached calls on a mesh. This function must not keep alive a mesh that only
+        arguments had.
+        """
         if self.mesh is not None:
             return self._calls
         functions = MeshLayouts.of(mesh).functions
@@ -344,7 +365,8 @@ class Mapped:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
                 raise TypeError(
-                    f"shard_map({self.name}): {self.mesh!r} has no ranks to run on; for shapes and bytes use eval_shape"
+                    f"shard_map({self.name}): {self.mesh!r} has no ranks to run on; for shapes and "
+                    "bytes use eval_shape"
                 )
             batch = current_batch() if transforms_active() else None
             return (
@@ -372,13 +394,15 @@ class Mapped:
         for name, x in kwargs.items():
             if any(isinstance(t, ShardedTensor) for t in pytree.tree_leaves(x)):
                 raise TypeError(
-                    f"shard_map({self.name}): {name}= contains a ShardedTensor; pass it by position, where it can have a spec"
+                    f"shard_map({self.name}): {name}= contains a ShardedTensor; pass it by "
+                    "position, where it can have a spec"
                 )
         unknown = sorted((self.axis_names or frozenset()) - set(mesh.axis_names))
         if unknown or (self.axis_names is not None and not self.axis_names):
             given = sorted(self.axis_names or ())
             raise ValueError(
-                f"shard_map({self.name}): axis_names={given} must name one or more axes of the mesh, {list(mesh.axis_names)}"
+                f"shard_map({self.name}): axis_names={given} must name one or more axes of the "
+                f"mesh, {list(mesh.axis_names)}"
             )
         names = tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
         auto_mesh = (
@@ -403,7 +427,7 @@ class Mapped:
         )
         return CachedCall(env, mesh[names], auto_mesh, mesh, inputs, passes_through, uneven=uneven)
 
-    # -- with types ----------------------------------------------------------------------------------------------------
+    # -- with types --------------------------------------------------------------------------------
 
     def _tracked_call(
         self,
@@ -518,7 +542,9 @@ class Mapped:
         error: Exception | None,
         captures: Captures,
     ) -> Any:
-        """Return the results as `ShardedTensor`s, after all checks; `error` is what an earlier check has found."""
+        """Return the results as `ShardedTensor`s, after all checks; `error` is what an earlier
+        check has found.
+        """
         leaves, _ = pytree.tree_flatten(out)
         paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
         specs: list[P | None] = []
@@ -583,5 +609,7 @@ def any_requires_grad(constants: Sequence[ref[Tensor]]) -> bool:
 
 
 def uncompiled(f: Any) -> Any:
-    """Return the function that was passed to `torch.compile`, since types are tracked operator by operator."""
+    """Return the function that was passed to `torch.compile`, since types are tracked operator by
+    operator.
+    """
     return getattr(f, "_torchdynamo_orig_callable", getattr(f, "_orig_mod", f))

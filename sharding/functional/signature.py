@@ -1,4 +1,6 @@
-"""The signature of a call of a mapped function: trees of arguments, specs for them, and cache keys."""
+"""The signature of a call of a mapped function: trees of arguments, specs for them, and
+cache keys.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,13 @@ def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> No
             _spread(what, one, branch, f"{path}[{i}]", found)
     elif isinstance(specs, Sharding):
         raise TypeError(
-            f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its spec, {specs.spec}"
+            f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its "
+            f"spec, {specs.spec}"
         )
     else:
         raise ValueError(
-            f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a tree of them"
+            f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a "
+            "tree of them"
         )
 
 
@@ -78,12 +82,15 @@ def _no_match(what: str, specs: Any, tree: Any, path: str) -> ValueError:
     if isinstance(specs, dict) and isinstance(tree, dict):
         given = f"keys {sorted(map(str, specs))} for keys {sorted(map(str, tree))}"
     return ValueError(
-        f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or one for all of it"
+        f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or "
+        "one for all of it"
     )
 
 
 def leaves_of(args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """Return the leaves of the arguments and their tree, which is None if each argument is a leaf."""
+    """Return the leaves of the arguments and their tree, which is None if each argument is
+    a leaf.
+    """
     if any(
         (not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES) or isinstance(x, tuple)
         for x in args
@@ -97,7 +104,9 @@ class _Foreign(Exception):
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree and its structure, as `pytree.tree_flatten`; six times as fast for plain tuples, lists and dicts."""
+    """Return the leaves of a tree and its structure, as `pytree.tree_flatten`; six times as fast
+    for plain tuples, lists and dicts.
+    """
     leaves: list[Any] = []
     try:
         return leaves, _flatten_into(tree, leaves)

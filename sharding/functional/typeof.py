@@ -1,4 +1,6 @@
-"""`typeof`: the layout of a sharded tensor, and inside a mapped function the axes over which a value varies."""
+"""`typeof`: the layout of a sharded tensor, and inside a mapped function the axes over which a
+value varies.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class LocalType:
     """The type of a value inside a mapped function.
 
     Attributes:
-        shape: of this rank's part; of a tensor that stays global over some axes, its global shape there.
+        shape: of this rank's part; of a tensor that stays global over some axes, its global shape
+            there.
         dtype: the element type.
         layout: the layout over the axes that stay global; None if there are none.
     """
@@ -34,7 +37,9 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have different data, JAX's `vma`. Raises: RuntimeError if types are not tracked."""
+        """The manual axes along which ranks have different data, JAX's `vma`. Raises: RuntimeError
+        if types are not tracked.
+        """
         return self._known().varying
 
     vma = varying
@@ -52,8 +57,9 @@ class LocalType:
     def _known(self) -> Type:
         if self._type is None:
             raise RuntimeError(
-                "typeof inside a mapped function: the axes over which the value varies are not known. check=False does not track types; "
-                "otherwise this call was not made in the first call with this signature: use shard_map(check='always')"
+                "typeof inside a mapped function: the axes over which the value varies are not "
+                "known. check=False does not track types; otherwise this call was not made in the "
+                "first call with this signature: use shard_map(check='always')"
             )
         return self._type
 
@@ -79,8 +85,8 @@ class LocalType:
 def typeof(x: Any) -> Any:
     """typeof(x) -> the `Layout` of a sharded tensor: mesh, spec, global shape and dtype.
 
-    Inside a mapped function, the `LocalType` of any tensor: shape and dtype of this rank's part and the manual axes over which it
-    varies, `typeof(x).varying`, printed as JAX does.
+    Inside a mapped function, the `LocalType` of any tensor: shape and dtype of this rank's part and
+    the manual axes over which it varies, `typeof(x).varying`, printed as JAX does.
 
     Raises:
         TypeError: a plain tensor outside of mapped functions, or no tensor.

@@ -7,6 +7,7 @@
         tensors from outside                  -> placeholders: by reference, by slot (`.grad`), or arguments
     later calls     `state/` compares the state that the program can reach with the recorded one; then one call of the graph, `program.py`
 
-A graph is a `torch.fx.Graph` of operators in the order in which they ran, below autograd, with in-place operators and views as the program
-had them. Replayed in that order, it gives the results of the step bit for bit, and passes preserve that.
+A graph is a `torch.fx.Graph` of operators in the order in which they ran, below autograd, with
+in-place operators and views as the program had them. Replayed in that order, it gives the results
+of the step bit for bit, and passes preserve that.
 """

@@ -1,13 +1,16 @@
-"""Collectives as operators `torch.ops.shardmesh`, which a graph calls in place of the methods of `Group`.
+"""Collectives as operators `torch.ops.shardmesh`, which a graph calls in place of the methods of
+`Group`.
 
     started = shardmesh.all_gather(x, "0,1,2,3", site)     launches; flat, in the order of the group's ranks
     whole   = shardmesh.wait(started)                      the result, which may be read
 
-No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and budgets see them. A *site* is the number
-of a `Site`: the purpose of the collective when the graph was made.
+No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and
+budgets see them. A *site* is the number of a `Site`: the purpose of the collective when the graph
+was made.
 
-In a compiled segment every collective is `ordered(x, token, size, n)`, the segment's n-th: equal segments of different layers, and of
-different processes, are equal code. The segment sets `ThreadContext.segment_calls` before it runs.
+In a compiled segment every collective is `ordered(x, token, size, n)`, the segment's n-th: equal
+segments of different layers, and of different processes, are equal code. The segment sets
+`ThreadContext.segment_calls` before it runs.
 """
 
 from __future__ import annotations
@@ -90,11 +93,9 @@ class Started(NamedTuple):
 
 def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
     """Return a function of x that runs a graph's collective and returns its result."""
-    start, group, site = (
-        STARTS[OPERATORS[node.target]],
-        group_of(node.args[-2]),
-        site_of(node.args[-1]),
-    )  # type: ignore[index,arg-type]
+    start = STARTS[OPERATORS[node.target]]  # type: ignore[index]
+    group = group_of(node.args[-2])  # type: ignore[arg-type]
+    site = site_of(node.args[-1])  # type: ignore[arg-type]
     args = node.args[1:-2]
     return lambda x: start(x, *args, group, site, True).result
 
@@ -116,7 +117,9 @@ DESCRIBERS[_launch.__code__] = lambda frame: frame["site"].name
 
 
 def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Started:
-    """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions here."""
+    """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions
+    here.
+    """
     out = x.new_empty(group.size * x.numel())
     return _launch(Group.all_gather, group, site, out, out, x, async_op=not now)
 
@@ -172,7 +175,7 @@ def permute(
     return _launch(Group.permute, group, site, out, out, x, dst=dst, src=src, async_op=not now)
 
 
-# -- operators of torch --------------------------------------------------------------------------------------------------
+# -- operators of torch ----------------------------------------------------------------------------
 
 _SCHEMAS = {
     "all_gather": "(Tensor x, str group, int site) -> Tensor",
@@ -183,9 +186,13 @@ _SCHEMAS = {
     "permute": "(Tensor x, int size, int? dst, int? src, str group, int site) -> Tensor",
 }
 STARTS = {
-    "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce, "all_to_all": all_to_all,
-    "broadcast": broadcast, "permute": permute,
-}  # fmt: skip
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "permute": permute,
+}
 _library = torch.library.Library("shardmesh", "DEF")
 
 
@@ -224,7 +231,8 @@ _library.impl("wait", lambda started: started.clone(), "CompositeExplicitAutogra
 torch.library.register_fake("shardmesh::wait", torch.empty_like, lib=_library)
 
 
-# With a token, so that a compiler keeps the order of collectives, which must be the same on all ranks.
+# With a token, so that a compiler keeps the order of collectives, which must be the same on all
+# ranks.
 _library.define(
     "ordered(Tensor x, Tensor token, int? size, int number) -> (Tensor, Tensor)",
     tags=[torch.Tag.cudagraph_unsafe],  # the monitor counts each call

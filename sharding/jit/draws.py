@@ -1,4 +1,5 @@
-"""Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the stream from the call that runs it.
+"""Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the
+stream from the call that runs it.
 
 recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
 later call   position 57                   draws 58, 59            and leaves the position at 59, as eager code would
@@ -23,7 +24,9 @@ from .errors import at_line
 
 
 class Position(NamedTuple):
-    """Where a random tensor is drawn: `offset` after the start of the call, or at an absolute place if a seed is given."""
+    """Where a random tensor is drawn: `offset` after the start of the call, or at an absolute place
+    if a seed is given.
+    """
 
     seed: int | None
     offset: int
@@ -71,18 +74,22 @@ class Draws:
         return self.position(self._state.seed, self._state.drawn)
 
     def check_generator(self) -> None:
-        """Raise if torch's generator was seeded inside the function: a graph would draw other numbers."""
+        """Raise if torch's generator was seeded inside the function: a graph would draw other
+        numbers.
+        """
         if torch.default_generator.initial_seed() != self._seed_of_torch:
             raise at_line(
                 "random numbers of torch's generator after it was seeded inside sm.jit",
-                "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose numbers depend on sm.random.manual_seed",
+                "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
+                "numbers depend on sm.random.manual_seed",
             )
 
 
 class HostGenerators:
     """Whether a recording draws random numbers of Python or NumPy, which a graph would not.
 
-    The ranks of a simulated world share these generators, and one of them runs until it blocks in a collective:
+    The ranks of a simulated world share these generators, and one of them runs until it blocks in a
+    collective:
 
         recording    draws?    collective: others may draw    draws?    collective    draws?
                      ~~~~~~                                   ~~~~~~                  ~~~~~~ compared

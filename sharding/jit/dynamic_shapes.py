@@ -1,4 +1,6 @@
-"""Operators whose results have a shape that depends on values: a graph would keep that of the first call."""
+"""Operators whose results have a shape that depends on values: a graph would keep that of the first
+call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise JitError if the shape of this operator's result depends on the values of its operands."""
+    """Raise JitError if the shape of this operator's result depends on the values of its
+    operands.
+    """
     if torch.Tag.dynamic_output_shape not in func.tags:
         return
     name, given = (
@@ -32,5 +36,6 @@ def check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     if not static:
         raise at_line(
             f"the shape of the result of {name} depends on values, and a graph has one shape",
-            "Keep the shape: torch.where, a product with the mask, nonzero_static(size=...), repeat_interleave(output_size=...)",
+            "Keep the shape: torch.where, a product with the mask, nonzero_static(size=...), "
+            "repeat_interleave(output_size=...)",
         )

@@ -6,7 +6,9 @@ from ...mesh.comm.call_site import user_line
 
 
 class JitError(RuntimeError):
-    """A function under `sm.jit` does something that a graph cannot repeat; the message names the line and what to write."""
+    """A function under `sm.jit` does something that a graph cannot repeat; the message names the
+    line and what to write.
+    """
 
 
 def at_line(problem: str, advice: str) -> JitError:
@@ -19,6 +21,6 @@ def value_read(what: str) -> JitError:
     """Return the error of a program that uses the value of a tensor in Python."""
     return at_line(
         f"{what} reads a value inside sm.jit, where a later call runs the graph and not this line",
-        "Return the tensor and read it outside, or write torch.where for a choice between values; a number that must be known in "
-        "Python can be a static argument (static_argnames)",
+        "Return the tensor and read it outside, or write torch.where for a choice between values; "
+        "a number that must be known in Python can be a static argument (static_argnames)",
     )

@@ -1,4 +1,6 @@
-"""What a graph calls besides operators: reads of values, checks, and messages between ranks in Python."""
+"""What a graph calls besides operators: reads of values, checks, and messages between ranks in
+Python.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ def item(x: Tensor) -> Any:
 
 
 def expect(x: Tensor, value: Any, place: str) -> None:
-    """Raise unless a tensor has the value that it had when the graph was made, on which the library's Python code depended."""
+    """Raise unless a tensor has the value that it had when the graph was made, on which the
+    library's Python code depended.
+    """
     found = x.item()
     if found != value and not (found != found and value != value):
         raise value_read(
-            f"{place}: the value was {value} when the graph was made and is {found} now; the library"
+            f"{place}: the value was {value} when the graph was made and is {found} now; the "
+            "library"
         )
 
 
@@ -30,7 +35,9 @@ def barrier(group: str) -> None:
 
 
 class Exchange:
-    """Exchanges a Python object between ranks again, as the library does for shapes that may change on other ranks."""
+    """Exchanges a Python object between ranks again, as the library does for shapes that may change
+    on other ranks.
+    """
 
     def __init__(self, group: str, mine: Any, expected: list[Any], place: str) -> None:
         self.group, self.mine, self.expected, self.place = group, mine, expected, place
@@ -40,5 +47,6 @@ class Exchange:
         found = group_of(self.group).all_gather_object(self.mine)
         if found != self.expected:
             raise JitError(
-                f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly"
+                f"{self.place}: the ranks had {self.expected} when the graph was made and have "
+                f"{found} now; call the function eagerly"
             )

@@ -3,7 +3,8 @@
     learning rates         inputs
     weight decay, betas    constants; after one has changed, such as by a schedule, an input
 
-What Python code finds out about an input, as `if weight_decay != 0:` does, is a condition: a call for which it does not hold records again.
+What Python code finds out about an input, as `if weight_decay != 0:` does, is a condition: a call
+for which it does not hold records again.
 """
 
 from __future__ import annotations
@@ -99,5 +100,6 @@ def traced(recorder: GraphRecorder, hyperparameters: list[Hyperparameter]) -> It
     if was_set:
         what = "a learning rate" if RATE in was_set else was_set[0]
         raise JitError(
-            f"a function under sm.jit has set {what}, which a graph would not do; set it outside, as scheduler.step() does"
+            f"a function under sm.jit has set {what}, which a graph would not do; set it outside, "
+            "as scheduler.step() does"
         )

@@ -77,7 +77,9 @@ class Entry:
         self._fixed = empty_slots(recording.slots, signatures)
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return for each tensor among the arguments its id if it shares memory with state that the function reaches, else None."""
+        """Return for each tensor among the arguments its id if it shares memory with state that the
+        function reaches, else None.
+        """
         parts = [
             x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
         ]
@@ -86,7 +88,9 @@ class Entry:
         ]
 
     def _same_gradients(self, leaves: Sequence[Any]) -> bool:
-        """Return whether slots have values of the same kind as before; where there were none, in little time."""
+        """Return whether slots have values of the same kind as before; where there were none, in
+        little time.
+        """
         if self._fixed is not None:
             return all(
                 _ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed
@@ -131,7 +135,9 @@ class Entry:
         )
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""
+        """Return the leaves of autograd that results depend on; those that are no arguments behind
+        one tensor, made once.
+        """
         if self._gate is None:
             needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
@@ -174,7 +180,8 @@ class JitFunction:
         if options["cudagraphs"]:
             if not torch.cuda.is_available():
                 raise ValueError(
-                    "sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is False"
+                    "sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is "
+                    "False"
                 )
             self._options = replace(
                 self._options, inductor=(*self._options.inductor, ("triton.cudagraphs", True))
@@ -211,7 +218,8 @@ class JitFunction:
             by_key = self._entries[world] = {}
             world.dependents.add(self)
         try:
-            # The least recently used signature comes first, and is dropped first: recording takes seconds.
+            # The least recently used signature comes first, and is dropped first: recording takes
+            # seconds.
             entries, why = by_key.pop(key, []), ""
             by_key[key] = entries
         except TypeError as error:
@@ -236,12 +244,15 @@ class JitFunction:
         self._attempts.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as this rank, and return the graph for inspection. Nothing runs, and no argument changes.
+        """Record the function on "meta", as this rank, and return the graph for inspection. Nothing
+        runs, and no argument changes.
 
-        The graph is as recorded; `.compile()` of the result has the passes applied. On an `AbstractMesh` it is that of rank 0.
+        The graph is as recorded; `.compile()` of the result has the passes applied. On an
+        `AbstractMesh` it is that of rank 0.
 
         Args:
-            args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
+            args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of
+                a tensor.
 
         Communication: none.
         """
@@ -324,8 +335,9 @@ class JitFunction:
             attempts[key] = count
             if count >= _ATTEMPTS:
                 raise JitError(
-                    f"{self!r} changes Python state in every call, which a graph would not do: {found}. Do it outside of the function, "
-                    "or keep the value in a tensor and change that in place"
+                    f"{self!r} changes Python state in every call, which a graph would not do: "
+                    f"{found}. Do it outside of the function, or keep the value in a tensor and "
+                    "change that in place"
                 )
             return result
         attempts.pop(key, None)
@@ -350,33 +362,41 @@ def jit(
     compiler_options: Mapping[str, Any] | bool | None = None,
     cudagraphs: bool = False,
 ) -> Any:
-    """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer together.
+    """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
+    together.
 
-    The first call with a signature runs `f` eagerly and records it; later calls run the graph. Modules, optimizers and tensors that `f`
-    reaches through arguments, closures, globals or `self` are inputs by reference, and are written back. What the graph could not repeat
-    is an error. See `docs/jit.md`.
+    The first call with a signature runs `f` eagerly and records it; later calls run the graph.
+    Modules, optimizers and tensors that `f` reaches through arguments, closures, globals or `self`
+    are inputs by reference, and are written back. What the graph could not repeat is an error. See
+    `docs/jit.md`.
 
     Args:
-        f: a function of trees of tensors, `ShardedTensor`s, modules, optimizers and numbers. Floats are inputs, other numbers static.
-        static_argnums, static_argnames: arguments that are constants; another value is another signature. They must be hashable.
-        donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them afterwards raises.
-        in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix of the arguments or of the result;
-            arguments with other layouts are redistributed.
-        backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
-            compiler, else "eager", with a warning.
-        compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as
-            `{"overlap": True, "bucket_bytes": 0}`; False for none. Other names are options of `torch._inductor.config`, such as
-            `{"cpp_wrapper": True}`. With passes all ranks of a mesh must record in the same call.
-        cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs; needs a CUDA device.
+        f: a function of trees of tensors, `ShardedTensor`s, modules, optimizers and numbers. Floats
+            are inputs, other numbers static.
+        static_argnums, static_argnames: arguments that are constants; another value is another
+            signature. They must be hashable.
+        donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them
+            afterwards raises.
+        in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix
+            of the arguments or of the result; arguments with other layouts are redistributed.
+        backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By
+            default Inductor if there is a C++ compiler, else "eager", with a warning.
+        compiler_options: which passes change the graph's collectives: a dict of the attributes of
+            `PassOptions`, such as `{"overlap": True, "bucket_bytes": 0}`; False for none. Other
+            names are options of `torch._inductor.config`, such as `{"cpp_wrapper": True}`. With
+            passes all ranks of a mesh must record in the same call.
+        cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs;
+            needs a CUDA device.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
 
     Raises:
-        JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call, or does anything else that a
-            graph cannot repeat; it names the line.
+        JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call,
+            or does anything else that a graph cannot repeat; it names the line.
 
-    Communication: that of `f`; when a graph is made, an `all_gather_object` of a hash over each mesh.
+    Communication: that of `f`; when a graph is made, an `all_gather_object` of a hash over each
+    mesh.
 
     Example:
         >>> @sm.jit
@@ -388,10 +408,15 @@ def jit(
         ...     return loss
     """
     options = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
-        "in_shardings": in_shardings, "out_shardings": out_shardings, "backend": backend, "compiler_options": compiler_options,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "backend": backend,
+        "compiler_options": compiler_options,
         "cudagraphs": cudagraphs,
-    }  # fmt: skip
+    }
     if f is None:
         return functools.partial(jit, **options)
     if not callable(f):
@@ -401,7 +426,7 @@ def jit(
     return JitFunction(f, options)
 
 
-# -- signatures ----------------------------------------------------------------------------------------------------------
+# -- signatures ------------------------------------------------------------------------------------
 
 
 def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
@@ -454,7 +479,9 @@ def _key(x: Any) -> Any:
 
 
 def _same_memory(leaves: Sequence[Any]) -> Any:
-    """Return for each tensor which one before it shares its memory, and how far apart they are; None if none does."""
+    """Return for each tensor which one before it shares its memory, and how far apart they are;
+    None if none does.
+    """
     parts = [
         x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
     ]
@@ -476,14 +503,19 @@ def _modes() -> Any:
     if torch.cuda.is_initialized():
         autocast += (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),)
     return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), autocast,
-    )  # fmt: skip
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        autocast,
+    )
 
 
 def _is_inside(leaves: Sequence[Any], world: World) -> bool:
-    """Return whether the call is part of something that needs its operators one by one: another recording, a transform, a mapped function,
-    a backward pass, `accumulate_grads`, or a computation whose gradient flows through an argument."""
+    """Return whether the call is part of something that needs its operators one by one: another
+    recording, a transform, a mapped function, a backward pass, `accumulate_grads`, or a computation
+    whose gradient flows through an argument.
+    """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
     parts = (
@@ -496,7 +528,9 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
 
 
 def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that tells whether tensors still have their shapes, strides, dtypes and `requires_grad`."""
+    """Return a function that tells whether tensors still have their shapes, strides, dtypes and
+    `requires_grad`.
+    """
     if not tensors:
         return lambda: True
     shapes: Any = [list(x.shape) for x in tensors]
@@ -504,7 +538,7 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
-# -- running -------------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
@@ -529,7 +563,8 @@ def _placed(tree: Any, shardings: Any) -> Any:
     if isinstance(shardings, (list, tuple)):
         if not isinstance(tree, (list, tuple)) or len(tree) != len(shardings):
             raise ValueError(
-                f"sm.jit: {len(shardings)} shardings for {len(tree) if isinstance(tree, (list, tuple)) else 1} values"
+                f"sm.jit: {len(shardings)} shardings for "
+                f"{len(tree) if isinstance(tree, (list, tuple)) else 1} values"
             )
         return type(tree)([_placed(x, one) for x, one in zip(tree, shardings, strict=True)])
     if isinstance(shardings, dict):

@@ -18,7 +18,8 @@ from torch import fx
 from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
 
-_FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
+# in this folder, so that the line of a collective is that which called the function
+_FILE = f"{__file__.rpartition('/')[0]}/<graph>"
 Runner = Callable[..., Sequence[Any]]
 
 
@@ -27,8 +28,10 @@ class Program:
     """One graph.
 
     Attributes:
-        graph: placeholders, operators and an output: a tuple of the new values of slots and the results.
-        sources: for each placeholder, a function of the leaves of the arguments that returns the input.
+        graph: placeholders, operators and an output: a tuple of the new values of slots and the
+            results.
+        sources: for each placeholder, a function of the leaves of the arguments that returns the
+            input.
         names: a readable name of each input.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
@@ -69,17 +72,20 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def changes_metadata(graph: fx.Graph) -> bool:
-    """Return whether an operator gives a tensor another shape or other memory in place; then aliases are no longer alike."""
+    """Return whether an operator gives a tensor another shape or other memory in place; then
+    aliases are no longer alike.
+    """
     return any(
         torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes
     ) or any(str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes)
 
 
-# -- code ----------------------------------------------------------------------------------------------------------------
+# -- code ------------------------------------------------------------------------------------------
 
 
 def compile_eagerly(graph: fx.Graph, mark: Callable[[int], None] | None = None) -> Runner:
-    """Return the graph as a Python function of its inputs, which frees each value after its last use.
+    """Return the graph as a Python function of its inputs, which frees each value after its last
+    use.
 
     Args:
         mark: called after each node with its number.
@@ -133,7 +139,9 @@ class _Code:
         ]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return for each node the values that it uses for the last time, or that are never used."""
+        """Return for each node the values that it uses for the last time, or that are never
+        used.
+        """
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
         found: dict[fx.Node, list[fx.Node]] = {}
         for x in self.nodes:

@@ -1,8 +1,9 @@
 """Record a function as a graph while it runs.
 
-A `GraphRecorder` sees every operator below autograd and every call of a `Group` in its thread. A tensor that no recorded operator has made
-is *captured*: it becomes a placeholder. Which tensors may be captured, and from where later calls take them, is decided when the
-recording ends (`recording.py`).
+A `GraphRecorder` sees every operator below autograd and every call of a `Group` in its thread. A
+tensor that no recorded operator has made is *captured*: it becomes a placeholder. Which tensors may
+be captured, and from where later calls take them, is decided when the recording ends
+(`recording.py`).
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class GraphRecorder(TorchDispatchMode):
     """with recorder: record what runs in this thread as a graph.
 
     Attributes:
-        abstract: whether the program's tensors are on "meta", as are those that stand for sharded ones.
+        abstract: whether the program's tensors are on "meta", as are those that stand for sharded
+            ones.
         graph: the operators so far.
         captured: the tensors that it takes from outside.
-        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has their sources.
+        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has
+            their sources.
         passed_as_double: traced numbers that an operator is about to get as C++ doubles.
         conditions: what the function has found out about numbers that are known before a call.
         draws: the random numbers drawn.
@@ -111,7 +114,7 @@ class GraphRecorder(TorchDispatchMode):
         super().__exit__(*error)
         self._reads.__exit__(*error)
 
-    # -- nodes ---------------------------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
 
     def call(self, target: Callable[..., Any], args: Any, kwargs: Any = None) -> fx.Node:
         """Append a node."""
@@ -125,7 +128,9 @@ class GraphRecorder(TorchDispatchMode):
     def number(
         self, key: Any, hint: float, now: Callable[[], float] | None = None, name: str | None = None
     ) -> TracedFloat:
-        """Return a number as an input, the same one for the same key; `now` and `name` as in `scalars.py`."""
+        """Return a number as an input, the same one for the same key; `now` and `name` as in
+        `scalars.py`.
+        """
         if key not in self.numbers:
             self.numbers[key] = self.placeholder(f"number_{len(self.numbers)}")
         return TracedFloat.of(self, self.numbers[key], hint, now, name)
@@ -136,7 +141,8 @@ class GraphRecorder(TorchDispatchMode):
         return found[0] if found is not None and found[1] == _storage(x) else self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
-        """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
+        """Return a view of a known tensor with the same memory: torch makes some aliases without an
+        operator.
 
         A tensor that the program can reach is a separate input, so that its writes are counted.
         """
@@ -191,7 +197,7 @@ class GraphRecorder(TorchDispatchMode):
             self.know(x, found)
         return found
 
-    # -- operators -----------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -234,7 +240,8 @@ class GraphRecorder(TorchDispatchMode):
         )
         versions = [x._version for x in written]
         result = func(*real_args, **real_kwargs)
-        # Under a mode, torch does not count the writes of operators over lists, on which views and caches of parameters depend.
+        # Under a mode, torch does not count the writes of operators over lists, on which views and
+        # caches of parameters depend.
         torch.autograd.graph.increment_version(
             [x for x, version in zip(written, versions, strict=True) if x._version == version]
         )
@@ -248,7 +255,9 @@ class GraphRecorder(TorchDispatchMode):
         return result
 
     def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether an operator makes or takes a tensor on "meta" that stands for a sharded one and has no values."""
+        """Return whether an operator makes or takes a tensor on "meta" that stands for a sharded
+        one and has no values.
+        """
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(type(x) is ShardedTensor for x in tensors):
             return True
@@ -278,14 +287,18 @@ class GraphRecorder(TorchDispatchMode):
         return given, recorded
 
     def _constant(self, made: Tensor) -> None:
-        """Record a tensor that the program has made from Python numbers: a copy of its current values."""
+        """Record a tensor that the program has made from Python numbers: a copy of its current
+        values.
+        """
         source = self.placeholder(f"constant_{len(self.constants)}")
         with _disable_current_modes():
             self.constants.append((source, made.detach().clone()))
         self.know(made, self.call(aten.clone.default, (source,)))
 
     def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
-        """Record the result of an operator, and which operand's memory it shares, which the schemas of unsafe views do not say."""
+        """Record the result of an operator, and which operand's memory it shares, which the schemas
+        of unsafe views do not say.
+        """
         made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
         known = [
             self._nodes[x][0]
@@ -305,10 +318,12 @@ class GraphRecorder(TorchDispatchMode):
                 if isinstance(x, Tensor):
                     self.know(x, self.call(operator.getitem, (node, i)))
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def _read(self, x: Tensor) -> Any:
-        """Return the value of a tensor with one element: a number of the graph; for libraries the value, which later calls compare."""
+        """Return the value of a tensor with one element: a number of the graph; for libraries the
+        value, which later calls compare.
+        """
         with _disable_current_modes():
             value = math.nan if x.is_meta else x.item()
         frame = _caller()
@@ -322,7 +337,7 @@ class GraphRecorder(TorchDispatchMode):
         self.call(expect, (self.input_of(x), value, place))
         return value
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def collective(self, group: Group, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a group and record it as operators of `collectives.py`."""
@@ -408,7 +423,9 @@ class GraphRecorder(TorchDispatchMode):
             self.call(aten.copy_.default, (self.input_of(out), result))
 
     def _is_fresh(self, out: Tensor) -> bool:
-        """Return whether nothing else can see this buffer's memory, so that the result may take its place."""
+        """Return whether nothing else can see this buffer's memory, so that the result may take its
+        place.
+        """
         known = self._nodes.get(out)
         if known is None or known[0].op == "placeholder" or _writes_or_views(known[0]):
             return False
@@ -481,9 +498,17 @@ class _RefuseReads(TorchFunctionMode):
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
 
 
-_READS = frozenset({
-    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__format__,
-})  # fmt: skip
+_READS = frozenset(
+    {
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.__repr__,
+        Tensor.__reduce_ex__,
+        Tensor.__format__,
+    }
+)
 _EFFECTLESS = frozenset({aten.sym_size.int, aten.is_same_size.default})
 _OPERATOR = {name: operator for operator, name in OPERATORS.items()}
 
@@ -513,7 +538,9 @@ def _writes_or_views(node: fx.Node) -> bool:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame that is neither of this folder nor of torch, but for its optimizers."""
+    """Return the innermost frame that is neither of this folder nor of torch, but for its
+    optimizers.
+    """
     frame: Any = sys._getframe(1)
     while (
         (file := frame.f_code.co_filename).startswith((_OURS_HERE, _TORCH))

@@ -31,8 +31,8 @@ from .state.slots import GradSlot, signature, slots_of
 from .state.snapshot import _PLAIN, Snapshot
 
 _NO_GRADIENT = (
-    "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or compute the "
-    "gradient there with sm.grad"
+    "this tensor was computed inside sm.jit, whose results have no gradient history: call "
+    "backward() inside the function, or compute the gradient there with sm.grad"
 )
 Leaves = Sequence[Any]
 
@@ -47,7 +47,8 @@ class Effect(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, unchanged.
+    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any
+    other object, unchanged.
 
     Attributes:
         sealed: whether it had a gradient history.
@@ -67,7 +68,8 @@ class Recording(NamedTuple):
         slots: the slots of all leaves.
         effects, results, tree: what to do with the outputs.
         kept: tensors by reference and where their memory is.
-        derived: whether one of these is a cache of the library, such as gathered parameters, which was made from others.
+        derived: whether one of these is a cache of the library, such as gathered parameters, which
+            was made from others.
         conditions: what must hold of hyperparameters.
     """
 
@@ -94,8 +96,8 @@ def record(
 
     Args:
         hyperparameters: those that are inputs.
-        first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
-            most such exchanges are made once.
+        first: whether no recording of this signature was dropped yet. Then one in which ranks
+            exchange Python objects is dropped, since most such exchanges are made once.
         abstract: whether tensors are on "meta" and the program is only inspected.
 
     Returns: its result; the recording, or why there is none; the signatures of the slots before.
@@ -131,8 +133,8 @@ def record(
         torch.set_autocast_cache_enabled(cached)
     if recorder.draws.host.drew():
         raise JitError(
-            "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
-            "outside and pass them, or draw tensors"
+            "a function under sm.jit drew random numbers of Python or NumPy, which would be the "
+            "same in every later call; draw them outside and pass them, or draw tensors"
         )
     flat, tree = flatten_tree(result)
     finish = _Finish(recorder, leaves, snapshot, slots, before)
@@ -185,14 +187,18 @@ def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
 
 
 def _shown(x: Any) -> Any:
-    """Return a result as later calls return it: a number for a traced one, without gradient history."""
+    """Return a result as later calls return it: a number for a traced one, without gradient
+    history.
+    """
     if isinstance(x, TracedFloat):
         return x.node.hint
     return seal(x) if isinstance(x, Tensor) and not x.is_leaf else x
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:
-    """Return a result that requires grad, through which backward to itself or to these inputs raises: no gradient is silently missing."""
+    """Return a result that requires grad, through which backward to itself or to these inputs
+    raises: no gradient is silently missing.
+    """
     if isinstance(x, ShardedTensor):
         made = ShardedTensor._make(seal(x._local, *inputs), x._layout)
         made._lineage = x._lineage
@@ -213,7 +219,9 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Record where an input's memory is, so that passes know which inputs share it; of "meta" tensors where it would be, far apart."""
+    """Record where an input's memory is, so that passes know which inputs share it; of "meta"
+    tensors where it would be, far apart.
+    """
     if x is not None:
         storage = x.untyped_storage()
         node.meta["memory"] = (
@@ -259,11 +267,16 @@ class _Finish:
         }
 
     def moved(self) -> str | None:
-        """Return which captured tensor has other memory than when it was first used, None if none has."""
+        """Return which captured tensor has other memory than when it was first used, None if none
+        has.
+        """
         for captured in self.recorder.captured:
             x = captured.ref()
             if x is not None and x.data_ptr() != captured.address:
-                return f"the memory of {self._paths.get(id(x), 'a tensor')} was replaced (`.data =`), first used at {captured.place}"
+                return (
+                    f"the memory of {self._paths.get(id(x), 'a tensor')} was replaced (`.data =`), "
+                    f"first used at {captured.place}"
+                )
         return None
 
     def recording(self, flat: list[Any], tree: Any) -> Recording:
@@ -308,7 +321,8 @@ class _Finish:
         node = self.recorder.node_of(x._local if isinstance(x, ShardedTensor) else x)
         if node is None:
             raise JitError(
-                f"{what} is a tensor that sm.jit has not seen being made; compute it with operators of torch"
+                f"{what} is a tensor that sm.jit has not seen being made; compute it with "
+                "operators of torch"
             )
         self.outputs.append(node)
         return len(self.outputs) - 1
@@ -329,7 +343,8 @@ class _Finish:
         if isinstance(x, _PLAIN) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
         raise JitError(
-            f"a function under sm.jit returned a {type(x).__name__} that it has made; return tensors, numbers and trees of them"
+            f"a function under sm.jit returned a {type(x).__name__} that it has made; return "
+            "tensors, numbers and trees of them"
         )
 
     def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:
@@ -356,8 +371,9 @@ class _Finish:
             x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths
         ):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code "
-                "or another library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of "
+                "torch (from numpy, a buffer, compiled code or another library), so later calls "
+                "could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]

@@ -1,8 +1,10 @@
-"""Python numbers whose values are not known when a graph is made: a learning rate, `step.item()`, a number that was passed.
+"""Python numbers whose values are not known when a graph is made: a learning rate, `step.item()`, a
+number that was passed.
 
-`TracedFloat` is a `torch.SymFloat`, so operators of torch take it where they take a number; arithmetic on it is recorded as nodes of the
-graph, which compute in Python, in double precision, as the program does. What would need the value itself is an error; for numbers that are
-known before a call, those of optimizers, it is a condition under which the graph holds.
+`TracedFloat` is a `torch.SymFloat`, so operators of torch take it where they take a number;
+arithmetic on it is recorded as nodes of the graph, which compute in Python, in double precision, as
+the program does. What would need the value itself is an error; for numbers that are known before a
+call, those of optimizers, it is a condition under which the graph holds.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _ScalarNode:
     Attributes:
         hint: the value in this call.
         node: the node of the graph that computes it.
-        now: for a hyperparameter, and what is computed of some, a function that returns the value before a call.
+        now: for a hyperparameter, and what is computed of some, a function that returns the value
+            before a call.
         name: that of the hyperparameter.
     """
 
@@ -85,14 +88,18 @@ class _ScalarNode:
     maybe_as_int = maybe_as_float = maybe_as_bool = _is_unknown
 
     def guard_float(self, file: str, line: int) -> float:
-        """Return the value for an operator that takes a C++ double; the recorder finds it among the arguments."""
+        """Return the value for an operator that takes a C++ double; the recorder finds it among the
+        arguments.
+        """
         if not file.endswith(_ARGUMENTS):
             return self.fixed("float()")
         self.recorder.passed_as_double.append(self)
         return self.hint
 
     def fixed(self, what: str) -> float:
-        """Return the value, which is a constant of the graph from now on; an error for learning rates, which change in every call."""
+        """Return the value, which is a constant of the graph from now on; an error for learning
+        rates, which change in every call.
+        """
         if self.name == RATE:
             raise value_read(what)
         return self.constant(what)
@@ -204,16 +211,17 @@ for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor"
     setattr(TracedFloat, f"__{_name}__", _read(f"__{_name}__"))
 
 
-# -- C++ doubles ---------------------------------------------------------------------------------------------------------
+# -- C++ doubles -----------------------------------------------------------------------------------
 
 
 def among(
     passed: Sequence[_ScalarNode], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[int, _ScalarNode]:
-    """Return which of an operator's arguments, flattened, are the traced numbers that were passed as C++ doubles, by index.
+    """Return which of an operator's arguments, flattened, are the traced numbers that were passed
+    as C++ doubles, by index.
 
-    They are told by their values; where several have the same value, by their names. One that is not found is a constant, under the
-    condition that it stays.
+    They are told by their values; where several have the same value, by their names. One that is
+    not found is a constant, under the condition that it stays.
     """
     given = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(
         kwargs.items()
@@ -237,6 +245,7 @@ def among(
                 found[named[0]] = node
             else:
                 node.constant(
-                    f"{func}, which computes with it before it runs or has another argument of the same value,"
+                    f"{func}, which computes with it before it runs or has another argument of the "
+                    "same value,"
                 )
     return found

@@ -9,14 +9,15 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 LIMIT = 1024  # entries of a kilobyte or so
-HEAVY_LIMIT = 256  # entries of ten kilobytes or more, such as compiled redistributions and calls of mapped functions
+# entries of ten kilobytes or more, such as compiled redistributions and calls of mapped functions
+HEAVY_LIMIT = 256
 
 
 def keep(cache: dict[Key, Value], key: Key, value: Value, limit: int | None = None) -> Value:
     """Put a value into a cache and return it; of a full cache, the older half is dropped first.
 
-    Half, since an empty cache would make everything in use be computed again at once, and a least-recently-used order would
-    cost time at each look-up.
+    Half, since an empty cache would make everything in use be computed again at once, and a
+    least-recently-used order would cost time at each look-up.
     """
     limit = LIMIT if limit is None else limit
     if len(cache) >= limit:

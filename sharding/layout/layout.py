@@ -1,4 +1,6 @@
-"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of it that each rank holds."""
+"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of it that each
+rank holds.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,32 @@ from .mesh_layouts import MeshLayouts
 from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 
 
-_LIMIT = 2048  # recent layouts of a mesh, one entry for each spelling; with its operators' strategies one weighs about 10 KiB
+# recent layouts of a mesh, one entry for each spelling; with its operators' strategies one weighs
+# about 10 KiB
+_LIMIT = 2048
 
 
 class Layout:
     """Which box of a global tensor each rank holds. Make one with `Layout.of`.
 
-    Immutable, and interned for its mesh: equal layouts are the same object, so comparing and hashing them is fast. The last two
-    thousand of a mesh are kept, with the plans and operator strategies made for them; others live as long as a tensor has them.
+    Immutable, and interned for its mesh: equal layouts are the same object, so comparing and
+    hashing them is fast. The last two thousand of a mesh are kept, with the plans and operator
+    strategies made for them; others live as long as a tensor has them.
 
     Attributes:
         mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
@@ -70,8 +84,9 @@ class Layout:
             where: a `P`, placements, or a sharding on this mesh.
 
         Raises:
-            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers;
-                the number of sizes is not that of the ranks of their axes, or they do not add up to the dim.
+            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or
+                asks for the average of integers; the number of sizes is not that of the ranks of
+                their axes, or they do not add up to the dim.
 
         Communication: none.
         """
@@ -89,7 +104,8 @@ class Layout:
             if isinstance(where, Sharding) and where.mesh is not mesh and where.mesh != mesh:
                 one, other = distinct_mesh_names(where.mesh, mesh)
                 raise ValueError(
-                    f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a sharding on that mesh"
+                    f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a "
+                    "sharding on that mesh"
                 )
             layout = _interned(
                 mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
@@ -115,13 +131,15 @@ class Layout:
         )
 
     def temporary(self, spec: P) -> Layout:
-        """Return this layout with another spec, without adding it to the recent ones of the mesh: for the many that a planner tries."""
+        """Return this layout with another spec, without adding it to the recent ones of the mesh:
+        for the many that a planner tries.
+        """
         recent = self.mesh.cache.recent  # type: ignore[union-attr]
         return recent.get((spec, self.shape, self.dtype)) or _interned(
             self.mesh, spec, self.shape, self.dtype, is_cached=False
         )
 
-    # -- properties of the spec ----------------------------------------------------------------------------------------
+    # -- properties of the spec --------------------------------------------------------------------
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -161,9 +179,11 @@ class Layout:
 
     @cached_property
     def dual(self) -> Layout:
-        """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded <-> itself.
+        """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded
+        <-> itself.
 
-        Along an axis that is pending with another kind than sum, the value of every rank has a separate gradient.
+        Along an axis that is pending with another kind than sum, the value of every rank has a
+        separate gradient.
         """
         pending = {a: EACH for a, kind in self.spec.unreduced if kind != "sum"}
         pending.update(dict.fromkeys(self.replicated_axes, "sum"))
@@ -176,7 +196,7 @@ class Layout:
             self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"})
         )
 
-    # -- boxes --------------------------------------------------------------------------------------------------------
+    # -- boxes -------------------------------------------------------------------------------------
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
         """Return the half-open interval per dim held by the rank at `coordinate` of the mesh."""
@@ -190,7 +210,9 @@ class Layout:
 
     @cached_property
     def _cuts(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
-        """Per dim the cut into parts of given sizes, if any, and the index and size of each axis that chunks those further."""
+        """Per dim the cut into parts of given sizes, if any, and the index and size of each axis
+        that chunks those further.
+        """
         found = []
         for cuts in self.spec.cuts:
             axes = [
@@ -257,7 +279,9 @@ class Layout:
 
     @cached_property
     def meta(self) -> torch.Tensor:
-        """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
+        """A meta tensor of the global shape: the storage of every `ShardedTensor` of this
+        layout.
+        """
         # It is used after the transform or mode has ended.
         with (
             outside_of_transforms(),
@@ -319,19 +343,25 @@ class _SizedCut(NamedTuple):
 
 
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to trust it."""
+    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to
+    trust it.
+    """
     return Layout.of(mesh, spec, shape, dtype)
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`: equal, the last ones short or empty."""
+    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`: equal,
+    the last ones short or empty.
+    """
     step = -(-(stop - start) // parts)
     low = min(start + index * step, stop)
     return low, min(low + step, stop)
 
 
 def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
-    """Return the names of two meshes for an error, with their ranks if the names alone are the same."""
+    """Return the names of two meshes for an error, with their ranks if the names alone are the
+    same.
+    """
     if repr(one) != repr(other):
         return repr(one), repr(other)
     return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
@@ -360,11 +390,12 @@ def _interned(
     return keep(layouts.recent, key, layout, _LIMIT) if is_cached else layout
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
-    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have equal specs.
+    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have
+    equal specs.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the shape.
@@ -400,13 +431,15 @@ def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> No
     where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     if given != count:
         raise ValueError(
-            f"{spec} gives {given} sizes for dim {dim}, but ({where}) cuts it into {count} parts; write {count} sizes, one "
-            "for each rank of the axis (of several axes, for each combination of their ranks), 0 for an empty part"
+            f"{spec} gives {given} sizes for dim {dim}, but ({where}) cuts it into {count} parts; "
+            f"write {count} sizes, one for each rank of the axis (of several axes, for each "
+            "combination of their ranks), 0 for an empty part"
         )
     if sum(sizes or ()) != shape[dim]:
         raise ValueError(
-            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, {sum(sizes or ())} elements in total, but dim {dim} "
-            f"of {list(shape)} has {shape[dim]}; write sizes that add up to {shape[dim]}"
+            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, {sum(sizes or ())} "
+            f"elements in total, but dim {dim} of {list(shape)} has {shape[dim]}; write sizes that "
+            f"add up to {shape[dim]}"
         )
 
 
@@ -414,6 +447,7 @@ def _check_average(spec: P, dtype: torch.dtype) -> None:
     averaged = [axis for axis, kind in spec.unreduced if kind == "avg"]
     if averaged and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
-            f"{spec} has an average pending over {averaged[0]!r} for a tensor of {dtype_name(dtype)}, but the average of "
-            "integers is not an integer; use Partial('sum'), or convert the tensor to a floating dtype first"
+            f"{spec} has an average pending over {averaged[0]!r} for a tensor of "
+            f"{dtype_name(dtype)}, but the average of integers is not an integer; use "
+            "Partial('sum'), or convert the tensor to a floating dtype first"
         )

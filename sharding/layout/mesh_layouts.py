@@ -1,4 +1,6 @@
-"""`MeshLayouts`: the layouts of one mesh, and the answers of functions about them, which it keeps as `mesh.cache`."""
+"""`MeshLayouts`: the layouts of one mesh, and the answers of functions about them, which it keeps
+as `mesh.cache`.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ class MeshLayouts:
     """The layouts of one mesh, and data computed once for all of them.
 
     Attributes:
-        recent: the last two thousand, by the spelling in which they were asked for and by their normal one.
+        recent: the last two thousand, by the spelling in which they were asked for and by their
+            normal one.
         alive: all that something refers to, by spec, shape and dtype.
         answers: function -> its answers by arguments, see `cached_on_mesh`.
         functions: mapped functions of the program -> what their calls on this mesh have in common.
-        unmoved: operators that need no communication for any shape -> their results, filled by `ops/rules/propagation.py`.
+        unmoved: operators that need no communication for any shape -> their results, filled by
+            `ops/rules/propagation.py`.
     """
 
     __slots__ = ("alive", "answers", "functions", "recent", "unmoved")
@@ -59,8 +63,8 @@ def cached_on_mesh(
 ) -> Callable[[_Function], _Function]:
     """Cache what a function of meshes or layouts answers, with the mesh of its first argument.
 
-    A cache of the module, such as `functools.lru_cache`, would keep the meshes among its arguments alive, and their world with all
-    its groups.
+    A cache of the module, such as `functools.lru_cache`, would keep the meshes among its arguments
+    alive, and their world with all its groups.
 
     Args:
         mesh_of: the first argument -> the mesh.

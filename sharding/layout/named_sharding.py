@@ -38,7 +38,8 @@ class NamedSharding(Sharding):
         As in JAX, entries of None at the end and axes of one rank make no difference.
 
         Raises:
-            ValueError: a spec has more entries than `ndim`, or names an axis that its mesh does not have.
+            ValueError: a spec has more entries than `ndim`, or names an axis that its mesh does not
+                have.
 
         Example:
             >>> NamedSharding(mesh, P("dp")).is_equivalent_to(NamedSharding(mesh, P("dp", None)), 2)

@@ -1,4 +1,6 @@
-"""`P`, the partition spec: which mesh axes split which tensor dims, and on which axes a reduction is pending."""
+"""`P`, the partition spec: which mesh axes split which tensor dims, and on which axes a reduction
+is pending.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ from operator import index
 from typing import Any, ClassVar, NamedTuple, Self
 
 KINDS = ("sum", "avg", "max", "min", "product")
-EACH = "each"  # in gradients only: every rank holds a separate value, which is never combined with the others
+# in gradients only: every rank holds a separate value, which is never combined with the others
+EACH = "each"
 
 
 class _Unconstrained(tuple):
-    """The entry of a dim that keeps its axes; equal to itself only, not to the entry of a dim that is not split."""
+    """The entry of a dim that keeps its axes; equal to itself only, not to the entry of a dim that
+    is not split.
+    """
 
     __slots__ = ()
 
@@ -40,8 +45,10 @@ class Cut(NamedTuple):
     """One cut of an interval into parts: as by `torch.chunk`, or into parts of given sizes.
 
     Attributes:
-        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are for several jointly.
-        sizes: the length of each part, in order; None for equal parts, the last ones short or empty.
+        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are for
+            several jointly.
+        sizes: the length of each part, in order; None for equal parts, the last ones short or
+            empty.
     """
 
     axes: tuple[str, ...]
@@ -52,26 +59,30 @@ class Cut(NamedTuple):
 class P:
     """A partition spec: for each tensor dim, the mesh axes that split it.
 
-    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they shard a matrix the
-    same way. Compare with `NamedSharding.is_equivalent_to`, or compare layouts, which have an entry for each dim.
+    As in JAX, specs are equal if they are written with the same entries:
+    `P("dp") != P("dp", None)`, though they shard a matrix the same way. Compare with
+    `NamedSharding.is_equivalent_to`, or compare layouts, which have an entry for each dim.
 
-    A spec is a sequence of its entries, each None, an axis name or a tuple of names: `len(spec)`, `spec[0]`, `spec[1:]` (a tuple),
-    `P(*spec)`, `spec + P("tp")`. Unlike a tuple it is always true. `P.UNCONSTRAINED`, which `with_sharding_constraint` accepts, is the
-    entry of a dim that keeps its axes.
+    A spec is a sequence of its entries, each None, an axis name or a tuple of names: `len(spec)`,
+    `spec[0]`, `spec[1:]` (a tuple), `P(*spec)`, `spec + P("tp")`. Unlike a tuple it is always true.
+    `P.UNCONSTRAINED`, which `with_sharding_constraint` accepts, is the entry of a dim that keeps
+    its axes.
 
     Attributes:
-        dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is not split. Dims beyond the last
-            entry are not split.
-        unreduced: `(axis, kind)` pairs, sorted by axis, on which a reduction is pending; kind is one of `KINDS`.
-        sizes: `(axes, lengths)` pairs, sorted, for dims cut into parts of given lengths: one for each rank of the axis,
-            in order, zero allowed; for several axes, which must be the first ones that split their dim, one for each
-            combination, major to minor. Further axes of the dim cut each part as `torch.chunk` does. Written as a
-            mapping, `sizes={"dp": (3, 0, 5)}` or `sizes={("dp", "tp"): (1, 2, 0, 5)}`.
+        dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is not
+            split. Dims beyond the last entry are not split.
+        unreduced: `(axis, kind)` pairs, sorted by axis, on which a reduction is pending; kind is
+            one of `KINDS`.
+        sizes: `(axes, lengths)` pairs, sorted, for dims cut into parts of given lengths: one for
+            each rank of the axis, in order, zero allowed; for several axes, which must be the first
+            ones that split their dim, one for each combination, major to minor. Further axes of the
+            dim cut each part as `torch.chunk` does. Written as a mapping, `sizes={"dp": (3, 0, 5)}`
+            or `sizes={("dp", "tp"): (1, 2, 0, 5)}`.
 
     Raises:
         TypeError: an entry is not made of axis names, or `sizes` is not a mapping to integers.
-        ValueError: an axis is used twice, an unknown or mixed pending kind, sizes that are negative or not those of the
-            first axes of a dim.
+        ValueError: an axis is used twice, an unknown or mixed pending kind, sizes that are negative
+            or not those of the first axes of a dim.
 
     Example:
         >>> P("dp", ("tp", "cp"), None)
@@ -111,7 +122,8 @@ class P:
         """
         if len(self.dims) > ndim:
             raise ValueError(
-                f"{self} has {len(self.dims)} entries but the tensor has {ndim} dims; drop the extra entries"
+                f"{self} has {len(self.dims)} entries but the tensor has {ndim} dims; drop the "
+                "extra entries"
             )
         if len(self.dims) == ndim:
             return self
@@ -145,7 +157,7 @@ class P:
         """Return the spec with the same cuts and other pending axes."""
         return type(self).of_cuts(self.cuts, unreduced)
 
-    # -- a sequence of entries -----------------------------------------------------------------------------------------
+    # -- a sequence of entries ---------------------------------------------------------------------
 
     @cached_property
     def partitions(self) -> tuple[Any, ...]:
@@ -241,14 +253,16 @@ def make_spec(
     unreduced: tuple[tuple[str, str], ...],
     sizes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...],
 ) -> P:
-    """Return a `P` from its attributes: a function by a global name, so that `torch.load` can be told to trust it."""
+    """Return a `P` from its attributes: a function by a global name, so that `torch.load` can be
+    told to trust it.
+    """
     return P(*dims, unreduced=dict(unreduced), sizes=dict(sizes))
 
 
 PartitionSpec = P
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
@@ -286,7 +300,8 @@ def _pending_of(unreduced: Any) -> tuple[tuple[str, str], ...]:
 def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
     if not isinstance(sizes, Mapping):
         raise TypeError(
-            f"sizes must map an axis, or a tuple of axes, to the length of each part, as in {{'dp': (3, 0, 5)}}, got {sizes!r}"
+            "sizes must map an axis, or a tuple of axes, to the length of each part, as in "
+            f"{{'dp': (3, 0, 5)}}, got {sizes!r}"
         )
     return tuple(
         sorted(
@@ -306,19 +321,23 @@ def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
         ) from None
     if any(n < 0 for n in lengths):
         raise ValueError(
-            f"{name}: a part cannot have {min(lengths)} elements, as in {lengths}; write 0 for an empty part"
+            f"{name}: a part cannot have {min(lengths)} elements, as in {lengths}; write 0 for an "
+            "empty part"
         )
     return lengths
 
 
 def _check_outermost(spec: P) -> None:
-    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are even."""
+    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are
+    even.
+    """
     for axes, sizes in spec.sizes:
         if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
             raise ValueError(
-                f"{spec} gives sizes {sizes} for {_show_entry(axes)}, which must be the axis or the first axes that split a dim: "
-                "further axes cut each part evenly; to choose the length of every part, give sizes for all axes of the dim "
-                "jointly, as in P(('dp', 'tp'), sizes={('dp', 'tp'): (1, 2, 0, 5)})"
+                f"{spec} gives sizes {sizes} for {_show_entry(axes)}, which must be the axis or "
+                "the first axes that split a dim: further axes cut each part evenly; to choose the "
+                "length of every part, give sizes for all axes of the dim jointly, as in P(('dp', "
+                "'tp'), sizes={('dp', 'tp'): (1, 2, 0, 5)})"
             )
     sized = [axis for axes, _ in spec.sizes for axis in axes]
     twice = sorted({axis for axis in sized if sized.count(axis) > 1})
@@ -339,12 +358,14 @@ def _check_axes_once(spec: P) -> None:
     twice = sorted({a for a in axes if axes.count(a) > 1})
     if twice:
         raise ValueError(
-            f"{spec} uses axis {twice[0]!r} more than once; an axis can split one dim or be pending, not both"
+            f"{spec} uses axis {twice[0]!r} more than once; an axis can split one dim or be "
+            "pending, not both"
         )
     kinds = {kind for _, kind in spec.unreduced} - {EACH}
     if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
         raise ValueError(
-            f"{spec} mixes pending kinds {sorted(kinds)}, which do not commute, so its value is undefined; reduce one of the axes first"
+            f"{spec} mixes pending kinds {sorted(kinds)}, which do not commute, so its value is "
+            "undefined; reduce one of the axes first"
         )
 
 

@@ -1,6 +1,8 @@
-"""Which ranks hold which part in a layout, on meshes of any size: the data behind tables, pictures and `inspect`.
+"""Which ranks hold which part in a layout, on meshes of any size: the data behind tables, pictures
+and `inspect`.
 
-An axis splits one dim at most, so a box is one interval of each dim, chosen by that dim's axes alone:
+An axis splits one dim at most, so a box is one interval of each dim, chosen by that dim's axes
+alone:
 
     f32[5, 8] @ P('dp', 'tp') on (dp=2, tp=2, cp=2)     intervals of dim 0: 0:3 at dp=0, 3:5 at dp=1
                                                         holders of 0:3, 4:8: dp=0, tp=1, any cp
@@ -22,7 +24,8 @@ class Interval(NamedTuple):
 
     Attributes:
         start, stop: half-open, in the global tensor.
-        coordinates: `(axis, index)` for each axis that splits the dim: the ranks that hold the part.
+        coordinates: `(axis, index)` for each axis that splits the dim: the ranks that hold the
+            part.
     """
 
     start: int
@@ -51,7 +54,9 @@ def parts(layout: Layout, dim: int) -> list[Interval]:
 
 
 def holders(layout: Layout, box: Sequence[Interval]) -> list[int]:
-    """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does not restrict them."""
+    """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does
+    not restrict them.
+    """
     at = {axis: index for part in box for axis, index in part.coordinates}
     return sorted(
         layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)]
@@ -75,11 +80,12 @@ def elements(layout: Layout) -> np.ndarray:
     return counts
 
 
-# -- pages: a table or picture shows two dims --------------------------------------------------------------------------
+# -- pages: a table or picture shows two dims ------------------------------------------------------
 
 
 def shown_dims(layout: Layout) -> tuple[int, ...]:
-    """Return the two dims that a table shows as rows and columns: the last two that are split, else others.
+    """Return the two dims that a table shows as rows and columns: the last two that are split, else
+    others.
 
     One dim, or none, if the tensor has no more.
     """
@@ -89,9 +95,11 @@ def shown_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def pages(layout: Layout, dims: Sequence[int]) -> list[tuple[Interval | None, ...]]:
-    """Return the pages of a table that shows `dims`: per dim an interval, None for dims that are shown.
+    """Return the pages of a table that shows `dims`: per dim an interval, None for dims that are
+    shown.
 
-    A page shows the part of the tensor at these intervals. Dims that are not split make no further pages.
+    A page shows the part of the tensor at these intervals. Dims that are not split make no further
+    pages.
     """
     hidden = [[None] if dim in dims else parts(layout, dim) for dim in range(len(layout.shape))]
     return list(itertools.product(*hidden))
@@ -107,7 +115,9 @@ def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
 
 
 def title(layout: Layout, max_chars: int = 160) -> str:
-    """Return the layout in one line; in long ones, many sizes are shortened to the first and the last."""
+    """Return the layout in one line; in long ones, many sizes are shortened to the first and the
+    last.
+    """
     text = str(layout)
     for _, sizes in layout.spec.sizes if len(text) > max_chars else ():
         text = text.replace(str(sizes), f"({sizes[0]}, ..., {sizes[-1]})")
@@ -115,6 +125,8 @@ def title(layout: Layout, max_chars: int = 160) -> str:
 
 
 def pending_mark(layout: Layout) -> str:
-    """Return the mark after ranks that hold contributions: `+` for a sum, ` max` and so on for other kinds, else nothing."""
+    """Return the mark after ranks that hold contributions: `+` for a sum, ` max` and so on for
+    other kinds, else nothing.
+    """
     kinds = sorted(set(layout.pending.values()))
     return "".join("+" if kind == "sum" else f" {kind}" for kind in kinds)

@@ -2,12 +2,13 @@
 
 Both carry the same information and convert into each other without loss:
 
-* `P("dp", ("tp", "cp"), None, unreduced={"ep"})`: per tensor dim the axes that split it, major to minor, and the axes
-  over which a reduction is still pending (JAX's notation).
+* `P("dp", ("tp", "cp"), None, unreduced={"ep"})`: per tensor dim the axes that split it, major to
+  minor, and the axes over which a reduction is still pending (JAX's notation).
 * `[Shard(0), Replicate(), Partial()]`: per mesh axis what happens on it (torch's notation).
 
-A dim is cut into equal parts unless `sizes` gives the length of each: `P("dp", sizes={"dp": (3, 0, 5)})`, or
-`[Shard(0, sizes=(3, 0, 5))]`. Such a spec, and its layout, is called ragged.
+A dim is cut into equal parts unless `sizes` gives the length of each:
+`P("dp", sizes={"dp": (3, 0, 5)})`, or `[Shard(0, sizes=(3, 0, 5))]`. Such a spec, and its layout,
+is called ragged.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Shard(Placement):
 
     Attributes:
         dim: the tensor dim; negative counts from the end.
-        order: if several axes split the same dim, this axis's position among them, 0 the most major. `None`: the
-            axes split the dim in mesh order.
-        sizes: the length of each part in elements, zero allowed; one for each rank of the axis, in order. `None`: equal
-            parts, the last ones short or empty. If several axes split the dim, only the first ones may have sizes;
-            those that have them have the same ones and cut the dim jointly: one length for each combination of their
-            ranks, major to minor.
+        order: if several axes split the same dim, this axis's position among them, 0 the most
+            major. `None`: the axes split the dim in mesh order.
+        sizes: the length of each part in elements, zero allowed; one for each rank of the axis, in
+            order. `None`: equal parts, the last ones short or empty. If several axes split the dim,
+            only the first ones may have sizes; those that have them have the same ones and cut the
+            dim jointly: one length for each combination of their ranks, major to minor.
 
     Raises:
         TypeError: `dim` or a size is not an integer.
@@ -74,7 +75,8 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int):
             raise TypeError(
-                f"Shard takes the index of a tensor dim, got {self.dim!r}; to name mesh axes write P({self.dim!r})"
+                f"Shard takes the index of a tensor dim, got {self.dim!r}; to name mesh axes write "
+                f"P({self.dim!r})"
             )
         if self.sizes is not None:
             object.__setattr__(
@@ -134,8 +136,8 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     """Return a spec or a list of placements as a `P` with `ndim` entries.
 
     Args:
-        where: a `P`, one placement per mesh axis (torch's own placement objects are accepted), a sharding, whose mesh the caller has
-            checked, or `None` for replicated on every axis.
+        where: a `P`, one placement per mesh axis (torch's own placement objects are accepted), a
+            sharding, whose mesh the caller has checked, or `None` for replicated on every axis.
         axis_names: the mesh's axis names, in mesh order.
         ndim: number of dims of the tensor.
 
@@ -155,7 +157,8 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     if isinstance(where, str) or not isinstance(where, Sequence):
         instead = f"P({where!r})" if isinstance(where, str) else f"[{where!r}]"
         raise TypeError(
-            f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}"
+            f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write "
+            f"{instead}"
         )
     return placements_to_spec([as_placement(p) for p in where], axis_names, ndim)
 
@@ -164,8 +167,8 @@ def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str
     """Return placements, one per mesh axis, as a `P`."""
     if len(placements) != len(axis_names):
         raise ValueError(
-            f"{len(placements)} placements {list(placements)} for a mesh with {len(axis_names)} axes "
-            f"{tuple(axis_names)}; give one placement per axis, or a P(...) naming axes"
+            f"{len(placements)} placements {list(placements)} for a mesh with {len(axis_names)} "
+            f"axes {tuple(axis_names)}; give one placement per axis, or a P(...) naming axes"
         )
     per_dim: list[list[tuple[int, str]]] = [[] for _ in range(ndim)]
     for position, (axis, placement) in enumerate(zip(axis_names, placements, strict=True)):
@@ -191,8 +194,9 @@ def _joint_sizes(
         given = [placements[axis].sizes for axis in sized]
         if len(set(given)) > 1:
             raise ValueError(
-                f"the axes {sized} that split dim {dim} have sizes {given}, but axes with sizes cut the dim jointly; give "
-                "each of them the same sizes, one length for each combination of their ranks, or sizes to the first only"
+                f"the axes {sized} that split dim {dim} have sizes {given}, but axes with sizes "
+                "cut the dim jointly; give each of them the same sizes, one length for each "
+                "combination of their ranks, or sizes to the first only"
             )
         if sized:
             sizes[sized] = given[0]
@@ -211,14 +215,14 @@ def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, .
     return tuple(placements.get(axis, Replicate()) for axis in axis_names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _check_known(spec: P, axis_names: Sequence[str]) -> None:
     if UNCONSTRAINED in spec.dims:
         raise ValueError(
-            f"{spec} is UNCONSTRAINED on dim {spec.dims.index(UNCONSTRAINED)}, which only with_sharding_constraint accepts; write None or "
-            "axis names"
+            f"{spec} is UNCONSTRAINED on dim {spec.dims.index(UNCONSTRAINED)}, which only "
+            "with_sharding_constraint accepts; write None or axis names"
         )
     unknown = [a for a in spec.axes if a not in axis_names]
     if unknown:
@@ -228,7 +232,9 @@ def _check_known(spec: P, axis_names: Sequence[str]) -> None:
 
 
 def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int, str]]]) -> None:
-    """Raise ValueError unless the axes that split one dim either all have no `order` or are numbered 0, 1, 2, ..."""
+    """Raise ValueError unless the axes that split one dim either all have no `order` or are
+    numbered 0, 1, 2, ...
+    """
     for dim, entries in enumerate(per_dim):
         shards = [
             p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))
@@ -236,8 +242,8 @@ def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int,
         given = [p.order for p in shards if p.order is not None]
         if given and sorted(given) != list(range(len(entries))):
             raise ValueError(
-                f"the axes that split dim {dim} have orders {[p.order for p in shards]}; "
-                f"give each of the {len(entries)} its own position 0..{len(entries) - 1}, or none of them"
+                f"the axes that split dim {dim} have orders {[p.order for p in shards]}; give each "
+                f"of the {len(entries)} its own position 0..{len(entries) - 1}, or none of them"
             )
 
 

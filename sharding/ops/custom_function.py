@@ -5,8 +5,9 @@
     backward   that node passes the gradient of y, as a ShardedTensor in the layout dual to y's, to Gelu.backward, and redistributes
                the result to the layout dual to x's
 
-Autograd runs on local tensors, but a custom function sees the wrappers, so the history of its results is transferred to the local tensors
-when they are first used in a computation with gradients. The graph of the wrappers has only custom functions, and autograd never runs it.
+Autograd runs on local tensors, but a custom function sees the wrappers, so the history of its
+results is transferred to the local tensors when they are first used in a computation with
+gradients. The graph of the wrappers has only custom functions, and autograd never runs it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ _INTERNAL = (
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
-    """Transfer the gradient history of a custom function's result from its wrapper to its local tensor.
+    """Transfer the gradient history of a custom function's result from its wrapper to its local
+    tensor.
 
-    With gradients off, as in the forward of another custom function, only what autograd will not pass to backward is kept.
+    With gradients off, as in the forward of another custom function, only what autograd will not
+    pass to backward is kept.
 
     Args:
         x: the result.
@@ -64,7 +67,9 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
 
 
 def _without_gradient(node: Any, number: int) -> Tensor:
-    """Return this rank's part of a result of the function by which `torch.autograd.gradcheck` passes undefined gradients to backward."""
+    """Return this rank's part of a result of the function by which `torch.autograd.gradcheck`
+    passes undefined gradients to backward.
+    """
     source = getattr(node.next_functions[number][0], "variable", None)
     if not isinstance(source, ShardedTensor):
         raise RuntimeError(_NOT_CUSTOM)
@@ -81,9 +86,10 @@ def _is_result(x: Any, node: Any) -> bool:
 
 
 _NOT_CUSTOM = (
-    "this ShardedTensor is the result of an autograd function of torch's own (such as a module's full backward hook or the reentrant "
-    "form of checkpoint), which ran on the wrapper, so its gradient would be lost; use x.register_hook for a hook, and "
-    "checkpoint(..., use_reentrant=False)"
+    "this ShardedTensor is the result of an autograd function of torch's own (such as a module's "
+    "full backward hook or the reentrant form of checkpoint), which ran on the wrapper, so its "
+    "gradient would be lost; use x.register_hook for a hook, and checkpoint(..., "
+    "use_reentrant=False)"
 )
 
 
@@ -116,7 +122,8 @@ def _with_history(node: Any, number: int, result: Result, owner: Any) -> Tensor:
     """Return the local tensor of a custom function's result, in the graph of local tensors.
 
     Args:
-        owner: a node of C++ that keeps this one alive: the Python object of a custom function's node does not (before torch 2.13).
+        owner: a node of C++ that keeps this one alive: the Python object of a custom function's
+            node does not (before torch 2.13).
     """
     leaves = _leaves(node)
     return _Applied.apply(node, number, result, owner, leaves, *[leaf._local for leaf in leaves])  # type: ignore[return-value]
@@ -171,7 +178,9 @@ def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
 def _run_backward(
     node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result], owner: Any
 ) -> dict[int, Any]:
-    """Run the backward of a node and of the custom functions before it, last one first; return gradients by the leaf's id."""
+    """Run the backward of a node and of the custom functions before it, last one first; return
+    gradients by the leaf's id.
+    """
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
     found: dict[int, Any] = {}
     while waiting:
@@ -214,8 +223,10 @@ def _check(node: Any, gradients: Sequence[Any]) -> None:
     for number, (gradient, needs) in enumerate(zip(gradients, node.needs_input_grad, strict=False)):
         if needs and not (gradient is None or isinstance(gradient, ShardedTensor)):
             raise RuntimeError(
-                f"backward of {node._forward_cls.__qualname__} returned a {type(gradient).__name__} as the gradient of argument {number}, "
-                "which is a ShardedTensor; return a ShardedTensor computed from the gradients and the saved tensors, or None"
+                f"backward of {node._forward_cls.__qualname__} returned a "
+                f"{type(gradient).__name__} as the gradient of argument {number}, which is a "
+                "ShardedTensor; return a ShardedTensor computed from the gradients and the saved "
+                "tensors, or None"
             )
 
 
@@ -235,7 +246,8 @@ def _local_gradient(leaf: ShardedTensor, gradient: Any) -> Tensor | None:
         gradient = gradient.sum_to_size(leaf.shape)  # as autograd does
     if gradient.shape != leaf.shape or gradient.mesh is not leaf.mesh:
         raise RuntimeError(
-            f"a custom function returned the gradient {gradient._layout} for {leaf._layout}; the shape and the mesh must be the same"
+            f"a custom function returned the gradient {gradient._layout} for {leaf._layout}; the "
+            "shape and the mesh must be the same"
         )
     layout = leaf._layout.dual
     return redistribute_grad(
@@ -273,8 +285,9 @@ class _BackwardContext:
         node = self._node
         if number not in getattr(node, "results", {}):
             raise RuntimeError(
-                f"{node._forward_cls.__qualname__} saved its result {number} for backward, and only another one of its results was used; "
-                "save its inputs instead, or apply the function to local tensors: ShardedTensor.from_local(F.apply(x.to_local()), "
+                f"{node._forward_cls.__qualname__} saved its result {number} for backward, and "
+                "only another one of its results was used; save its inputs instead, or apply the "
+                "function to local tensors: ShardedTensor.from_local(F.apply(x.to_local()), "
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]

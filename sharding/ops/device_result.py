@@ -1,7 +1,8 @@
 """Results on "meta" for calls that torch's meta kernel rejects but the device's kernel accepts.
 
-The two do not always support the same dtypes and strides: `grouped_mm` supports float32 on a CPU, and only bfloat16 on "meta". The shape
-of the result follows from the operator's rule; a run with small operands on the device gives the dtype, or the error.
+The two do not always support the same dtypes and strides: `grouped_mm` supports float32 on a CPU,
+and only bfloat16 on "meta". The shape of the result follows from the operator's rule; a run with
+small operands on the device gives the dtype, or the error.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from torch.utils import _pytree as pytree
 
 from .rules.notation import Dim, Rule
 
-_LARGEST = 32  # sizes up to this one stay; larger ones keep their remainder modulo half of it, which kernels may check
+# sizes up to this one stay; larger ones keep their remainder modulo half of it, which kernels may
+# check
+_LARGEST = 32
 
 
 def device_result(
     func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the device's kernel rejects it too.
+    """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the
+    device's kernel rejects it too.
 
-    A call that is rejected for its sizes stays rejected: the meta kernel accepts it when they are small.
+    A call that is rejected for its sizes stays rejected: the meta kernel accepts it when they are
+    small.
 
     Args:
         func: the operator.
@@ -55,7 +60,9 @@ def device_result(
 
 
 def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
-    """Return shapes for the operands (by id) in which every factor is small; None if operands contradict each other."""
+    """Return shapes for the operands (by id) in which every factor is small; None if operands
+    contradict each other.
+    """
     sizes = {
         name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2)
         for name, n in made.sizes.items()

@@ -1,4 +1,5 @@
-"""Operators on `ShardedTensor`s: look up a cached strategy, then call the same torch function on the local tensors.
+"""Operators on `ShardedTensor`s: look up a cached strategy, then call the same torch function on
+the local tensors.
 
     torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  strategy, cached:
         which operands must be redistributed first, and to which layout
@@ -55,8 +56,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 @not_compiled(
-    "operators on ShardedTensors run eagerly: without fullgraph=True they are a break in the graph, and what works on plain tensors around "
-    "them is compiled"
+    "operators on ShardedTensors run eagerly: without fullgraph=True they are a break in the "
+    "graph, and what works on plain tensors around them is compiled"
 )
 def torch_function(
     cls: type,
@@ -128,11 +129,13 @@ def torch_function(
     return _with_lineage(strategy.in_place, result, lineage, operands)
 
 
-# -- reading the arguments ---------------------------------------------------------------------------------------------
+# -- reading the arguments -------------------------------------------------------------------------
 
 
 def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """Return an argument with `ShardedTensor`s replaced by their locals; extend the cache key and the list of operands."""
+    """Return an argument with `ShardedTensor`s replaced by their locals; extend the cache key and
+    the list of operands.
+    """
     kind = type(item)
     if kind is ShardedTensor:
         local = item._local
@@ -160,7 +163,9 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
 
 
 def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """Return `_local_of` of a list or tuple; the loop handles numbers and slices (shapes and indices) without a call."""
+    """Return `_local_of` of a list or tuple; the loop handles numbers and slices (shapes and
+    indices) without a call.
+    """
     key += type(items), len(items)
     before = len(key)
     for item in items:
@@ -185,10 +190,12 @@ _PLAIN = (
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
-    """Return the key of a plain tensor. With one element it is used as a number; others are errors outside of prepared modules.
+    """Return the key of a plain tensor. With one element it is used as a number; others are errors
+    outside of prepared modules.
 
     Raises:
-        RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported operand".
+        RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported
+            operand".
     """
     if is_transformed(tensor):
         if (
@@ -207,7 +214,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
     return plain_operands.refuse(tensor, func)
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 _SPELLINGS = 16  # of each strategy, the calls with different ints that are looked up at once
@@ -220,7 +227,9 @@ def _new_strategy(
     key: list[Any],
     operands: list[Any],
 ) -> OpStrategy:
-    """Return the strategy for a new key: that of calls which differ only in ints that decide nothing, or one made now."""
+    """Return the strategy for a new key: that of calls which differ only in ints that decide
+    nothing, or one made now.
+    """
     shared = shared_arguments(func, args, kwargs) if operands else None
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
@@ -253,7 +262,9 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 def _keep_spelling(
     decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
 ) -> None:
-    """Cache a strategy under the key of one call too, and no longer under that of the call longest ago."""
+    """Cache a strategy under the key of one call too, and no longer under that of the call longest
+    ago.
+    """
     if strategy.spellings is None:
         strategy.spellings = deque()
     keep(decisions, key, spelled)
@@ -365,7 +376,9 @@ def _run_with_torch_names(
 def _moved(
     strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments with each operand replaced by its local tensor in the layout that the strategy requires."""
+    """Return the arguments with each operand replaced by its local tensor in the layout that the
+    strategy requires.
+    """
     moved = []
     for x, target in zip(operands, strategy.targets, strict=True):
         with comm_context(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
@@ -433,7 +446,9 @@ def _run_reshape(
     __: Any,
     operands: list[Any],
 ) -> Any:
-    """Run a reshape of a redistributed copy; writes to the result reach its operand through `sliced_from.py`."""
+    """Run a reshape of a redistributed copy; writes to the result reach its operand through
+    `sliced_from.py`.
+    """
     out = _run(strategy, args, kwargs, (), {}, operands)
     out._sliced_from = ReshapedFrom(operands[0], out.shape)
     return out
@@ -444,22 +459,27 @@ def _is_outside(layout: Layout) -> bool:
 
 
 def wrap(local: Tensor, layout: Layout) -> Any:
-    """Return a `ShardedTensor` with this rank's part; its dtype is that of the part (autocast may have changed it).
+    """Return a `ShardedTensor` with this rank's part; its dtype is that of the part (autocast may
+    have changed it).
 
     Raises:
-        RuntimeError: the part does not have the shape of the layout: the rule of an operator is wrong.
+        RuntimeError: the part does not have the shape of the layout: the rule of an operator is
+            wrong.
     """
     if local.dtype is not layout.dtype:
         layout = layout.replace(dtype=local.dtype)
     if local.shape != layout.local_shape:
         raise RuntimeError(
-            f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its rule is wrong"
+            f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its "
+            "rule is wrong"
         )
     return ShardedTensor._make(local if _is_grad_enabled() else _detached(local), layout)
 
 
 def _detached(local: Tensor) -> Tensor:
-    """Detach a local tensor and keep its mark as a view of a redistributed copy: a detached tensor has no base in torch."""
+    """Detach a local tensor and keep its mark as a view of a redistributed copy: a detached tensor
+    has no base in torch.
+    """
     if transforming():
         return local  # detached, it would lose its tangent
     out = local.detach()
@@ -469,7 +489,9 @@ def _detached(local: Tensor) -> Tensor:
 
 
 def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
-    """Return `wrap` for one layout, which makes no call for results of the expected shape and dtype."""
+    """Return `wrap` for one layout, which makes no call for results of the expected shape and
+    dtype.
+    """
     meta, shape, dtype = layout.meta, layout.local_shape, layout.dtype
 
     def wrap_local(local: Tensor) -> Any:
@@ -490,7 +512,9 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
 
 
 def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    """Run `torch.f(x, out=y)`: copy the result into y, in y's layout. As in torch, not differentiable."""
+    """Run `torch.f(x, out=y)`: copy the result into y, in y's layout. As in torch, not
+    differentiable.
+    """
     out = kwargs["out"]
     result = strategy.func(
         *args, **{name: value for name, value in kwargs.items() if name != "out"}
@@ -501,11 +525,13 @@ def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any],
         or out.shape != result.shape
     ):
         raise NotImplementedError(
-            f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
+            f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; "
+            "use the result instead"
         )
     if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
         raise RuntimeError(
-            f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires grad"
+            f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires "
+            "grad"
         )
     return out.copy_(result)
 

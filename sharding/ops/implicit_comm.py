@@ -1,15 +1,17 @@
 """Communication that no line of the program asks for by name: allowed, warned about, or forbidden.
 
-An operator whose operands do not have the layouts it needs redistributes them. The result is right, but the cost may be a surprise:
+An operator whose operands do not have the layouts it needs redistributes them. The result is right,
+but the cost may be a surprise:
 
     with sm.ops.implicit_comm("forbid"):
         y = x @ w          # ImplicitCommError: names the operator, the layouts, the bytes, the line, and what to write
         w = w.redistribute(P())
         y = x @ w          # explicit: allowed
 
-Explicit communication is never implicit: `redistribute`, `full_tensor`, `item`, `distribute_tensor`, and backward, whose
-communication follows from forward's. An observer of the world's collectives asks the stack which operator runs (see
-`operator_calls.py`); while everything is allowed there is no observer, and no operator is slower.
+Explicit communication is never implicit: `redistribute`, `full_tensor`, `item`,
+`distribute_tensor`, and backward, whose communication follows from forward's. An observer of the
+world's collectives asks the stack which operator runs (see `operator_calls.py`); while everything
+is allowed there is no observer, and no operator is slower.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ MODES = ("allow", "warn", "forbid")
 
 
 class implicit_comm:
-    """implicit_comm("allow" | "warn" | "forbid"): what happens when an operator communicates without being asked to.
+    """implicit_comm("allow" | "warn" | "forbid"): what happens when an operator communicates
+    without being asked to.
 
-    Applies from the call on, to this process (this rank of a simulated world); as `with implicit_comm(...):` until the end of the
-    block. The default is "allow". "warn" warns once for each operator and line.
+    Applies from the call on, to this process (this rank of a simulated world); as
+    `with implicit_comm(...):` until the end of the block. The default is "allow". "warn" warns once
+    for each operator and line.
 
     Raises:
         ValueError: for another word.
-        ImplicitCommError: later, under "forbid", on every rank of the collective, before it moves anything.
+        ImplicitCommError: later, under "forbid", on every rank of the collective, before it moves
+            anything.
 
     Communication: none.
 
@@ -82,8 +87,9 @@ class _ImplicitCommObserver:
         text = f"{describe(call, record)}: implicit communication"
         if self.mode == "forbid":
             raise ImplicitCommError(
-                f"{call.place}: {text}, which implicit_comm('forbid') refuses. Nothing has moved. {call.operator.advice}, or allow it "
-                "with `with sm.ops.implicit_comm('allow'):` around the line."
+                f"{call.place}: {text}, which implicit_comm('forbid') refuses. Nothing has moved. "
+                f"{call.operator.advice}, or allow it with `with sm.ops.implicit_comm('allow'):` "
+                "around the line."
             )
         if (call.name, call.place) not in self.warned:
             self.warned.add((call.name, call.place))

@@ -1,6 +1,8 @@
-"""The methods of `ShardedTensor` that communicate, dispatch or take part in autograd; bound to the class at import.
+"""The methods of `ShardedTensor` that communicate, dispatch or take part in autograd; bound to the
+class at import.
 
-The class itself, in `sharded_tensor.py`, imports none of what implements them. `sharding/__init__.py` imports this module.
+The class itself, in `sharded_tensor.py`, imports none of what implements them.
+`sharding/__init__.py` imports this module.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
 from . import custom_function, dispatch, torch_compile, torch_transforms
 
-# -- parts and whole tensors -------------------------------------------------------------------------------------------
+# -- parts and whole tensors -----------------------------------------------------------------------
 
 
 def full_tensor(
@@ -48,7 +50,7 @@ def addressable_data(x: ShardedTensor, index: int) -> Tensor:
     return process_data.addressable_shards(x)[index].data
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def _value(x: ShardedTensor) -> Tensor:
@@ -63,19 +65,25 @@ def _value(x: ShardedTensor) -> Tensor:
 
 
 def item(x: ShardedTensor) -> Any:
-    """Return the one element, the same on every rank. Communication: reduces or gathers it where needed."""
+    """Return the one element, the same on every rank. Communication: reduces or gathers it where
+    needed.
+    """
     if x.numel() != 1:
         raise RuntimeError(f"a tensor with {x.numel()} elements cannot be converted to a number")
     return _value(x).item()
 
 
 def tolist(x: ShardedTensor) -> Any:
-    """Return the whole tensor as nested lists, the same on every rank. Communication: as `full_tensor`."""
+    """Return the whole tensor as nested lists, the same on every rank. Communication: as
+    `full_tensor`.
+    """
     return _value(x).tolist()
 
 
 def numpy(x: ShardedTensor, *, force: bool = False) -> Any:
-    """Return the whole tensor as a numpy array, the same on every rank. Communication: as `full_tensor`."""
+    """Return the whole tensor as a numpy array, the same on every rank. Communication: as
+    `full_tensor`.
+    """
     if x.requires_grad and not force:
         raise RuntimeError(
             "cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
@@ -106,7 +114,8 @@ def __complex__(x: ShardedTensor) -> complex:
 def __bool__(x: ShardedTensor) -> bool:
     if x.numel() != 1:
         raise RuntimeError(
-            "the truth value of a tensor with more than one element is ambiguous; use .any() or .all()"
+            "the truth value of a tensor with more than one element is ambiguous; use .any() or "
+            ".all()"
         )
     return bool(item(x))
 
@@ -130,7 +139,9 @@ def __reversed__(x: ShardedTensor) -> Tensor:
 
 
 def __repr__(x: ShardedTensor, **_: Any) -> str:
-    """Return `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`, with this rank's values. No communication."""
+    """Return `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`, with this rank's
+    values. No communication.
+    """
     local = Tensor.__repr__(x._local.detach())
     kind = "Parameter(ShardedTensor" if getattr(x, "_is_param", False) else "ShardedTensor"
     grad = ", requires_grad=True" if x._local.requires_grad and x._local.is_leaf else ""
@@ -139,7 +150,7 @@ def __repr__(x: ShardedTensor, **_: Any) -> str:
     return f"{kind}({x._layout!r}{grad},\n{local}" + (")" * kind.count("(")) + ")"
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def _requires_grad(x: ShardedTensor) -> bool:
@@ -179,27 +190,50 @@ def backward(
 
     Without `gradient` the tensor must have one element.
 
-    Communication: that of the backward of each redistribution, and at the end one bucketed reduction per set of axes
-        and dtype for leaves that are replicated (not inside `accumulate_grads()`).
+    Communication: that of the backward of each redistribution, and at the end one bucketed
+        reduction per set of axes and dtype for leaves that are replicated (not inside
+        `accumulate_grads()`).
     """
     backward_passes.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-# -- binding -----------------------------------------------------------------------------------------------------------
+# -- binding ---------------------------------------------------------------------------------------
 
 _GRAD = (
     "The gradient, a `ShardedTensor` in this tensor's own layout. Reading it never communicates."
 )
-_OWN_SHARDS = "The part that this rank holds and its place, as a list of one; empty on a rank outside the mesh."
+_OWN_SHARDS = (
+    "The part that this rank holds and its place, as a list of one; empty on a rank outside the "
+    "mesh."
+)
 _ALL_SHARDS = (
     "The part of every rank of the mesh, in mesh order; `data` is None for those of other ranks."
 )
 
 for _method in (
-    full_tensor, addressable_data, item, tolist, numpy, __array__, __float__, __int__, __index__, __complex__, __bool__, __format__,
-    __contains__, __iter__, __reversed__, __repr__, requires_grad_, backward, leaf_grads.register_hook,
-    leaf_grads.register_post_accumulate_grad_hook, redistribute, convert.to_local,
-):  # fmt: skip
+    full_tensor,
+    addressable_data,
+    item,
+    tolist,
+    numpy,
+    __array__,
+    __float__,
+    __int__,
+    __index__,
+    __complex__,
+    __bool__,
+    __format__,
+    __contains__,
+    __iter__,
+    __reversed__,
+    __repr__,
+    requires_grad_,
+    backward,
+    leaf_grads.register_hook,
+    leaf_grads.register_post_accumulate_grad_hook,
+    redistribute,
+    convert.to_local,
+):
     setattr(
         ShardedTensor,
         _method.__name__,

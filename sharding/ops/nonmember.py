@@ -1,8 +1,9 @@
-"""Operators on a rank outside a tensor's mesh, which holds an empty part with the same autograd graph.
+"""Operators on a rank outside a tensor's mesh, which holds an empty part with the same autograd
+graph.
 
-A tensor on another mesh may depend on the result, and backward through a redistribution between two meshes needs the
-ranks of both. So a tensor requires grad here if it does elsewhere, and backward visits the same nodes: operators run on
-stand-ins, meta tensors of the global shapes.
+A tensor on another mesh may depend on the result, and backward through a redistribution between two
+meshes needs the ranks of both. So a tensor requires grad here if it does elsewhere, and backward
+visits the same nodes: operators run on stand-ins, meta tensors of the global shapes.
 
     part (0,)  --->  stand-in [4, 8] on "meta"  --- the operator --->  stand-in [4, 16]  --->  part (0,)
 """
@@ -124,7 +125,9 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
 
 @thread_context.setting(outside_mesh=True)
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
-    """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors that it is made of."""
+    """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors
+    that it is made of.
+    """
     on = _part_on(sources[0])
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
@@ -138,8 +141,8 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
 def _check_shapes_known(strategy: OpStrategy) -> None:
     if strategy.outputs is FOUND and strategy.example is None:
         raise NotImplementedError(
-            f"{name_of(strategy.func)}: the shape of its result depends on values, which this rank, outside the mesh, "
-            "does not have"
+            f"{name_of(strategy.func)}: the shape of its result depends on values, which this "
+            "rank, outside the mesh, does not have"
         )
 
 

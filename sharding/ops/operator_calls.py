@@ -1,4 +1,6 @@
-"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and `implicit_comm`."""
+"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and
+`implicit_comm`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ASKED_IN = frozenset({backward.__name__, methods.__name__})
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall | str:
-    """Return the operator that `torch_function` runs; its name alone where the program asks for values or gradients."""
+    """Return the operator that `torch_function` runs; its name alone where the program asks for
+    values or gradients.
+    """
     func = frame["func"]
     if getattr(HANDLERS.get(func), "__module__", None) in _ASKED_IN:
         return name_of(func)

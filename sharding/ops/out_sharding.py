@@ -1,15 +1,17 @@
 """`apply`: run an operator whose result must have a given layout, like JAX's `out_sharding=`.
 
-An operator by itself redistributes as little as possible: `x @ w` with a split inner dim is pending. If the layout of the result is known,
-there is a choice: run the operator on its operands in their layouts and redistribute the result, or redistribute operands first.
+An operator by itself redistributes as little as possible: `x @ w` with a split inner dim is
+pending. If the layout of the result is known, there is a choice: run the operator on its operands
+in their layouts and redistribute the result, or redistribute operands first.
 
     x f32[m, k] @ P(None, "tp")      w f32[k, n] @ P("tp")      out_sharding=P("tp")
 
         result only     local product, reduce_scatter of the result         a share of m n elements
         operands first  all_to_all of x to P("tp"), all_gather of w         a share of m k + k n elements, nothing after
 
-Both are priced by the bytes of their plans, for each mesh axis in turn; the fewest bytes win, then the fewest collectives, then the
-smallest local operands. The choice is cached for calls with the same layouts.
+Both are priced by the bytes of their plans, for each mesh axis in turn; the fewest bytes win, then
+the fewest collectives, then the smallest local operands. The choice is cached for calls with the
+same layouts.
 """
 
 from __future__ import annotations
@@ -42,23 +44,27 @@ KEEP = "(keep)"  # cannot be the name of a factor
 
 
 def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
-    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the cheapest way known.
+    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the
+    cheapest way known.
 
-    Its communication is explicit: `sm.ops.implicit_comm("forbid")` allows it, and reports show it under the operator's name.
-    Differentiable.
+    Its communication is explicit: `sm.ops.implicit_comm("forbid")` allows it, and reports show it
+    under the operator's name. Differentiable.
 
     Args:
-        func: a function of torch: `torch.matmul`, `torch.einsum`, `torch.nn.functional.linear`, `torch.reshape`, ... The result of any
-            other function is redistributed after it has run.
+        func: a function of torch: `torch.matmul`, `torch.einsum`, `torch.nn.functional.linear`,
+            `torch.reshape`, ... The result of any other function is redistributed after it has run.
         args, kwargs: its arguments, with at least one `ShardedTensor`.
-        out_sharding: a `P` or list of placements for the result; for several results one for all, or a tree of them.
+        out_sharding: a `P` or list of placements for the result; for several results one for all,
+            or a tree of them.
 
     Raises:
         TypeError: no `ShardedTensor` among the arguments, or a result that is not a tensor.
-        ValueError: a spec that does not fit the result, an operator that writes in place or into `out=`; the errors of `func`.
+        ValueError: a spec that does not fit the result, an operator that writes in place or into
+            `out=`; the errors of `func`.
 
-    Communication: that of `redistribute` of operands, of the operator on them, and of `redistribute` of the result. If a summed
-        dim is split: a reduce_scatter into the requested split.
+    Communication: that of `redistribute` of operands, of the operator on them, and of
+        `redistribute` of the result. If a summed dim is split: a reduce_scatter into the requested
+        split.
 
     Example:
         >>> y = sm.ops.apply(torch.matmul, x, w, out_sharding=P("dp", "tp"))
@@ -87,12 +93,13 @@ def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))
     ):
         raise TypeError(
-            f"apply({name}, ...): no ShardedTensor among the arguments, whose mesh the result would have; place one first with "
-            "device_put(t, mesh, P(...))"
+            f"apply({name}, ...): no ShardedTensor among the arguments, whose mesh the result "
+            "would have; place one first with device_put(t, mesh, P(...))"
         )
     if writes_first_operand(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None:
         raise ValueError(
-            f"apply({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function"
+            f"apply({name}, ...): {name} writes into a tensor, which already has a layout; use the "
+            "out-of-place function"
         )
 
 
@@ -111,7 +118,7 @@ def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list
     return [found.get(i, x) for i, x in enumerate(operands)]
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def _known_targets(
@@ -179,7 +186,8 @@ def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> li
     for path, leaf, _ in found:
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself"
+                f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call "
+                f"{name} itself"
             )
     return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in found]
 
@@ -209,7 +217,9 @@ class _Search:
         self.free = factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
-        """Return the operands' layouts of the better of two searches, from unchanged operands and from operands split like the result."""
+        """Return the operands' layouts of the better of two searches, from unchanged operands and
+        from operands split like the result.
+        """
         unchanged: Choices = (KEEP,) * len(self.axes)
         like_result: Choices = tuple(
             next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes
@@ -243,7 +253,9 @@ class _Search:
                 yield factor
 
     def price(self, choices: Choices) -> tuple[float, ...]:
-        """Return the bytes that the busiest rank receives, the number of collectives, and the elements of the largest local operands."""
+        """Return the bytes that the busiest rank receives, the number of collectives, and the
+        elements of the largest local operands.
+        """
         if choices not in self.prices:
             self.prices[choices] = self._priced(self.operands(choices))
         return self.prices[choices]

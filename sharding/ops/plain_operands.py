@@ -1,18 +1,22 @@
-"""Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a model makes count as replicated.
+"""Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a
+model makes count as replicated.
 
     mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing in it depends on the rank
     scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is treated as replicated
 
-The first time that a line uses such an operand, the ranks of the mesh compare its bits. After that the same line, with the same operator,
-shapes, dtypes and layouts, is trusted to make equal operands on every rank.
+The first time that a line uses such an operand, the ranks of the mesh compare its bits. After that
+the same line, with the same operator, shapes, dtypes and layouts, is trusted to make equal operands
+on every rank.
 
-A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. The stack tells whether
-one is running, and is read only when an operator gets a plain tensor: other operators cost nothing, and recomputation in backward,
-exceptions and threads need no special handling. peft's adapters of prepared layers count as prepared, though they were added later: they
-add their plain matrices to the layer's weight (`merge_adapter`).
+A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or
+`distribute_module`. The stack tells whether one is running, and is read only when an operator gets
+a plain tensor: other operators cost nothing, and recomputation in backward, exceptions and threads
+need no special handling. peft's adapters of prepared layers count as prepared, though they were
+added later: they add their plain matrices to the layer's weight (`merge_adapter`).
 
-The same holds outside of a model that `parallelize` has prepared and that was called with plain tensors: its outputs may stay split (logits
-by vocabulary), and labels next to them are equal on the ranks of their mesh, as the inputs were.
+The same holds outside of a model that `parallelize` has prepared and that was called with plain
+tensors: its outputs may stay split (logits by vocabulary), and labels next to them are equal on the
+ranks of their mesh, as the inputs were.
 """
 
 from __future__ import annotations
@@ -48,15 +52,16 @@ from .strategy import name_of
 
 _MAX_SIGNATURES = 1 << 16  # per mesh
 
-# World -> hash of the mesh (a reference to the mesh would keep the world alive) -> signatures that were compared.
+# World -> hash of the mesh (a reference to the mesh would keep the world alive) -> signatures that
+# were compared.
 _compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
 # World -> hashes of the meshes of outputs that models returned for plain inputs.
 _meshes_of_plain_calls: WeakKeyDictionary[World, set[int]] = WeakKeyDictionary()
 
 
 def may_replicate(sharded: ShardedTensor | None = None) -> bool:
-    """Return whether a plain operand may count as replicated here: in a method of a prepared module,
-    in backward, or next to outputs of a model that was called with plain tensors.
+    """Return whether a plain operand may count as replicated here: in a method of a prepared
+    module, in backward, or next to outputs of a model that was called with plain tensors.
 
     In backward, recomputation runs the lines of forward again.
 
@@ -73,9 +78,11 @@ def may_replicate(sharded: ShardedTensor | None = None) -> bool:
 
 
 def accept_plain_operands(mesh: DeviceMesh) -> None:
-    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh: a model returned them for plain inputs.
+    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh: a model
+    returned them for plain inputs.
 
-    It decides only whether an operator raises; the ranks of the mesh compare the operands as inside of the model.
+    It decides only whether an operator raises; the ranks of the mesh compare the operands as inside
+    of the model.
     """
     _meshes_of_plain_calls.setdefault(mesh.world, set()).add(hash(mesh))
 
@@ -113,12 +120,14 @@ def _check_replicated(
         in_backward: whether to compare also in backward.
 
     Returns:
-        False if the operands must not count as replicated: in backward, on a line that no forward has compared.
+        False if the operands must not count as replicated: in backward, on a line that no forward
+        has compared.
 
     Raises:
         ReplicaError: on every rank of the mesh: they differ.
 
-    Communication: the first time a line does this with these shapes, dtypes and layouts, an all_gather of about 100 bytes.
+    Communication: the first time a line does this with these shapes, dtypes and layouts, an
+    all_gather of about 100 bytes.
     """
     mesh: DeviceMesh = sharded[0].mesh
     if mesh.coordinate is None:
@@ -148,25 +157,27 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     try:
         with implicit_comm("allow"):
             compare(
-                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, "
-                "next to its outputs and in torch.vmap, and ",
+                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a "
+                "prepared module, next to its outputs and in torch.vmap, and ",
                 copies,
                 group,
             )
     except ReplicaError as error:
         advice = (
-            "If it is this rank's part of a tensor, wrap it with ShardedTensor.from_local(t, mesh, placements); sm.rand and the other "
-            "factories of shardmesh give random numbers that are the same on every rank"
+            "If it is this rank's part of a tensor, wrap it with ShardedTensor.from_local(t, mesh, "
+            "placements); sm.rand and the other factories of shardmesh give random numbers that "
+            "are the same on every rank"
         )
         raise ReplicaError(f"{error} {advice}", error.path, error.ranks, error.index) from None
 
 
-# -- the operands ------------------------------------------------------------------------------------------------------
+# -- the operands ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Treat plain operands of operators on `ShardedTensor`s as replicated: every rank must hold the same values.
+    """Treat plain operands of operators on `ShardedTensor`s as replicated: every rank must hold the
+    same values.
 
     Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
 
@@ -184,10 +195,12 @@ def implicit_replication() -> Iterator[None]:
 def replicated(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors that count as replicated converted to `ShardedTensor`s.
+    """Return the arguments with plain tensors that count as replicated converted to
+    `ShardedTensor`s.
 
     Raises:
-        ReplicaError: on every rank: inside a prepared module, for operands that differ between ranks.
+        ReplicaError: on every rank: inside a prepared module, for operands that differ between
+            ranks.
         RuntimeError: a plain operand on "meta", or in backward one that no forward has compared.
 
     Communication: inside prepared modules, that of `_check_replicated`.
@@ -211,7 +224,8 @@ def replicated(
 def compared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors, which must be equal on all ranks, converted to `ShardedTensor`s.
+    """Return the arguments with plain tensors, which must be equal on all ranks, converted to
+    `ShardedTensor`s.
 
     Raises:
         ReplicaError: on every rank: they differ between ranks.
@@ -228,13 +242,15 @@ def compared_arguments(
     return replicated_arguments(args, kwargs)
 
 
-# -- plain tensors that are written ------------------------------------------------------------------------------------
+# -- plain tensors that are written ----------------------------------------------------------------
 
 
 def plain_targets(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the plain tensors that an operator writes: the operand of an in-place one, or the list, and `out=`."""
+    """Return the plain tensors that an operator writes: the operand of an in-place one, or the
+    list, and `out=`.
+    """
     written = [kwargs.get("out")]
     of_lists = name_of(func).startswith("_foreach_") and name_of(func).endswith("_")
     if writes_first_operand(func) or of_lists or kwargs.get("inplace") is True:
@@ -243,24 +259,30 @@ def plain_targets(
 
 
 def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes into a plain tensor and has sharded operands: torch's own, on their whole values.
+    """Run an operator that writes into a plain tensor and has sharded operands: torch's own, on
+    their whole values.
 
-    The tensor stays plain and is written in place, so its views, whatever else refers to it, and autograd see what they do in one
-    process. It counts as replicated, and so does its gradient. A 0-d one is a number and may be written anywhere.
+    The tensor stays plain and is written in place, so its views, whatever else refers to it, and
+    autograd see what they do in one process. It counts as replicated, and so does its gradient. A
+    0-d one is a number and may be written anywhere.
 
     Returns:
         What torch returns: the plain tensor.
 
     Raises:
-        ReplicaError: on every rank: inside a prepared module, if plain operands differ between ranks.
-        RuntimeError: outside of prepared modules, for a tensor that is not 0-d; torch's own, such as for a leaf that requires grad.
+        ReplicaError: on every rank: inside a prepared module, if plain operands differ between
+            ranks.
+        RuntimeError: outside of prepared modules, for a tensor that is not 0-d; torch's own, such
+            as for a leaf that requires grad.
 
-    Communication: what redistributing the operands to replicated needs; inside prepared modules also that of `_check_replicated`.
+    Communication: what redistributing the operands to replicated needs; inside prepared modules
+    also that of `_check_replicated`.
     """
     targets = plain_targets(func, args, kwargs)
     if any(isinstance(x, ShardedTensor) for x in tensors_in((kwargs.get("out"),))):
         raise NotImplementedError(
-            f"{name_of(func)}: out= takes plain tensors or ShardedTensors, not both; use the results instead"
+            f"{name_of(func)}: out= takes plain tensors or ShardedTensors, not both; use the "
+            "results instead"
         )
     tensors = list(tensors_in((*args, *kwargs.values())))
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
@@ -281,7 +303,9 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
-    """Return whether a plain tensor is a number here: 0-d where it is written, of one element where it is read."""
+    """Return whether a plain tensor is a number here: 0-d where it is written, of one element where
+    it is read.
+    """
     return x.ndim == 0 if any(x is target for target in targets) else is_one_element(x)
 
 
@@ -300,7 +324,9 @@ def _whole(items: Iterable[Any]) -> list[Any]:
 
 
 def _write_nothing(target: Tensor, sharded: Sequence[ShardedTensor]) -> Tensor:
-    """Leave the tensor as it is on a rank outside the mesh, which has no values, in the graph as on other ranks."""
+    """Leave the tensor as it is on a rank outside the mesh, which has no values, in the graph as on
+    other ranks.
+    """
     parts = [x._local for x in sharded if x._local.requires_grad] if torch.is_grad_enabled() else []
     if parts and (target.is_floating_point() or target.is_complex()):
         nothing = (target if target.ndim else target.unsqueeze(0)).narrow(0, 0, 0)
@@ -308,7 +334,7 @@ def _write_nothing(target: Tensor, sharded: Sequence[ShardedTensor]) -> Tensor:
     return target
 
 
-# -- kinds of plain tensors --------------------------------------------------------------------------------------------
+# -- kinds of plain tensors ------------------------------------------------------------------------
 
 
 def is_plain_operand(x: Any) -> bool:
@@ -330,7 +356,9 @@ def is_one_element(x: Tensor) -> bool:
 def replicated_arguments(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors converted to replicated `ShardedTensor`s on the mesh of the others."""
+    """Return the arguments with plain tensors converted to replicated `ShardedTensor`s on the mesh
+    of the others.
+    """
     mesh = next(
         (t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)),
         None,
@@ -370,34 +398,41 @@ def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
-    """Raise for a plain tensor on "meta" with sharded operands that have values: the operator would silently do nothing.
+    """Raise for a plain tensor on "meta" with sharded operands that have values: the operator would
+    silently do nothing.
 
     Raises:
         RuntimeError: always, except if the sharded operands are on "meta" as well.
     """
     if not all(x._local.is_meta for x in operands):
         raise RuntimeError(
-            f"{name_of(func)}: a plain tensor on 'meta', which has no value, with ShardedTensors on {operands[0].device}. Code that "
-            "reads x.device in C++, such as torch's gradient clipping and GradScaler, gets 'meta' and puts numbers there: use "
-            "sm.training.clip_grad_norm_ or sm.training.GradScaler, or make the number a ShardedTensor"
+            f"{name_of(func)}: a plain tensor on 'meta', which has no value, with ShardedTensors "
+            f"on {operands[0].device}. Code that reads x.device in C++, such as torch's gradient "
+            "clipping and GradScaler, gets 'meta' and puts numbers there: use "
+            "sm.training.clip_grad_norm_ or sm.training.GradScaler, or make the number a "
+            "ShardedTensor"
         )
 
 
 def refuse(tensor: Tensor, func: Any) -> NoReturn:
     """Raise the RuntimeError for a plain tensor whose layout is unknown."""
     kind = "torch's DTensor" if is_dtensor(tensor) else "a plain tensor"
-    what = f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
+    what = (
+        f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a "
+        "ShardedTensor"
+    )
     if tensor.ndim == 0:
         raise RuntimeError(
-            f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
-            "device_put(t, mesh, P())"
+            f"{what}, and the plain one requires grad: its gradient would differ between ranks; "
+            "make it a ShardedTensor with device_put(t, mesh, P())"
         )
     if current_axis_env() is not None:
         raise RuntimeError(
-            f"{what}, inside a mapped function, which runs on parts: pass the ShardedTensor as an argument"
+            f"{what}, inside a mapped function, which runs on parts: pass the ShardedTensor as an "
+            "argument"
         )
     raise RuntimeError(
-        f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) or "
-        "ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated inside "
-        "`with sm.ops.implicit_replication():`"
+        f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) "
+        "or ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated "
+        "inside `with sm.ops.implicit_replication():`"
     )

@@ -1,7 +1,9 @@
-"""Marks on modules that the library has laid out, so that neither its own code nor other libraries lay them out again.
+"""Marks on modules that the library has laid out, so that neither its own code nor other libraries
+lay them out again.
 
-`accelerate` and the `Trainer` of Hugging Face leave a model alone that has `_is_accelerate_prepared`. torch's
-`DistributedDataParallel` first asks a module which parameters to ignore; a prepared module raises there.
+`accelerate` and the `Trainer` of Hugging Face leave a model alone that has
+`_is_accelerate_prepared`. torch's `DistributedDataParallel` first asks a module which parameters to
+ignore; a prepared module raises there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ class _AlreadyParallel:
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
-            "this module is parallel already, by shardmesh: call it as it is, without DistributedDataParallel. For data parallelism with "
-            "whole parameters make it with sm.parallel.data_parallel(model, mesh), which sums gradients itself"
+            "this module is parallel already, by shardmesh: call it as it is, without "
+            "DistributedDataParallel. For data parallelism with whole parameters make it with "
+            "sm.parallel.data_parallel(model, mesh), which sums gradients itself"
         )
 
 
@@ -33,10 +36,14 @@ def prepare(module: nn.Module) -> None:
 
 
 def is_prepared(x: Any) -> bool:
-    """Return whether this is a module that the library has laid out, or one inside such a module."""
+    """Return whether this is a module that the library has laid out, or one inside such a
+    module.
+    """
     return isinstance(x, nn.Module) and _PREPARED in x.__dict__
 
 
 def adapts_prepared(x: Any) -> bool:
-    """Return whether this is an adapter, as peft puts it around a layer, of a module that the library has laid out before."""
+    """Return whether this is an adapter, as peft puts it around a layer, of a module that the
+    library has laid out before.
+    """
     return isinstance(x, nn.Module) and is_prepared(x._modules.get("base_layer"))

@@ -1,11 +1,13 @@
-"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever thread runs it and in whatever block.
+"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever
+thread runs it and in whatever block.
 
     with mesh:                                      current mesh, implicit_replication(), null_world, context_parallel()
         y = checkpoint(f, x, use_reentrant=False)   f runs; the state is captured
     y.sum().backward()                              f runs again, on CUDA in autograd's device thread; the state is restored around it
 
-torch restores random numbers, autocast and the default device itself. Both forms of checkpoint keep the function that they run again when
-they start; it is replaced there by one that restores. This reaches every caller of torch's, such as `CheckpointWrapper` and `sm.remat`.
+torch restores random numbers, autocast and the default device itself. Both forms of checkpoint keep
+the function that they run again when they start; it is replaced there by one that restores. This
+reaches every caller of torch's, such as `CheckpointWrapper` and `sm.remat`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ...mesh.current_mesh import mesh_context
 
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current mesh,
-    and the attention of its rank.
+    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current
+    mesh, and the attention of its rank.
 
     The state of the thread that calls it is restored afterwards, also after an exception.
     """
@@ -43,7 +45,7 @@ def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# -- both forms of checkpoint ------------------------------------------------------------------------------------------
+# -- both forms of checkpoint ----------------------------------------------------------------------
 
 # Installed before the first block that a function may see, and before the first sharded leaf.
 

@@ -1,12 +1,14 @@
-"""Writes to slices and reshapes that are copies: `x[i] += y`, with x split along a dim that `i` selects from, also writes to x.
+"""Writes to slices and reshapes that are copies: `x[i] += y`, with x split along a dim that `i`
+selects from, also writes to x.
 
     y = x[0]      a copy of row 0, on every rank, with a reference to x and the index
     y += 1        adds to the copy, then runs x[0] = y
     x[0] += 1     Python runs y = x[0]; y += 1; x[0] = y, and the last step is skipped, since x has these values already
 
 `x[0].copy_(y)`, `fill_`, `zero_` and `x.view(-1)[0] = y` write to x in the same way.
-The reference to x is weak, so that a copy does not keep x alive. If x is gone, as after `y = f(x)[0]`, and for other methods, as in
-`x[0].add_(1)`, writing to the copy is an error: see `check_base`.
+The reference to x is weak, so that a copy does not keep x alive. If x is gone, as after
+`y = f(x)[0]`, and for other methods, as in `x[0].add_(1)`, writing to the copy is an error: see
+`check_base`.
 """
 
 from __future__ import annotations
@@ -60,18 +62,22 @@ def check_base(x: Any) -> None:
 
 
 def check_bases(tensors: Iterable[Any]) -> None:
-    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was ever made."""
+    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was
+    ever made.
+    """
     if _moved_copies.exist and any(
         getattr(base_of(x._local), "_is_moved_copy", False) for x in tensors
     ):
         raise RuntimeError(
-            "in-place operator on a view whose base had to be redistributed: the base would not change; "
-            "write to the base, or call .clone() first to say that it should not"
+            "in-place operator on a view whose base had to be redistributed: the base would not "
+            "change; write to the base, or call .clone() first to say that it should not"
         )
 
 
 def _version(x: ShardedTensor) -> _Version:
-    """Return a token that changes when x is written; None for an inference tensor, which has no version counter."""
+    """Return a token that changes when x is written; None for an inference tensor, which has no
+    version counter.
+    """
     return None if x._local.is_inference() else (x._local._version, x._data_accesses)
 
 
@@ -99,16 +105,19 @@ class SlicedFrom:
         """Run an in-place operator on the copy, and assign the result to the slice of the base.
 
         Raises:
-            RuntimeError: the base is itself a copy of which the base is gone; or it is a leaf that requires grad, as in torch.
+            RuntimeError: the base is itself a copy of which the base is gone; or it is a leaf that
+                requires grad, as in torch.
 
-        Communication: the operator's and the assignment's; if the base was written after the copy was made, it is sliced again.
+        Communication: the operator's and the assignment's; if the base was written after the copy
+        was made, it is sliced again.
         """
         base = self.base
         if not _is_written_through(base):
             check_base(base)
         if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
             raise RuntimeError(
-                "a view of a leaf Variable that requires grad is being used in an in-place operation."
+                "a view of a leaf Variable that requires grad is being used in an in-place "
+                "operation."
             )
         with torch.set_grad_enabled(copy.requires_grad):
             is_current = self._read is not None and self._read == _version(base)
@@ -137,7 +146,9 @@ class SlicedFrom:
         base[self._index] = copy
 
     def has_written(self, base: Any, index: Any, copy: ShardedTensor) -> bool:
-        """Return whether `base[index] = copy` would repeat the last `write`, with no change since."""
+        """Return whether `base[index] = copy` would repeat the last `write`, with no change
+        since.
+        """
         if self._written is None or self.base is not base or not _is_same(self._index, index):
             return False
         return None not in self._written and self._written == (_version(base), _version(copy))
@@ -176,7 +187,9 @@ def _is_written_through(x: Any) -> bool:
 
 
 def write_through(operator: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Run an in-place operator on a copy of a slice and on the tensor that it was sliced from; NotImplemented if x is no such copy."""
+    """Run an in-place operator on a copy of a slice and on the tensor that it was sliced from;
+    NotImplemented if x is no such copy.
+    """
     if type(x) is not ShardedTensor or not _is_written_through(x):
         return NotImplemented
     return x._sliced_from.write(x, operator, *args)  # type: ignore[union-attr]
@@ -190,7 +203,9 @@ def _is_same(index: Any, other: Any) -> bool:
 
 
 def _writing_through(operator: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Return the method of `ShardedTensor` for an augmented assignment: torch's, which writes through a copy of a slice."""
+    """Return the method of `ShardedTensor` for an augmented assignment: torch's, which writes
+    through a copy of a slice.
+    """
 
     @wraps(operator)
     def augmented(self: ShardedTensor, other: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Choose how to run an operator: from its rule and the layouts of its operands to an `OpStrategy`, which dispatch caches.
+"""Choose how to run an operator: from its rule and the layouts of its operands to an `OpStrategy`,
+which dispatch caches.
 
-Running the operator on meta tensors of the global shapes validates the arguments as torch itself does, with the same result on every
-rank and before any communication, and gives the shapes and dtypes of the results.
+Running the operator on meta tensors of the global shapes validates the arguments as torch itself
+does, with the same result on every rank and before any communication, and gives the shapes and
+dtypes of the results.
 """
 
 from __future__ import annotations
@@ -39,25 +41,41 @@ class OpStrategy:
 
     Attributes:
         func: what to call on the local tensors.
-        targets: the layout each operand must have, in the order of the operands among the arguments.
+        targets: the layout each operand must have, in the order of the operands among the
+            arguments.
         moves: whether any operand has to be redistributed.
-        outputs: layout of the result, or of each result; None if the operator returns no tensor; or `FOUND`.
+        outputs: layout of the result, or of each result; None if the operator returns no tensor; or
+            `FOUND`.
         container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
         example: for `FOUND`, the results on meta tensors, or None if their shapes depend on values.
         seed: the hash that the operator and its static arguments add to lineages.
-        spellings: the keys of the calls that share the strategy and differ in ints alone (`free_ints`), the latest ones.
-        decomposition: what to call instead, with the operator's own arguments; everything above is unused then.
+        spellings: the keys of the calls that share the strategy and differ in ints alone
+            (`free_ints`), the latest ones.
+        decomposition: what to call instead, with the operator's own arguments; everything above is
+            unused then.
         direct: whether all there is to do is to call `func` on the locals and wrap its one result.
         run: how to execute the strategy if it is not direct.
         wrap: makes the one result a `ShardedTensor`.
     """
 
     __slots__ = (
-        "container", "decomposition", "detached_view", "direct", "example", "func", "in_place", "moves", "outputs", "run", "seed",
-        "spellings", "targets", "wrap",
-    )  # fmt: skip
+        "container",
+        "decomposition",
+        "detached_view",
+        "direct",
+        "example",
+        "func",
+        "in_place",
+        "moves",
+        "outputs",
+        "run",
+        "seed",
+        "spellings",
+        "targets",
+        "wrap",
+    )
 
     def __init__(
         self,
@@ -97,7 +115,8 @@ def choose_strategy(
     operands: Sequence[Any],
     key: Sequence[Any],
 ) -> OpStrategy:
-    """Choose how to run an operator on these operands; `key` holds all that the strategy depends on.
+    """Choose how to run an operator on these operands; `key` holds all that the strategy depends
+    on.
 
     Raises:
         ValueError: operands on different meshes.
@@ -138,11 +157,13 @@ def choose_strategy(
         return _from_rule(func, rule, layouts, metas, result, in_place)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def common_name(func: Any) -> str:
-    """Return a name that is the same on every rank: without addresses, and without names that a program may choose."""
+    """Return a name that is the same on every rank: without addresses, and without names that a
+    program may choose.
+    """
     if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
         return "operator of the program"
     return getattr(func, "__name__", type(func).__name__)
@@ -175,7 +196,9 @@ def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
 
 
 def operand_meta(layout: Layout) -> Tensor:
-    """Return a meta tensor for an operand of this layout; rule makers tell operands from numbers by its `_operand`."""
+    """Return a meta tensor for an operand of this layout; rule makers tell operands from numbers by
+    its `_operand`.
+    """
     meta = layout.meta.detach()
     meta._operand = layout  # type: ignore[attr-defined]
     return meta
@@ -202,18 +225,20 @@ def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
         if layout.mesh is not layouts[0].mesh:
             one, other = distinct_mesh_names(layouts[0].mesh, layout.mesh)
             raise ValueError(
-                f"{name_of(func)}: operands are on two meshes, {one} and {other}; redistribute them to one mesh first (the "
-                "one that has all the axes)"
+                f"{name_of(func)}: operands are on two meshes, {one} and {other}; redistribute "
+                "them to one mesh first (the one that has all the axes)"
             )
 
 
-# -- with a decomposition ----------------------------------------------------------------------------------------------
+# -- with a decomposition --------------------------------------------------------------------------
 
 
 def decomposition_for(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return the decomposition for operands with these layouts, if there is one; torch's own errors about the arguments come first."""
+    """Return the decomposition for operands with these layouts, if there is one; torch's own errors
+    about the arguments come first.
+    """
     maker = DECOMPOSITIONS.get(func)
     if maker is None:
         return None
@@ -224,7 +249,7 @@ def decomposition_for(
         raise
 
 
-# -- with a rule -------------------------------------------------------------------------------------------------------
+# -- with a rule -----------------------------------------------------------------------------------
 
 
 def rule_for(
@@ -282,9 +307,11 @@ def _pointwise_result(
     kwargs: dict[str, Any],
     key: Sequence[Any],
 ) -> Any:
-    """Return `meta_result` of a pointwise operator, which is run once for each combination of dtypes.
+    """Return `meta_result` of a pointwise operator, which is run once for each combination of
+    dtypes.
 
-    torch needs up to half a millisecond for it; broadcasting the shapes is all that is needed after the first time.
+    torch needs up to half a millisecond for it; broadcasting the shapes is all that is needed after
+    the first time.
     """
     shape = _broadcast_shape([x.shape for x in made.operands])
     if shape is None:
@@ -303,7 +330,9 @@ def _pointwise_result(
 
 
 def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
-    """Return the common shape; None if they do not broadcast, for which torch has the best error."""
+    """Return the common shape; None if they do not broadcast, for which torch has the best
+    error.
+    """
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:
@@ -326,8 +355,8 @@ def _from_rule(
         chosen = assign(made, [layouts[i] for i in order], order.index(0) if in_place else None)
     except CannotKeep:
         raise CannotKeep(
-            f"{name_of(func)} writes into {layouts[0]}, and would have to change its layout to do so; "
-            "redistribute it first, or use the out-of-place form"
+            f"{name_of(func)} writes into {layouts[0]}, and would have to change its layout to do "
+            "so; redistribute it first, or use the out-of-place form"
         ) from None
     targets = list(layouts)
     for i, target in zip(order, chosen.targets, strict=True):
@@ -392,18 +421,21 @@ def _check_describes(
         n not in (None, size) for n, size in zip(stated, result.shape, strict=True)
     ):
         raise RuntimeError(
-            f"the rule of {name_of(func)} gives dims {stated}, and the result has {list(result.shape)}"
+            f"the rule of {name_of(func)} gives dims {stated}, and the result has "
+            f"{list(result.shape)}"
         )
 
 
 def _container(result: Any) -> Callable[[list[Any]], Any]:
-    """Return the type of torch's result: a tuple, a list, or a named tuple such as `torch.return_types.max`."""
+    """Return the type of torch's result: a tuple, a list, or a named tuple such as
+    `torch.return_types.max`.
+    """
     return (
         list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
     )
 
 
-# -- without a rule ----------------------------------------------------------------------------------------------------
+# -- without a rule --------------------------------------------------------------------------------
 
 _warned: set[Any] = set()
 
@@ -411,7 +443,9 @@ _warned: set[Any] = set()
 def _gathered(
     func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool
 ) -> OpStrategy:
-    """Return the strategy without a rule: every rank gathers whole operands, with a warning, and runs the operator on them."""
+    """Return the strategy without a rule: every rank gathers whole operands, with a warning, and
+    runs the operator on them.
+    """
     if in_place:
         _check_writable(func, layouts, result)
     targets = [layout.replicated for layout in layouts]
@@ -422,7 +456,10 @@ def _gathered(
             for layout, target in zip(layouts, targets, strict=True)
             if layout is not target
         )
-        text = f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on every rank "
+        text = (
+            f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on "
+            "every rank "
+        )
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
     run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
     strategy = OpStrategy(run, targets, targets != layouts, FOUND)
@@ -437,9 +474,11 @@ _OPERATOR_MODULES = frozenset(
 
 
 def _check_operator(func: Callable[..., Any]) -> None:
-    """Raise for anything but torch's operators on values, the only ones that can run on gathered copies.
+    """Raise for anything but torch's operators on values, the only ones that can run on gathered
+    copies.
 
-    A collective of `torch.distributed` would communicate the copies, and functions of other libraries may do anything.
+    A collective of `torch.distributed` would communicate the copies, and functions of other
+    libraries may do anything.
 
     Raises:
         NotImplementedError: not an operator on values.
@@ -447,19 +486,23 @@ def _check_operator(func: Callable[..., Any]) -> None:
     module = getattr(func, "__module__", None)
     if module not in _OPERATOR_MODULES and not str(module).startswith("torch._C."):
         raise NotImplementedError(
-            f"{module}.{name_of(func)} does not support ShardedTensors; call it on this rank's part, x.to_local(), and wrap the "
-            "result with ShardedTensor.from_local, or use redistribute for communication"
+            f"{module}.{name_of(func)} does not support ShardedTensors; call it on this rank's "
+            "part, x.to_local(), and wrap the result with ShardedTensor.from_local, or use "
+            "redistribute for communication"
         )
 
 
 def _check_writable(func: Callable[..., Any], layouts: list[Layout], result: Any) -> None:
-    """Raise unless the tensor is replicated and keeps its shape: only then can it be written without a rule."""
+    """Raise unless the tensor is replicated and keeps its shape: only then can it be written
+    without a rule.
+    """
     if not all(layout.is_fully_replicated for layout in layouts):
         raise NotImplementedError(
-            f"{name_of(func)} has no sharding rule and writes in place; use its out-of-place form, or redistribute to "
-            "Replicate() first"
+            f"{name_of(func)} has no sharding rule and writes in place; use its out-of-place form, "
+            "or redistribute to Replicate() first"
         )
     if isinstance(result, Tensor) and result.shape != layouts[0].shape:
         raise NotImplementedError(
-            f"{name_of(func)} would change the shape of {layouts[0]} in place; use the out-of-place form"
+            f"{name_of(func)} would change the shape of {layouts[0]} in place; use the "
+            "out-of-place form"
         )

@@ -1,7 +1,8 @@
 """Keep `torch.compile` out of the library's own code.
 
-Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
-(gathered parameters, collectives in flight). Code that the library calls, such as a module's forward, is compiled.
+Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend
+on state that Dynamo does not guard (gathered parameters, collectives in flight). Code that the
+library calls, such as a module's forward, is compiled.
 
     marks     on functions that compiled code may call: the graph breaks there, and with `fullgraph=True` the error says why
     rules     Dynamo's list of files that it does not compile gets the library's, when Dynamo first meets a `ShardedTensor` or calls a
@@ -23,9 +24,11 @@ from ...mesh.comm.call_site import _OURS
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ADVICE = (
-    "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a graph breaks here. Leave out "
-    "fullgraph=True; or compile modules that see plain tensors, such as the blocks under fully_shard; or compile the whole step, with its "
-    "collectives and the optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call sm.ops.flex_attention"
+    "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a "
+    "graph breaks here. Leave out fullgraph=True; or compile modules that see plain tensors, such "
+    "as the blocks under fully_shard; or compile the whole step, with its collectives and the "
+    "optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call "
+    "sm.ops.flex_attention"
 )
 _RULES = "torch._dynamo.trace_rules"
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # the part of Dynamo in C++, which is always there
@@ -48,15 +51,17 @@ def keep_compiler_out() -> None:
 
 
 def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:
-    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the reason.
+    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the
+    reason.
 
     Args:
         reason: why it is not compiled.
-        calls_program: whether it calls functions of the program, which are compiled. It should begin with `keep_compiler_out()`.
+        calls_program: whether it calls functions of the program, which are compiled. It should
+            begin with `keep_compiler_out()`.
     """
 
     def mark(f: F) -> F:
-        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, f"{reason}. {_ADVICE}"  # type: ignore[attr-defined]
+        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, (f"{reason}. {_ADVICE}")  # type: ignore[attr-defined]
         if f.__code__.co_filename.startswith(_OURS):  # else it is contextlib's
             of_calls = _DEFAULT if calls_program else _SKIP
             _frames.set_code_exec_strategy(f.__code__, _frames._FrameExecStrategy(_SKIP, of_calls))
@@ -66,7 +71,9 @@ def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F
 
 
 def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
-    """Mark a public function, or the constructor of a public class, as `not_compiled`; return it."""
+    """Mark a public function, or the constructor of a public class, as `not_compiled`;
+    return it.
+    """
     f: Any = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
         not_compiled(
@@ -89,13 +96,15 @@ def flattening(x: Any) -> Any:
 
 
 def refuse_jit_trace() -> None:
-    """Raise inside `torch.jit.trace`, which would record this rank's parts as constants and omit collectives.
+    """Raise inside `torch.jit.trace`, which would record this rank's parts as constants and omit
+    collectives.
 
     Raises:
         RuntimeError: the caller runs under `torch.jit.trace`.
     """
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
-            "torch.jit.trace records neither ShardedTensors nor collectives; trace or export a plain model loaded from "
-            "sm.checkpoint.full_state_dict(model) on one rank, or use torch.compile"
+            "torch.jit.trace records neither ShardedTensors nor collectives; trace or export a "
+            "plain model loaded from sm.checkpoint.full_state_dict(model) on one rank, or use "
+            "torch.compile"
         )

@@ -1,13 +1,15 @@
 """torch's own `vmap` and `grad` on `ShardedTensor`s.
 
-They wrap tensors in C++, and turn each operator of a function into operators of aten on what they have wrapped:
+They wrap tensors in C++, and turn each operator of a function into operators of aten on what they
+have wrapped:
 
     torch.vmap(f)(x)    f sees a tensor of torch around the wrapper of x, of the shape of one example
       sin               its C++ code   aten.sin(wrapper of x)    `__torch_dispatch__`: runs as torch.sin(x), with x's batch dim
 
-So the batch is a dim of the global tensor like any other, split as the operands are, and gradients are those of global values.
-Plain tensors beside, which torch's own rules make (offsets of the examples) or the function uses, count as replicated, and are compared.
-A `ShardedTensor` that is no argument meets one that is wrapped in `run_with_wrapped`, which hands it to C++ as well.
+So the batch is a dim of the global tensor like any other, split as the operands are, and gradients
+are those of global values. Plain tensors beside, which torch's own rules make (offsets of the
+examples) or the function uses, count as replicated, and are compared. A `ShardedTensor` that is no
+argument meets one that is wrapped in `run_with_wrapped`, which hands it to C++ as well.
 """
 
 from __future__ import annotations
@@ -45,12 +47,15 @@ def torch_dispatch(
     """Run an operator that C++ code calls on the wrapper: its `__torch_dispatch__`.
 
     Raises:
-        RuntimeError: the operator is none of aten; forward mode of torch's own; `__torch_function__` is switched off, so that the
-            caller wants the wrapper itself, which has no values; an operand that was computed inside torch.func.grad or sm.vmap.
+        RuntimeError: the operator is none of aten; forward mode of torch's own;
+            `__torch_function__` is switched off, so that the caller wants the wrapper itself, which
+            has no values; an operand that was computed inside torch.func.grad or sm.vmap.
         NotImplementedError: no public function does what the operator does.
-        ReplicaError: on every rank: a plain operand that differs between ranks, such as random numbers of torch's own.
+        ReplicaError: on every rank: a plain operand that differs between ranks, such as random
+            numbers of torch's own.
 
-    Communication: that of the operator; the first time a line has a plain operand, an all_gather of about 100 bytes.
+    Communication: that of the operator; the first time a line has a plain operand, an all_gather of
+    about 100 bytes.
     """
     if (
         func is aten.detach.default and not torch._C._is_torch_function_enabled()
@@ -66,8 +71,9 @@ def torch_dispatch(
     for x in pytree.tree_leaves((args, kwargs)):
         if type(x) is ShardedTensor and is_transformed(x._local):
             raise RuntimeError(
-                f"{func}, by a transform of torch.func, on a ShardedTensor that was computed inside of a transform from one that is no "
-                "argument of it; pass it as an argument, or use this library's transforms alone: sm.vmap, sm.grad, sm.vjp, sm.jacrev"
+                f"{func}, by a transform of torch.func, on a ShardedTensor that was computed "
+                "inside of a transform from one that is no argument of it; pass it as an argument, "
+                "or use this library's transforms alone: sm.vmap, sm.grad, sm.vjp, sm.jacrev"
             )
     args, kwargs = pytree.tree_map_only(_OperandInCpp, _as_sharded, (args, kwargs))
     with enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
@@ -84,13 +90,17 @@ def torch_dispatch(
 
 
 def run_with_wrapped(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on tensors that torch's transforms have wrapped, and `ShardedTensor`s that they have not."""
+    """Run a function on tensors that torch's transforms have wrapped, and `ShardedTensor`s that
+    they have not.
+    """
     args, kwargs = pytree.tree_map_only(ShardedTensor, _as_operand, (tuple(args), kwargs))
     return func(*args, **kwargs)
 
 
 class _OperandInCpp(ShardedTensor):
-    """A `ShardedTensor` that torch's functions take as it is: its operators reach `__torch_dispatch__`."""
+    """A `ShardedTensor` that torch's functions take as it is: its operators reach
+    `__torch_dispatch__`.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -104,7 +114,9 @@ def _as_sharded(x: _OperandInCpp) -> ShardedTensor:
 
 
 def _without_history(x: ShardedTensor) -> ShardedTensor:
-    """Return a wrapper that C++ code may make a result of autograd: a new one that does not require grad. The part has its own graph."""
+    """Return a wrapper that C++ code may make a result of autograd: a new one that does not require
+    grad. The part has its own graph.
+    """
     return _wrapped(ShardedTensor, x, False)
 
 

@@ -19,8 +19,8 @@ ADAMW = "adamw"
 class MatrixOptimizer(torch.optim.Optimizer):
     """An optimizer with its own algorithm for matrices and AdamW for all other parameters.
 
-    A group with both kinds becomes two groups, which differ in "algorithm"; torch's schedulers treat them like any others. A group that
-    has "algorithm" already is not split.
+    A group with both kinds becomes two groups, which differ in "algorithm"; torch's schedulers
+    treat them like any others. A group that has "algorithm" already is not split.
 
     Attributes:
         algorithm: the name of the groups of matrices.
@@ -32,7 +32,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None
     ) -> None:
-        """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate, by default that of the group."""
+        """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate,
+        by default that of the group.
+        """
         self._patterns, self._adamw_lr = (
             tuple([adamw] if isinstance(adamw, str) else adamw),
             adamw_lr,
@@ -48,7 +50,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 else "the parameters have no names: pass model.named_parameters()"
             )
             raise ValueError(
-                f"{type(self).__name__}(adamw={list(self._patterns)}): no parameter matches {unmatched}; {known}"
+                f"{type(self).__name__}(adamw={list(self._patterns)}): no parameter matches "
+                f"{unmatched}; {known}"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -69,7 +72,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; return the result of the closure.
 
-        Raises: ValueError on every rank for gradients that are still pending, as inside `accumulate_grads()`; nothing is changed.
+        Raises: ValueError on every rank for gradients that are still pending, as inside
+        `accumulate_grads()`; nothing is changed.
         """
         loss = None
         if closure is not None:
@@ -87,7 +91,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Step the matrices of these groups."""
 
     def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group split into one of matrices and one of other parameters, without empty ones."""
+        """Return the group split into one of matrices and one of other parameters, without empty
+        ones.
+        """
         params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
         matrices, others = (
@@ -114,7 +120,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if group["algorithm"] not in (self.algorithm, ADAMW):
             known = f"{self.algorithm!r} or {ADAMW!r}"
             raise ValueError(
-                f'{type(self).__name__}: "algorithm" of a group must be {known}, got {group["algorithm"]!r}'
+                f'{type(self).__name__}: "algorithm" of a group must be {known}, got '
+                f"{group['algorithm']!r}"
             )
         group["params"] = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -124,8 +131,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
                 stacked = " or a stack of them" if self.most_dims is None else ""
                 raise ValueError(
-                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix{stacked}; leave such "
-                    f'parameters to another optimizer, or put those of other dims in a group with "algorithm": {ADAMW!r}'
+                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not "
+                    f"a real matrix{stacked}; leave such "
+                    f"parameters to another optimizer, or put those of other dims in a group with "
+                    f'"algorithm": {ADAMW!r}'
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:
@@ -157,10 +166,21 @@ class MatrixOptimizer(torch.optim.Optimizer):
         states = [self.state[p] for p in params]
         beta1, beta2 = group["betas"]
         adamw_(
-            params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
-            [s["step"] for s in states], foreach=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
-        )  # fmt: skip
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
 
 
 def with_grads(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:

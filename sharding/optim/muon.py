@@ -24,51 +24,59 @@ _MUON = seed_of("muon")
 
 
 class Muon(MatrixOptimizer):
-    """Muon(params): `torch.optim.Muon` for matrices and stacks of them, in any layouts, each matrix orthogonalised by one rank, and
-    AdamW for the rest.
+    """Muon(params): `torch.optim.Muon` for matrices and stacks of them, in any layouts, each matrix
+    orthogonalised by one rank, and AdamW for the rest.
 
         momentum, rows split            at its owner            orthogonalised, rows split
         rank 0   [A0] [B0] [C0]         rank 0   [A] [C]        rank 0   [A0] [B0] [C0]
         rank 1   [A1] [B1] [C1]   ->    rank 1   [B]       ->   rank 1   [A1] [B1] [C1]
                          one all_to_all            one all_to_all
 
-    The first nine arguments are those of `torch.optim.Muon`: momentum, Newton-Schulz iteration, decoupled weight decay. Momentum has the
-    layouts of the parameters. A split matrix (by FSDP, tensor parallelism or both) is gathered at its owner, so the iteration is that of
-    the whole matrix. Owners are chosen among all ranks of the mesh to balance the work.
+    The first nine arguments are those of `torch.optim.Muon`: momentum, Newton-Schulz iteration,
+    decoupled weight decay. Momentum has the layouts of the parameters. A split matrix (by FSDP,
+    tensor parallelism or both) is gathered at its owner, so the iteration is that of the whole
+    matrix. Owners are chosen among all ranks of the mesh to balance the work.
 
-    A parameter of three or more dims is a stack of matrices of its last two: the experts of a layer, [experts, m, n], or of several,
-    [layers, experts, m, n]. Each is orthogonalised by itself, and can have another owner. (`torch.optim.Muon` refuses such parameters.)
-    Weights of convolutions are no such stacks: [out, in, k, k] would be out * in matrices of k x k. Give them `flatten=True`, in a group
-    of their own if there are stacks as well; then each is one matrix, [out, in * k * k], as in Jordan's Muon. Or leave them to AdamW by
-    `adamw=`. Parameters with fewer dims than two are stepped by AdamW, and so should be biases of experts, [experts, n], by `adamw=`.
+    A parameter of three or more dims is a stack of matrices of its last two: the experts of a
+    layer, [experts, m, n], or of several, [layers, experts, m, n]. Each is orthogonalised by
+    itself, and can have another owner. (`torch.optim.Muon` refuses such parameters.) Weights of
+    convolutions are no such stacks: [out, in, k, k] would be out * in matrices of k x k. Give them
+    `flatten=True`, in a group of their own if there are stacks as well; then each is one matrix,
+    [out, in * k * k], as in Jordan's Muon. Or leave them to AdamW by `adamw=`. Parameters with
+    fewer dims than two are stepped by AdamW, and so should be biases of experts, [experts, n], by
+    `adamw=`.
 
     Args:
-        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
+        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of
+            either.
         lr: the learning rate.
         weight_decay: decoupled; also for AdamW.
         momentum: the factor of the old momentum.
         nesterov: look ahead by a step of momentum.
-        ns_coefficients: of the quintic x -> a x + b x^3 + c x^5; by default those of Jordan et al. 2024, "Muon: An optimizer for hidden
-            layers in neural networks", https://kellerjordan.github.io/posts/muon.
+        ns_coefficients: of the quintic x -> a x + b x^3 + c x^5; by default those of Jordan et al.
+            2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon.
         eps: the minimum norm to divide a matrix by.
         ns_steps: iterations.
-        adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack. None or "original": times
-            sqrt(max(1, m / n)), as by Jordan. "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025,
-            "Muon is scalable for LLM training", arXiv:2502.16982.
-        ns_dtype: the dtype of the iteration and of communication; bfloat16, as in torch, is 2 bytes per element each way.
-        flatten: whether a parameter of three or more dims is one matrix, of its first dim by all others.
-        adamw: patterns such as "*embed*" or "lm_head*" of names of matrices to step with AdamW, like all other parameters.
-            Needs named parameters.
+        adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack.
+            None or "original": times sqrt(max(1, m / n)), as by Jordan. "match_rms_adamw": times
+            0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025, "Muon is scalable for
+            LLM training", arXiv:2502.16982.
+        ns_dtype: the dtype of the iteration and of communication; bfloat16, as in torch, is 2 bytes
+            per element each way.
+        flatten: whether a parameter of three or more dims is one matrix, of its first dim by all
+            others.
+        adamw: patterns such as "*embed*" or "lm_head*" of names of matrices to step with AdamW,
+            like all other parameters. Needs named parameters.
         adamw_lr: the learning rate of AdamW, by default `lr`.
         betas, adamw_eps: of AdamW.
 
     Raises:
-        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches; a complex parameter. In `step`:
-            gradients that are still pending.
+        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches;
+            a complex parameter. In `step`: gradients that are still pending.
 
-    Communication: in each step two all_to_all over the mesh (for each mesh and `ns_dtype`, if there are several). A matrix of n elements
-        costs n elements to its owner, less those that it has, and n back for each copy of it. A matrix that a rank has whole is not
-        gathered. AdamW: none.
+    Communication: in each step two all_to_all over the mesh (for each mesh and `ns_dtype`, if there
+        are several). A matrix of n elements costs n elements to its owner, less those that it has,
+        and n back for each copy of it. A matrix that a rank has whole is not gathered. AdamW: none.
 
     Example:
         >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
@@ -107,17 +115,28 @@ class Muon(MatrixOptimizer):
         )
         if adjust_lr_fn not in ADJUSTMENTS:
             raise ValueError(
-                f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of {', '.join(map(repr, ADJUSTMENTS))}"
+                f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of "
+                f"{', '.join(map(repr, ADJUSTMENTS))}"
             )
         if len(ns_coefficients) != 3:
             raise ValueError(
-                f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, such as {JORDAN}"
+                f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, "
+                f"such as {JORDAN}"
             )
         defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients,
-            "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "flatten": flatten,
-            "betas": betas, "adamw_eps": adamw_eps,
-        }  # fmt: skip
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "flatten": flatten,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
         super().__init__(params, defaults, adamw, adamw_lr)
 
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -149,7 +168,9 @@ class Muon(MatrixOptimizer):
                 )
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by parameter."""
+        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by
+        parameter.
+        """
         params = [p for p, _ in with_grads([group])]
         if not params:
             return {}
@@ -197,7 +218,9 @@ def _work(rows: int, columns: int) -> int:
 
 
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return a whole matrix orthogonalised; it may have leading dims of one element, or several dims of columns if it is flattened."""
+    """Return a whole matrix orthogonalised; it may have leading dims of one element, or several
+    dims of columns if it is flattened.
+    """
     matrix = x.reshape(matrix_shape(x.shape, group["flatten"]))
     return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(
         x.shape
@@ -215,7 +238,8 @@ def _each_orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
 def newton_schulz(
     x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular values become 0.7 to 1.2.
+    """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular
+    values become 0.7 to 1.2.
 
     The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in torch's order of operations.
     """

@@ -1,11 +1,13 @@
-"""Owners of matrices: gather each matrix at one rank with one all_to_all, and scatter the results with another.
+"""Owners of matrices: gather each matrix at one rank with one all_to_all, and scatter the results
+with another.
 
     rows split              at the owners            rows split again
     rank 0   [A0] [B0]      rank 0   [A]             rank 0   [A0] [B0]
     rank 1   [A1] [B1]  ->  rank 1       [B]     ->  rank 1   [A1] [B1]
 
-Owners are chosen to balance the work over all ranks of the mesh. The owner of a matrix that some ranks have whole is one of these, so
-it is not gathered; if that holds for all matrices, there is no collective.
+Owners are chosen to balance the work over all ranks of the mesh. The owner of a matrix that some
+ranks have whole is one of these, so it is not gathered; if that holds for all matrices, there is no
+collective.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class MatrixUnit(NamedTuple):
 
 
 class Owners:
-    """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which must be in the mesh.
+    """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which
+    must be in the mesh.
 
     Attributes:
         units: the units.
@@ -56,7 +59,9 @@ class Owners:
     def __init__(
         self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype
     ) -> None:
-        """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of communication."""
+        """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of
+        communication.
+        """
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
@@ -90,11 +95,15 @@ class Owners:
         )
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the whole unit for each owned one, an empty tensor for others, from local parts. Communication: one all_to_all."""
+        """Return the whole unit for each owned one, an empty tensor for others, from local parts.
+        Communication: one all_to_all.
+        """
         return self._to_owners([parts[unit.tensor] for unit in self.units], tag=self._to_tag)
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Write the processed units of all owners into local parts, in place. Communication: one all_to_all."""
+        """Write the processed units of all owners into local parts, in place. Communication: one
+        all_to_all.
+        """
         pieces = self._from_owners(list(done), tag=self._from_tag)
         for unit, index, piece in zip(self.units, self._pieces, pieces, strict=True):
             if piece.numel():
@@ -103,7 +112,9 @@ class Owners:
     def _exchange(
         self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype
     ) -> Callable[..., Any]:
-        """Return one exchange for all units; each has the transfers of all ranks, and this rank's box before and after."""
+        """Return one exchange for all units; each has the transfers of all ranks, and this rank's
+        box before and after.
+        """
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
         return (
             AllToAllV(self.group, dtype, shares).start
@@ -128,7 +139,9 @@ def owners_of_matrices(
     work: Callable[[int, int], int],
     dtype: torch.dtype,
 ) -> Owners:
-    """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication: none."""
+    """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication:
+    none.
+    """
     key = "owners", layouts, flattened, work, dtype
     owners = layouts[0].runners.get(key)
     if owners is None:
@@ -155,12 +168,15 @@ def _held_parts(
 
 
 def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
-    """Return the owner of each unit: the largest unit first, to the rank with the least work so far.
+    """Return the owner of each unit: the largest unit first, to the rank with the least work so
+    far.
 
-    Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of the optimum.
+    Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of
+    the optimum.
 
     Args:
-        held: for each unit, the part that each rank has; a unit that some ranks have whole goes to one of them.
+        held: for each unit, the part that each rank has; a unit that some ranks have whole goes to
+            one of them.
     """
     loads, owner = [0] * len(held[0]), [0] * len(units)
     for i in sorted(range(len(units)), key=lambda i: -units[i].work):
@@ -173,7 +189,9 @@ def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ..
 
 
 def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Return the layout of a tensor that is whole at its owner, an index in the mesh's group: P(axes, sizes=(0, .., rows, .., 0))."""
+    """Return the layout of a tensor that is whole at its owner, an index in the mesh's group:
+    P(axes, sizes=(0, .., rows, .., 0)).
+    """
     ranks = mesh.ranks.ravel().tolist()
     sizes = [0] * len(ranks)
     sizes[ranks.index(mesh.group().ranks[owner])] = shape[0]
@@ -183,7 +201,9 @@ def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.d
 def _transfers_to_owner(
     owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]
 ) -> list[Transfer]:
-    """Return the transfers of what an owner lacks: from its own node if possible, from the rank that sends the least so far."""
+    """Return the transfers of what an owner lacks: from its own node if possible, from the rank
+    that sends the least so far.
+    """
     holders: dict[Box, list[int]] = {}
     for rank, piece in enumerate(pieces):
         if piece is not None:
@@ -241,7 +261,8 @@ def matrix_units(
 
     Args:
         shapes: of the tensors, each of two dims or more.
-        flattened: for each, whether it is one matrix, of its first dim by all others, and not a stack of matrices of its last two.
+        flattened: for each, whether it is one matrix, of its first dim by all others, and not a
+            stack of matrices of its last two.
         work: rows, columns -> the cost of a matrix.
     """
     units = []

@@ -1,4 +1,6 @@
-"""Shampoo: preconditions matrices from both sides; one rank computes each matrix and stores its preconditioners."""
+"""Shampoo: preconditions matrices from both sides; one rank computes each matrix and stores its
+preconditioners.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ _SIDES = ("left", "right")
 
 
 class Shampoo(MatrixOptimizer):
-    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned by one rank, and AdamW for the rest.
+    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned by one
+    rank, and AdamW for the rest.
 
         L += G G^T,  R += G^T G,  W -= lr L^(-1/4) G R^(-1/4)          L, R begin as epsilon I
 
@@ -32,31 +35,36 @@ class Shampoo(MatrixOptimizer):
         rank 1   [A1] [B1]     ->      rank 1   B, its L and R    ->      rank 1   [A1] [B1]
                    one all_to_all                     one all_to_all
 
-    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are split
-    into blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks
-    are gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
-    layouts of the parameters.
+    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1.
+    Matrices larger than `block_size` are split into blocks with their own preconditioners. Owners
+    of blocks are chosen among all ranks of the mesh to balance the work; split blocks are gathered
+    at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or
+    float64; momentum has the layouts of the parameters.
 
-    Only parameters of two dims are matrices here. Those of three and more, such as weights of convolutions and stacks of experts'
-    matrices, are stepped by AdamW: the paper's preconditioner for each dim of a tensor is not implemented, and the owners of blocks
-    would need 2 m^2 n elements for a stack of n. `Muon` takes stacks.
+    Only parameters of two dims are matrices here. Those of three and more, such as weights of
+    convolutions and stacks of experts' matrices, are stepped by AdamW: the paper's preconditioner
+    for each dim of a tensor is not implemented, and the owners of blocks would need 2 m^2 n
+    elements for a stack of n. `Muon` takes stacks.
 
     Args:
-        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
+        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of
+            either.
         lr: the learning rate.
         momentum: of the preconditioned gradient, as in SGD: M = momentum M + direction, W -= lr M.
         weight_decay: decoupled, W -= lr weight_decay W; also for AdamW.
         epsilon: the initial value of preconditioners.
-        update_freq: the number of steps between computations of roots; statistics are accumulated in each step.
+        update_freq: the number of steps between computations of roots; statistics are accumulated
+            in each step.
         block_size: the maximum side of a block.
         adamw, adamw_lr, betas, adamw_eps: as for `Muon`.
 
     Raises:
-        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches; a complex parameter. In `step`:
-            gradients that are still pending.
+        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches;
+            a complex parameter. In `step`: gradients that are still pending.
 
-    Communication: in each step two all_to_all over the mesh (for each mesh and dtype, if there are several), as for `Muon`, but in the
-        gradients' dtype, at least float32. AdamW: none. Preconditioners are redistributed after loading a state with other owners.
+    Communication: in each step two all_to_all over the mesh (for each mesh and dtype, if there are
+        several), as for `Muon`, but in the gradients' dtype, at least float32. AdamW: none.
+        Preconditioners are redistributed after loading a state with other owners.
 
     Example:
         >>> optimizer = sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, adamw=["*embed*"], adamw_lr=1e-3)
@@ -88,16 +96,25 @@ class Shampoo(MatrixOptimizer):
         )
         if update_freq < 1 or block_size < 1:
             raise ValueError(
-                f"Shampoo(update_freq={update_freq}, block_size={block_size}): both must be at least 1"
+                f"Shampoo(update_freq={update_freq}, block_size={block_size}): both must be at "
+                "least 1"
             )
         defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "epsilon": epsilon, "update_freq": update_freq,
-            "block_size": block_size, "betas": betas, "adamw_eps": adamw_eps,
-        }  # fmt: skip
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "epsilon": epsilon,
+            "update_freq": update_freq,
+            "block_size": block_size,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
         super().__init__(params, defaults, adamw, adamw_lr)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as in torch, but keep the dtype of preconditioners, which torch would cast to that of the parameters."""
+        """Load a state as in torch, but keep the dtype of preconditioners, which torch would cast
+        to that of the parameters.
+        """
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -147,14 +164,19 @@ class Shampoo(MatrixOptimizer):
         for b, box in enumerate(blocks(p.shape, group["block_size"])):
             index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
             direction[index] = _precondition(
-                p.grad[index].to(dtype), state, group, self._renews(p, group)
-            )  # type: ignore[index]
+                p.grad[index].to(dtype),  # type: ignore[index]
+                state,
+                group,
+                self._renews(p, group),
+            )
         return direction
 
     def _by_owners(
         self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
     ) -> list[ShardedTensor]:
-        """Return the directions of matrices on one mesh, with their layouts. Communication: two all_to_all."""
+        """Return the directions of matrices on one mesh, with their layouts. Communication: two
+        all_to_all.
+        """
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
@@ -199,7 +221,9 @@ class Shampoo(MatrixOptimizer):
         dtype: torch.dtype,
         at: Sequence[Layout] | None,
     ) -> dict[str, Tensor]:
-        """Return this rank's parts of the preconditioners of block `b` and their roots, by name; create missing ones."""
+        """Return this rank's parts of the preconditioners of block `b` and their roots, by name;
+        create missing ones.
+        """
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )
@@ -230,11 +254,13 @@ class Shampoo(MatrixOptimizer):
         return (int(self.state[p]["step"]) - 1) % group["update_freq"] == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
-    """Return the boxes of a matrix with at most `size` elements along each side, in row-major order."""
+    """Return the boxes of a matrix with at most `size` elements along each side, in row-major
+    order.
+    """
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
@@ -260,7 +286,9 @@ def _work(rows: int, columns: int) -> int:
 def _identity(
     n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None
 ) -> Tensor:
-    """Return `scale` times the identity; with a layout, whole at the owner and without rows elsewhere."""
+    """Return `scale` times the identity; with a layout, whole at the owner and without rows
+    elsewhere.
+    """
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
     return ShardedTensor._make_guarded(
@@ -283,7 +311,7 @@ def _precondition(
 
 
 def inverse_fourth_root(x: Tensor, least: float) -> Tensor:
-    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues are clamped to at least `least`, which is
-    their exact lower bound."""
+    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues are
+    clamped to at least `least`, which is their exact lower bound."""
     values, vectors = torch.linalg.eigh(x)
     return (vectors * values.clamp(min=least) ** -0.25) @ vectors.mT

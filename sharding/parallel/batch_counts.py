@@ -11,7 +11,8 @@ from ...mesh.text import ranks_text
 
 
 def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
-    """check_lengths(loader) -> the number of batches that every rank has; an error that names the ranks if numbers differ.
+    """check_lengths(loader) -> the number of batches that every rank has; an error that names the
+    ranks if numbers differ.
 
     Args:
         loader: an object with a `len()`: a DataLoader over a sized dataset, a list of batches.
@@ -19,7 +20,8 @@ def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
 
     Raises:
         ValueError: on every rank, if lengths differ: lists the ranks and their lengths.
-        TypeError: on every rank, if a loader has no length (a generator, a DataLoader over an IterableDataset).
+        TypeError: on every rank, if a loader has no length (a generator, a DataLoader over an
+            IterableDataset).
         MeshError: this rank is outside the mesh.
 
     Communication: one small all_gather over the mesh.
@@ -46,8 +48,9 @@ def _length(loader: Sized) -> int | None:
 def _no_length(ranks: Sequence[int], lengths: Sequence[Any]) -> str:
     without = [rank for rank, length in zip(ranks, lengths, strict=True) if length is None]
     return (
-        f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of batches is unknown; pass a loader with a "
-        "length, or write `for batch in sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
+        f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of "
+        "batches is unknown; pass a loader with a length, or write `for batch in "
+        "sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
     )
 
 
@@ -62,7 +65,7 @@ def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
         for length, some in fewest_first
     )
     return (
-        f"check_lengths: numbers of batches differ: {who}; make them equal, or write "
-        f"`for batch in sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths)}, or with mode='shadow' or "
-        f"mode='empty' run {max(lengths)} steps, some of them without samples"
+        f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in "
+        f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths)}, or with "
+        f"mode='shadow' or mode='empty' run {max(lengths)} steps, some of them without samples"
     )

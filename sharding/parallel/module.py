@@ -30,15 +30,17 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """distribute_module(module, mesh, partition_fn) -> the module, with its parameters and buffers sharded in place.
+    """distribute_module(module, mesh, partition_fn) -> the module, with its parameters and buffers
+    sharded in place.
 
     From then on its `repr` shows their layouts.
 
     Args:
         module: any module.
         device_mesh: the mesh; by default that of `with mesh:`.
-        partition_fn: `(name, submodule, mesh)`, called for every submodule to replace parameters by sharded ones, for
-            instance with `shard_parameter`. Parameters that it leaves plain become replicated; tied parameters stay tied.
+        partition_fn: `(name, submodule, mesh)`, called for every submodule to replace parameters by
+            sharded ones, for instance with `shard_parameter`. Parameters that it leaves plain
+            become replicated; tied parameters stay tied.
         input_fn: `(module, inputs, mesh) -> inputs`, run before the module's forward.
         output_fn: `(module, outputs, mesh) -> outputs`, run after it.
         src_data_rank: as in `distribute_tensor`.
@@ -89,9 +91,13 @@ def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         return function
     if count != 2:
         raise ValueError(
-            f"distribute_module: {what} takes {count} arguments; it is called with (module, values, device_mesh)"
+            f"distribute_module: {what} takes {count} arguments; it is called with (module, "
+            "values, device_mesh)"
         )
-    text = f"distribute_module: {what} without the module is deprecated; write (module, values, device_mesh)"
+    text = (
+        f"distribute_module: {what} without the module is deprecated; write (module, values, "
+        "device_mesh)"
+    )
     warnings.warn(text, FutureWarning, stacklevel=3)
     return lambda module, values, mesh: function(values, mesh)
 
@@ -172,7 +178,8 @@ def _tie(tied: list[Places]) -> None:
         if len(layouts) > 1:
             names = [name for _, name in places]
             raise ValueError(
-                f"a tensor that {names} share was sharded as {' and '.join(sorted(map(str, layouts)))}; shard it once"
+                f"a tensor that {names} share was sharded as "
+                f"{' and '.join(sorted(map(str, layouts)))}; shard it once"
             )
         for table, name in places if sharded else ():
             table[name] = sharded[0]

@@ -1,4 +1,5 @@
-"""The layouts of a module's tensors: as a table, as a tree like `repr(module)`, and in the `repr` of a distributed module.
+"""The layouts of a module's tensors: as a table, as a tree like `repr(module)`, and in the `repr`
+of a distributed module.
 
 Block(
   (up): Linear(
@@ -57,7 +58,9 @@ class TensorEntry:
 
     @property
     def is_known(self) -> bool:
-        """Whether the shape is known: a parameter of a lazy module has none before the first call."""
+        """Whether the shape is known: a parameter of a lazy module has none before the
+        first call.
+        """
         return not is_lazy(self.tensor)
 
     @property
@@ -83,7 +86,9 @@ class TensorEntry:
 
 
 def module_table(module: nn.Module) -> str:
-    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of this rank's part."""
+    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of
+    this rank's part.
+    """
     rows, footer = _table(module)
     return "\n".join([*table_lines(rows, right=(4,)), footer])
 
@@ -145,7 +150,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{shape}"
 
 
-# -- tree --------------------------------------------------------------------------------------------------------------
+# -- tree ------------------------------------------------------------------------------------------
 
 
 def module_tree(module: nn.Module) -> str:
@@ -166,7 +171,9 @@ def module_tree(module: nn.Module) -> str:
 
 
 def tensor_lines(module: nn.Module) -> list[str]:
-    """Return `weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor of the module itself, and a line for each layout hook."""
+    """Return `weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor of the module itself,
+    and a line for each layout hook.
+    """
     lines = []
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
@@ -178,7 +185,9 @@ def tensor_lines(module: nn.Module) -> list[str]:
 
 
 def _hook_lines(module: nn.Module) -> list[str]:
-    """Return the lines `shown` of the hooks that have this attribute: those that redistribute inputs and outputs."""
+    """Return the lines `shown` of the hooks that have this attribute: those that redistribute
+    inputs and outputs.
+    """
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
 
@@ -195,11 +204,13 @@ def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
     return lines
 
 
-# -- repr(module) ------------------------------------------------------------------------------------------------------
+# -- repr(module) ----------------------------------------------------------------------------------
 
 
 def show_layouts_in_repr(module: nn.Module) -> None:
-    """Show the layouts of the module's own tensors in `repr(module)`; an `extra_repr` that was set on the instance is kept."""
+    """Show the layouts of the module's own tensors in `repr(module)`; an `extra_repr` that was set
+    on the instance is kept.
+    """
     if "extra_repr" not in module.__dict__ and [
         *module._parameters,
         *module._buffers,
@@ -217,8 +228,8 @@ def own_extra_repr(module: nn.Module) -> str:
 class LayoutRepr:
     """The attribute `extra_repr` of one module instance, which `nn.Module.__repr__` calls.
 
-    The reference to the module is weak, so that a model's memory is freed with its last strong reference. A deep copy or a pickled
-    module gets its own instance; it is not in the `state_dict`.
+    The reference to the module is weak, so that a model's memory is freed with its last strong
+    reference. A deep copy or a pickled module gets its own instance; it is not in the `state_dict`.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Tables of which ranks hold which part of a tensor, as text or in colour with rich.
 
-Two dims are rows and columns; further split dims make pages. Of long tables the first and the last rows, columns and pages
-are shown, so that a table of any mesh fits on a screen or two.
+Two dims are rows and columns; further split dims make pages. Of long tables the first and the last
+rows, columns and pages are shown, so that a table of any mesh fits on a screen or two.
 
     f32[2, 4, 6] @ P('a', 'b', 'c') on (a=2, b=2, c=2)
     [0:1, :, :]  dim 2 0:3  dim 2 3:6
@@ -160,7 +160,7 @@ def _label(layout: Layout, dim: int | None, interval: Interval | None) -> Cell:
     return Cell(f"{name} {interval}")
 
 
-# -- rich --------------------------------------------------------------------------------------------------------------
+# -- rich ------------------------------------------------------------------------------------------
 
 
 def rich_table(name: str, caption: str) -> Table:
@@ -175,7 +175,8 @@ def rich_table(name: str, caption: str) -> Table:
         from rich.text import Text
     except ImportError as error:
         raise ImportError(
-            "style='rich' needs rich, which is not installed: pip install shardmesh[viz], or use style='text'"
+            "style='rich' needs rich, which is not installed: pip install shardmesh[viz], or use "
+            "style='text'"
         ) from error
     texts: Any = {"title": Text(name), "caption": Text(caption) if caption else None}
     return Table(**texts, box=box.SIMPLE, title_justify="left", caption_justify="left")
@@ -196,7 +197,9 @@ def coloured(text: str, background: tuple[float, float, float] | None = None) ->
 
 
 def colour(number: int, count: int) -> tuple[float, float, float]:
-    """Return one of `count` colours, light enough for black text: neighbours differ in shade, distant ones in hue."""
+    """Return one of `count` colours, light enough for black text: neighbours differ in shade,
+    distant ones in hue.
+    """
     return colorsys.hsv_to_rgb(number / count, 0.5 if number % 2 else 0.35, 0.95)
 
 

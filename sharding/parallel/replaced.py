@@ -12,7 +12,9 @@ _registered: list[Any] = []
 
 
 def mark_replaced(old: Tensor) -> None:
-    """Mark a parameter as replaced, so that an optimizer that steps it raises instead of training nothing."""
+    """Mark a parameter as replaced, so that an optimizer that steps it raises instead of training
+    nothing.
+    """
     setattr(old, _REPLACED, True)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_check_parameters))
@@ -28,7 +30,8 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for j, x in enumerate(group["params"]):
             if _REPLACED in x.__dict__:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its "
-                    "module: a sharded one has replaced it; make the optimizer after fully_shard, data_parallel, parallelize and "
+                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape "
+                    f"{list(x.shape)}, is no longer in its module: a sharded one has replaced it; "
+                    "make the optimizer after fully_shard, data_parallel, parallelize and "
                     "materialize, from model.parameters()"
                 )

@@ -1,4 +1,5 @@
-"""`uneven_inputs`: loops over batches that end together on all ranks when some ranks have fewer batches.
+"""`uneven_inputs`: loops over batches that end together on all ranks when some ranks have fewer
+batches.
 
     rank 0 has [a b c], rank 1 has [d]       what each step of the loop receives; w are weights
                         step 0               step 1              step 2
@@ -6,10 +7,12 @@
     mode="shadow"       a, w   | d, w        b, 2.0 | d, 0.0     c, 2.0 | d, 0.0  rank 1 continues with a batch of weight 0
     mode="empty"        a      | d           b      | d[:0]      c      | d[:0]   rank 1 continues with a batch of no rows
 
-Ranks that have run out run the whole body of the loop: they gather parameters, exchange activations, reduce gradients and step
-the optimizer like all others. So any collectives work in the body.
+Ranks that have run out run the whole body of the loop: they gather parameters, exchange
+activations, reduce gradients and step the optimizer like all others. So any collectives work in the
+body.
 
-Ranks exchange whether they have a batch for the next step while the current step runs, so that no rank waits for it:
+Ranks exchange whether they have a batch for the next step while the current step runs, so that no
+rank waits for it:
 
     fetch 0, send  |  fetch 1, send  body of step 0  |  fetch 2, send  body of step 1  |  ...
                    ^ wait for 0                      ^ wait for 1, which arrived during step 0
@@ -80,44 +83,56 @@ def uneven_inputs(
         for (x, y), weight in sm.parallel.uneven_inputs(loader, mesh, mode="shadow"):             # each rank has its own loss
             (loss_of(x, y) * weight).backward()                                 # and gradients are averaged over ranks
 
-    Which mode: "stop" leaves surplus batches of some ranks out of the epoch. The others use every sample once, while some ranks compute
-    on nothing in the last steps; mean loss and gradients of a step equal those of one process that has all samples:
+    Which mode: "stop" leaves surplus batches of some ranks out of the epoch. The others use every
+    sample once, while some ranks compute on nothing in the last steps; mean loss and gradients of a
+    step equal those of one process that has all samples:
 
-    - "empty", if batches become sharded tensors: a mean over a sharded dim counts the rows that exist, so a part without rows has no
-      effect in any operator (losses, batch norms, routing). The same holds for a last batch that is short.
-    - "shadow", if each rank has its own loss, which is averaged over ranks: a batch has the weight `samples * ranks / all samples`, 0 on
-      a rank that has run out, so that the mean of `loss * weight` is the mean over all samples. Shapes do not change. A rank that has
-      run out gets a copy of its first batch each time. Results that are not multiplied by `weight` (statistics of a batch norm, a second
-      loss) do include that batch.
+    - "empty", if batches become sharded tensors: a mean over a sharded dim counts the rows that
+      exist, so a part without rows has no effect in any operator (losses, batch norms, routing).
+      The same holds for a last batch that is short.
+    - "shadow", if each rank has its own loss, which is averaged over ranks: a batch has the weight
+      `samples * ranks / all samples`, 0 on a rank that has run out, so that the mean of
+      `loss * weight` is the mean over all samples. Shapes do not change. A rank that has run out
+      gets a copy of its first batch each time. Results that are not multiplied by `weight`
+      (statistics of a batch norm, a second loss) do include that batch.
 
     Args:
-        loader: batches: a DataLoader, a list, a generator, also an infinite one. It is read one batch ahead.
+        loader: batches: a DataLoader, a list, a generator, also an infinite one. It is read one
+            batch ahead.
         mesh: the mesh whose ranks run the loop; by default that of `with mesh:` or `set_mesh`.
-        axes: the axes along which batches differ, as in "dp" or ("dp", "fsdp"); optional if the mesh has one axis. Ranks that
-            differ only along other axes must have the same batches; each step checks that all or none of them have one, and in
-            modes other than "stop" that the number of samples is the same.
+        axes: the axes along which batches differ, as in "dp" or ("dp", "fsdp"); optional if the
+            mesh has one axis. Ranks that differ only along other axes must have the same batches;
+            each step checks that all or none of them have one, and in modes other than "stop" that
+            the number of samples is the same.
         mode: "stop", "shadow" or "empty".
-        count: with "shadow", the number of samples in a batch, as in `lambda batch: int((batch["labels"] != -100).sum())`; by
-            default the rows of its first tensor.
+        count: with "shadow", the number of samples in a batch, as in
+            `lambda batch: int((batch["labels"] != -100).sum())`; by default the rows of its first
+            tensor.
 
     Returns:
-        An iterator over batches, in mode "shadow" over (batch, weight) with a Python float. Numbers that are passed to a function under
-        `shard_map` must be the same on all ranks, so pass `sm.from_local(torch.tensor([weight]), mesh, P("dp"))` there, and use
-        `sm.pmean(loss * weight.sum(), "dp")`. If batches differ in length, leave `in_specs` out: a spec without sizes would split
-        them evenly.
+        An iterator over batches, in mode "shadow" over (batch, weight) with a Python float. Numbers
+        that are passed to a function under `shard_map` must be the same on all ranks, so pass
+        `sm.from_local(torch.tensor([weight]), mesh, P("dp"))` there, and use
+        `sm.pmean(loss * weight.sum(), "dp")`. If batches differ in length, leave `in_specs` out: a
+        spec without sizes would split them evenly.
 
     Raises:
-        ValueError, TypeError, MeshError: on every rank, for wrong arguments; in the loop, if ranks that must have the same batch do not.
-        PeerError: the loader of another rank raised an error. That rank raises its own error in the same step, after the steps for
-            which all ranks had a batch. The program may catch it and continue.
+        ValueError, TypeError, MeshError: on every rank, for wrong arguments; in the loop, if ranks
+            that must have the same batch do not.
+        PeerError: the loader of another rank raised an error. That rank raises its own error in the
+            same step, after the steps for which all ranks had a batch. The program may catch it and
+            continue.
 
-    Communication: for each step one all_gather of 16 bytes over the mesh, which overlaps with the step before. If a rank has no
-        batch at all and the mode is not "stop", one row of another rank's first batch, once.
+    Communication: for each step one all_gather of 16 bytes over the mesh, which overlaps with the
+        step before. If a rank has no batch at all and the mode is not "stop", one row of another
+        rank's first batch, once.
 
-    torch's `Join` is for DistributedDataParallel and ZeroRedundancyOptimizer: ranks that have run out take part in the all_reduces that
-    these classes declare, with zeros. Its mean is over ranks, not samples, so a short batch counts as much as a full one; FSDP, tensor
-    parallelism and collectives of the program hang. Accelerate's `join_uneven_inputs` uses that `Join`; its `even_batches` repeats
-    samples, which then count twice. The equivalent of torch's `throw_on_early_termination` is `sm.parallel.check_lengths` before the loop.
+    torch's `Join` is for DistributedDataParallel and ZeroRedundancyOptimizer: ranks that have run
+    out take part in the all_reduces that these classes declare, with zeros. Its mean is over ranks,
+    not samples, so a short batch counts as much as a full one; FSDP, tensor parallelism and
+    collectives of the program hang. Accelerate's `join_uneven_inputs` uses that `Join`; its
+    `even_batches` repeats samples, which then count twice. The equivalent of torch's
+    `throw_on_early_termination` is `sm.parallel.check_lengths` before the loop.
 
     Example:
         >>> for batch in sm.parallel.uneven_inputs(loader, mesh, axes="dp"):
@@ -129,7 +144,8 @@ def uneven_inputs(
         )
     if count is not None and mode != "shadow":
         raise ValueError(
-            f"uneven_inputs(count=..., mode={mode!r}): only mode='shadow' has weights; leave count out"
+            f"uneven_inputs(count=..., mode={mode!r}): only mode='shadow' has weights; leave count "
+            "out"
         )
     mesh = given_or_current(mesh)
     if not isinstance(mesh, DeviceMesh):
@@ -142,17 +158,19 @@ def uneven_inputs(
 
 
 def _positions(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int]:
-    """Return the indices of the axes. Raises: MeshError for unknown axes, or none if the mesh has several."""
+    """Return the indices of the axes. Raises: MeshError for unknown axes, or none if the mesh has
+    several.
+    """
     if axes is None and mesh.ndim > 1:
         raise MeshError(
-            f"join on {mesh!r}: pass the axes along which ranks have different batches, as in axes={mesh.axis_names[0]!r}; along the "
-            "others they have the same"
+            f"join on {mesh!r}: pass the axes along which ranks have different batches, as in "
+            f"axes={mesh.axis_names[0]!r}; along the others they have the same"
         )
     names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else axes
     return [mesh.axis_index(name) for name in names]
 
 
-# -- this rank ---------------------------------------------------------------------------------------------------------
+# -- this rank -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +229,7 @@ def _weight(samples: int, received: np.ndarray) -> float:
     return samples * len(received) / max(int(received[:, 1].sum()), 1)
 
 
-# -- all ranks ---------------------------------------------------------------------------------------------------------
+# -- all ranks -------------------------------------------------------------------------------------
 
 
 class _StepExchange:
@@ -238,7 +256,9 @@ class _StepExchange:
         self._work: Work | None = None
 
     def send(self, mine: _Turn) -> None:
-        """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under way when this returns."""
+        """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under
+        way when this returns.
+        """
         with self._stream:
             self._mine = torch.tensor(
                 [mine.state, mine.samples], dtype=torch.int64, device=self.device
@@ -255,7 +275,9 @@ class _StepExchange:
         return received
 
     def leave(self) -> None:
-        """Wait for the exchange under way when the body leaves the loop: all ranks have started it."""
+        """Wait for the exchange under way when the body leaves the loop: all ranks have
+        started it.
+        """
         with suppress(RuntimeError):  # a rank has failed, which later collectives report
             self._wait()
 
@@ -274,13 +296,17 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
         return bool(ended.all())
     _log.info(
         "join: %s had %d batches, after which all ranks stop; %s had more",
-        ranks_text(exchange.ranks(ended)), step, ranks_text(exchange.ranks(~ended)),
-    )  # fmt: skip
+        ranks_text(exchange.ranks(ended)),
+        step,
+        ranks_text(exchange.ranks(~ended)),
+    )
     return True
 
 
 def _check(exchange: _StepExchange, mine: _Turn, received: np.ndarray, step: int) -> None:
-    """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same batch do not."""
+    """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same
+    batch do not.
+    """
     if (received[:, 0] == _RAISED).any():
         _raise(exchange, mine, step)
     grid = received[exchange.places]
@@ -301,8 +327,9 @@ def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.
         [mesh.axis_names[i] for i in axes] for axes in (exchange.along, exchange.replicated)
     )
     return (
-        f"join over {split} of {mesh!r}: ranks that differ only along {others} must have the same batches, but in step {step} {who}. "
-        f"Choose a rank's batches by mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass axes={mesh.axis_names}"
+        f"join over {split} of {mesh!r}: ranks that differ only along {others} must have the same "
+        f"batches, but in step {step} {who}. Choose a rank's batches by mesh.get_local_rank(axis) "
+        f"of {split}; or, if each rank has its own, pass axes={mesh.axis_names}"
     )
 
 
@@ -319,14 +346,17 @@ def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
     )
     if mine.error is not None:
         mine.error.add_note(
-            f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch raise PeerError"
+            f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch "
+            "raise PeerError"
         )
         raise mine.error
     raise _peer_error([one for one in received if one is not None], step)
 
 
 def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
-    """Return the description of an error for other ranks: rank, call and line, and the traceback."""
+    """Return the description of an error for other ranks: rank, call and line, and the
+    traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
@@ -339,14 +369,15 @@ def _peer_error(received: Sequence[tuple[Observation, str]], step: int) -> PeerE
     seen = tuple(one for one, _ in received)
     ranks = tuple(one.rank for one in seen)
     lines = [
-        f"the loader of {ranks_text(ranks)} raised an error for step {step} of sm.parallel.uneven_inputs, so no rank can take that step:"
+        f"the loader of {ranks_text(ranks)} raised an error for step {step} of "
+        "sm.parallel.uneven_inputs, so no rank can take that step:"
     ]
     lines += [f"rank {one.rank}:\n{trace}" for one, trace in received]
     text = "\n".join(lines)
     return PeerError(text, Verdict("raised", ranks, "", seen, text))
 
 
-# -- batches without samples -------------------------------------------------------------------------------------------
+# -- batches without samples -----------------------------------------------------------------------
 
 
 def _is_array(leaf: Any) -> bool:
@@ -361,8 +392,9 @@ def _rows_of(batch: Any) -> int:
     arrays = [leaf for leaf in pytree.tree_leaves(batch) if _is_array(leaf)]
     if not arrays:
         raise TypeError(
-            f"join: a batch of type {type(batch).__name__} has no tensor with rows to count (looked for in tuples, lists and dicts); make "
-            "the loader return one of these, as with dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number of samples"
+            f"join: a batch of type {type(batch).__name__} has no tensor with rows to count "
+            "(looked for in tuples, lists and dicts); make the loader return one of these, as with "
+            "dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number of samples"
         )
     return len(arrays[0])
 
@@ -376,7 +408,9 @@ def _make_stand_in(batch: Any, mode: str) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the whole base."""
+    """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the
+    whole base.
+    """
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return copy.deepcopy(leaf)
@@ -421,7 +455,9 @@ class _Array:
 
 
 def _packed(batch: Any) -> Any:
-    """Return a batch with the first row of each tensor only: enough to make a batch of the same structure."""
+    """Return a batch with the first row of each tensor only: enough to make a batch of the same
+    structure.
+    """
     leaves, tree = pytree.tree_flatten(batch)
     rows = next((len(leaf) for leaf in leaves if _is_array(leaf)), None)
     return tree.unflatten([_packed_leaf(leaf, rows) for leaf in leaves])

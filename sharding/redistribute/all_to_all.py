@@ -1,4 +1,6 @@
-"""Collectives in which each rank sends boxes of any size to any other: all_to_all_v, all_to_all_reduce, permute, and rounds of them."""
+"""Collectives in which each rank sends boxes of any size to any other: all_to_all_v,
+all_to_all_reduce, permute, and rounds of them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def _unpacks(shares: Sequence[TensorShare]) -> tuple[list[Unpack], list[int]]:
 def _packings(
     tensors: Sequence[tuple[Box, Sequence[Sequence[Box]]]], make: Callable[..., PackT]
 ) -> tuple[list[PackT], list[int]]:
-    """Return packings of a buffer in which the boxes of one rank are consecutive, and their length for each rank.
+    """Return packings of a buffer in which the boxes of one rank are consecutive, and their length
+    for each rank.
 
     Args:
         tensors: the rank's own box of each tensor, and by group index the boxes to pack.
@@ -91,8 +94,9 @@ def _packings(
 class AllToAllV(Collective):
     """all_to_all_v: every rank receives the boxes that it lacks.
 
-    What a rank has already is copied past the buffers. If with it the send or the receive buffer of a single tensor is the tensor
-    itself, everything goes through the buffers instead, which saves one of the two copies.
+    What a rank has already is copied past the buffers. If with it the send or the receive buffer of
+    a single tensor is the tensor itself, everything goes through the buffers instead, which saves
+    one of the two copies.
     """
 
     def __init__(self, group: Group, dtype: torch.dtype, shares: Sequence[TensorShare]) -> None:
@@ -144,10 +148,11 @@ def _through_buffers(me: int, share: TensorShare) -> TensorShare | None:
 
 
 class AllToAllReduce(Collective):
-    """all_to_all_reduce: every rank receives all contributions to its boxes and combines them in group order.
+    """all_to_all_reduce: every rank receives all contributions to its boxes and combines them in
+    group order.
 
-    Sums and products of 16-bit floats are accumulated in fp32 and rounded once. A rank's own contribution is among `sends` and
-    `recvs` at its own index, see `sent_to_self`.
+    Sums and products of 16-bit floats are accumulated in fp32 and rounded once. A rank's own
+    contribution is among `sends` and `recvs` at its own index, see `sent_to_self`.
     """
 
     def __init__(
@@ -186,7 +191,9 @@ class AllToAllReduce(Collective):
 
 
 def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], list[int]]:
-    """Return for each tensor, box of its result -> where its contributions start in the buffer, in group order; and the splits."""
+    """Return for each tensor, box of its result -> where its contributions start in the buffer, in
+    group order; and the splits.
+    """
     found: list[dict[Box, list[int]]] = [{} for _ in shares]
     start, splits = 0, []
     for peer in range(len(shares[0].recvs)):
@@ -223,7 +230,7 @@ class CollectivePermute(Collective):
         return results(work, lambda: [out])
 
 
-# -- several collectives for one result --------------------------------------------------------------------------------
+# -- several collectives for one result ------------------------------------------------------------
 
 FillResult = Callable[
     [Tensor, Tensor, CommTag | None], None
@@ -268,7 +275,9 @@ def keep_local(share: TensorShare) -> FillResult:
 
 
 def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
-    """Return an all_to_all_v inside a node, in which a rank sends boxes that it had, or that it received between nodes before."""
+    """Return an all_to_all_v inside a node, in which a rank sends boxes that it had, or that it
+    received between nodes before.
+    """
     fill = _pack_from_both(share)
     (unpack,), out_splits = _unpacks([share])
     in_splits, total = [_numel(boxes) for boxes in share.sends], sum(out_splits)
@@ -283,7 +292,9 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
 
 
 def _pack_from_both(share: TensorShare) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return a function that packs boxes of this rank's tensor and boxes of the result into one send buffer."""
+    """Return a function that packs boxes of this rank's tensor and boxes of the result into one
+    send buffer.
+    """
     held: tuple[list[Box], list[int]] = ([], [])
     received: tuple[list[Box], list[int]] = ([], [])
     start = 0

@@ -3,10 +3,11 @@
     forward    src ------------- plan(src, dst) ------------> dst
     backward   dual(src) <-- plan(dual(dst), dual(src)) --- dual(dst)
 
-The gradient of a tensor laid out as L is laid out as dual(L) (pending sum <-> replicated, sharded <-> itself), so the
-backward of a redistribution is the redistribution between the duals: all_gather <-> reduce_scatter, all_reduce <->
-all_reduce, a slice <-> a pad with zeros (`linear.py`). Pending max, min, average and product are not linear in this sense and are
-composed from operations that are (`pending_kinds.py`).
+The gradient of a tensor laid out as L is laid out as dual(L) (pending sum <-> replicated, sharded
+<-> itself), so the backward of a redistribution is the redistribution between the duals: all_gather
+<-> reduce_scatter, all_reduce <-> all_reduce, a slice <-> a pad with zeros (`linear.py`). Pending
+max, min, average and product are not linear in this sense and are composed from operations that are
+(`pending_kinds.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def redistribute_local(
     The result may share memory with `local` if the plan is a slice.
 
     Args:
-        local: this rank's box under `src`; if in another dtype, it is cast on the way (and its gradient back).
+        local: this rank's box under `src`; if in another dtype, it is cast on the way (and its
+            gradient back).
         src: the layout of `local`.
         dst: the wanted layout: same mesh, global shape and dtype.
         backward_dtype: dtype in which the gradient is sent; by default the gradient's own.
@@ -56,7 +58,8 @@ def redistribute_local(
 def redistribute_locals(
     locals_: Sequence[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Call `redistribute_local` for several tensors at once, in one bucket per group and dtype, forward and backward.
+    """Call `redistribute_local` for several tensors at once, in one bucket per group and dtype,
+    forward and backward.
 
     Communication: as `start_redistribute`.
     """
@@ -72,7 +75,8 @@ def start_redistribute(
     outs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
-    """Launch a redistribution of one or more tensors. Return a function that waits for it and returns the results.
+    """Launch a redistribution of one or more tensors. Return a function that waits for it and
+    returns the results.
 
     Args:
         tensors: a list of this rank's parts, which is emptied.
@@ -81,8 +85,9 @@ def start_redistribute(
         outs: contiguous tensors for the results.
         options: max_bytes, accumulate_dtype, transport: see `plan`.
 
-    Communication: the plans'; collectives of one stage with the same group, kind and dtype are one. A tensor that requires grad and
-        is pending with another kind than sum is redistributed by itself, and waited for at once.
+    Communication: the plans'; collectives of one stage with the same group, kind and dtype are one.
+        A tensor that requires grad and is pending with another kind than sum is redistributed by
+        itself, and waited for at once.
     """
     if not tensors:
         return list
@@ -123,7 +128,8 @@ def start_redistribute(
 def with_gradient_of_redistribute(
     local: Tensor, src: Layout, dst: Layout, result: Tensor
 ) -> Tensor:
-    """Return `result`, which equals `redistribute_local(local, src, dst)` but was computed in another way, with its gradient.
+    """Return `result`, which equals `redistribute_local(local, src, dst)` but was computed in
+    another way, with its gradient.
 
     Communication: none forward; backward, the plan's between the duals.
     """

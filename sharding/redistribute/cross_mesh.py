@@ -1,8 +1,9 @@
 """Redistribution of local tensors from one mesh to another, with gradients.
 
-Every rank of the two meshes takes part, forward and backward. A rank outside a mesh holds an empty tensor of shape (0,)
-in place of its part, and that empty tensor is in the autograd graph like any other. Whether a tensor requires grad is the same on
-all ranks, so that backward runs the same collectives in the same order everywhere.
+Every rank of the two meshes takes part, forward and backward. A rank outside a mesh holds an empty
+tensor of shape (0,) in place of its part, and that empty tensor is in the autograd graph like any
+other. Whether a tensor requires grad is the same on all ranks, so that backward runs the same
+collectives in the same order everywhere.
 
     forward    rank 0 (source)        [a b] --- all_to_all_v --> [ ]        its gradient is [ ] as well
                rank 1 (destination)   [ ]   --- all_to_all_v --> [a b]
@@ -28,7 +29,8 @@ from .step_collectives import device_mesh
 def redistribute_cross_mesh(
     local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """redistribute_cross_mesh(local, src, dst) -> this rank's part under `dst`, a layout on any mesh of the same world.
+    """redistribute_cross_mesh(local, src, dst) -> this rank's part under `dst`, a layout on any
+    mesh of the same world.
 
         src on ranks 0 1          dst on ranks 1 2 3
         rank 0   [a b c]          [ ]
@@ -36,12 +38,14 @@ def redistribute_cross_mesh(
         rank 2   [ ]              [c d]
         rank 3   [ ]              [e f]
 
-    The gradient goes the same way back, from dual(dst) to dual(src); differentiable any number of times. Every rank of both meshes
-    calls this, and backward through its result, including ranks whose result is empty. The local tensors of all ranks
-    require grad, or none does. The result may share memory with `local` if nothing has to move.
+    The gradient goes the same way back, from dual(dst) to dual(src); differentiable any number of
+    times. Every rank of both meshes calls this, and backward through its result, including ranks
+    whose result is empty. The local tensors of all ranks require grad, or none does. The result may
+    share memory with `local` if nothing has to move.
 
     Args:
-        local: this rank's box under `src`; on a rank outside its mesh an empty tensor of shape (0,).
+        local: this rank's box under `src`; on a rank outside its mesh an empty tensor of shape
+            (0,).
         src: the layout of `local`.
         dst: the wanted layout: same global shape and dtype.
         backward_dtype: dtype in which the gradient is sent; by default the gradient's own.
@@ -53,8 +57,9 @@ def redistribute_cross_mesh(
         ValueError: as `plan_cross_mesh`, on every rank, before any communication.
         TypeError: a mesh is abstract.
 
-    Communication: pending axes of `src` are reduced, then one all_to_all over the ranks of both meshes, in
-        which each rank receives each element that it lacks once; none if nothing has to move.
+    Communication: pending axes of `src` are reduced, then one all_to_all over the ranks of both
+        meshes, in which each rank receives each element that it lacks once; none if nothing has to
+        move.
 
     Example:
         >>> pair, four = DeviceMesh("cpu", [2, 0], axis_names=("x",)), DeviceMesh("cpu", [0, 1, 2, 3], axis_names=("y",))

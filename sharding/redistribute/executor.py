@@ -1,13 +1,15 @@
 """`Executor`: plans compiled for this rank, for one tensor or for several at once.
 
-A stage ends in at most one collective for each tensor. The collectives of a stage that have the same group, kind and dtype become one,
-and all of a stage are launched before the first is waited for:
+A stage ends in at most one collective for each tensor. The collectives of a stage that have the
+same group, kind and dtype become one, and all of a stage are launched before the first is waited
+for:
 
     x: reduce_scatter over dp   \\
     y: reduce_scatter over dp    >  one reduce_scatter over dp of one buffer, one all_gather over tp
     z: all_gather over tp       /
 
-One tensor is a list of one. Its steps need no bookkeeping, so a call that is waited for runs them one after the other.
+One tensor is a list of one. Its steps need no bookkeeping, so a call that is waited for runs them
+one after the other.
 """
 
 from __future__ import annotations
@@ -108,7 +110,9 @@ class _Stage:
 
 
 def _exact_scale(steps: Sequence[Step]) -> float | None:
-    """Return the factor by which the last of these steps multiplies, if it divides by a power of two."""
+    """Return the factor by which the last of these steps multiplies, if it divides by a power of
+    two.
+    """
     if not steps or steps[-1].op != "scale":
         return None
     count = steps[-1].group_size
@@ -116,10 +120,11 @@ def _exact_scale(steps: Sequence[Step]) -> float | None:
 
 
 class Executor:
-    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only handle data.
+    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only
+    handle data.
 
-    The parts may have another dtype than the plans: local steps keep it, and the first collective casts as it packs. On a rank
-    outside the mesh, parts are returned unchanged.
+    The parts may have another dtype than the plans: local steps keep it, and the first collective
+    casts as it packs. On a rank outside the mesh, parts are returned unchanged.
 
     Attributes:
         stages: local steps and collectives, in order.
@@ -159,10 +164,12 @@ class Executor:
         """Number of collectives that this rank takes part in."""
         return sum(len(stage.buckets) for stage in self.stages)
 
-    # -- one tensor, waited for ----------------------------------------------------------------------------------------
+    # -- one tensor, waited for --------------------------------------------------------------------
 
     def _sequential(self) -> list[tuple[Callable[..., Any], bool | None]]:
-        """Return all that happens to a single tensor: functions of it and None, or `start` of collectives and whether to donate it."""
+        """Return all that happens to a single tensor: functions of it and None, or `start` of
+        collectives and whether to donate it.
+        """
         runs: list[tuple[Callable[..., Any], bool | None]] = []
         for number, stage in enumerate(self.stages):
             runs += [(run, None) for run in stage.before[0]]
@@ -190,7 +197,7 @@ class Executor:
         dtype = self._dtypes[0]
         return local if local.dtype is dtype else local.to(dtype)
 
-    # -- any number, perhaps async -------------------------------------------------------------------------------------
+    # -- any number, perhaps async -----------------------------------------------------------------
 
     def start(
         self,
@@ -200,7 +207,8 @@ class Executor:
         outs: Sequence[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Callable[[], list[Tensor]]:
-        """Launch all steps up to the last collectives. Return a function that waits for them and returns the parts.
+        """Launch all steps up to the last collectives. Return a function that waits for them and
+        returns the parts.
 
         Collectives are launched in the plans' order, so that ranks may wait in different orders.
 
@@ -287,10 +295,14 @@ def _name(plans: Sequence[Plan]) -> str:
     moves = [f"{p.src} -> {p.dst.spec}" for p in plans]
     if len(moves) == 1:
         return moves[0]
-    return f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {stable_hash(str(moves)):x})"
+    return (
+        f"{len(moves)} tensors "
+        f"({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, "
+        f"{stable_hash(str(moves)):x})"
+    )
 
 
-# -- cached ------------------------------------------------------------------------------------------------------------
+# -- cached ----------------------------------------------------------------------------------------
 
 
 def executor(
@@ -300,7 +312,9 @@ def executor(
     accumulate_dtype: torch.dtype | None = None,
     transport: str | None = None,
 ) -> Executor:
-    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are those of `plan`."""
+    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are
+    those of `plan`.
+    """
     plain = max_bytes is None and accumulate_dtype is None and transport is None
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     found = src.runners.get(key)
@@ -313,7 +327,9 @@ def executor(
 
 
 def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
-    """Return the compiled plans of these (source, destination) layouts, cached on the first source."""
+    """Return the compiled plans of these (source, destination) layouts, cached on the first
+    source.
+    """
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
     cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())

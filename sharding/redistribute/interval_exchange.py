@@ -1,11 +1,13 @@
-"""`IntervalExchange`: get intervals of a split dim from the ranks that hold them, for operators along a split dim.
+"""`IntervalExchange`: get intervals of a split dim from the ranks that hold them, for operators
+along a split dim.
 
     x over 3 ranks   [0 1 2 | 3 4 5 | 6 7]
     wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2       here: x rolled by one
     result           [7 0 1 | 2 3 4 | 5 6]
 
-One all_to_all with uneven splits, or no communication if every rank holds the intervals that it wants. An element may be wanted by several
-ranks, or twice by one. Backward sends the gradient of every element back to the rank that holds it, and adds up there.
+One all_to_all with uneven splits, or no communication if every rank holds the intervals that it
+wants. An element may be wanted by several ranks, or twice by one. Backward sends the gradient of
+every element back to the rank that holds it, and adds up there.
 """
 
 from __future__ import annotations
@@ -46,22 +48,25 @@ class SourceInterval(NamedTuple):
 
 
 class IntervalExchange:
-    """`exchange(local)`: the wanted intervals of one dim, concatenated, as this rank's tensor; differentiable.
+    """`exchange(local)`: the wanted intervals of one dim, concatenated, as this rank's tensor;
+    differentiable.
 
     Args:
         src: the layout of which `local` is this rank's part.
-        dst: the layout of the operator's result, on the same mesh; it determines which ranks want the same.
+        dst: the layout of the operator's result, on the same mesh; it determines which ranks want
+            the same.
         dim: the dim of `src` that the intervals are of. The other dims of a part do not change.
-        wanted: `(start, stop)` of a rank's part of the result along its dim `dst_dim` -> the intervals of `dim` that the rank
-            needs, in order. A function of these numbers alone, so that all ranks agree.
-        dst_dim: the dim of `dst` that determines the intervals; by default `dim`. None if the result has no such dim:
-            `wanted` is then called with (0, 0).
+        wanted: `(start, stop)` of a rank's part of the result along its dim `dst_dim` -> the
+            intervals of `dim` that the rank needs, in order. A function of these numbers alone, so
+            that all ranks agree.
+        dst_dim: the dim of `dst` that determines the intervals; by default `dim`. None if the
+            result has no such dim: `wanted` is then called with (0, 0).
 
     Raises:
         ValueError: an axis that splits the dim in `dst` splits another dim in `src`.
 
-    Communication: one all_to_all over the axes that split the dim before or after, if any of their ranks wants what
-    another one holds; the same backward.
+    Communication: one all_to_all over the axes that split the dim before or after, if any of their
+    ranks wants what another one holds; the same backward.
     """
 
     def __init__(
@@ -77,8 +82,9 @@ class IntervalExchange:
         self.axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
         if elsewhere := [axis for axis in self.axes if src.dim_of.get(axis, dim) != dim]:
             raise ValueError(
-                f"axis {elsewhere[0]!r} splits dim {src.dim_of[elsewhere[0]]} of {src}, so ranks along it hold other parts of it, and "
-                f"intervals of dim {dim} for {dst} cannot be exchanged between them; redistribute first"
+                f"axis {elsewhere[0]!r} splits dim {src.dim_of[elsewhere[0]]} of {src}, so ranks "
+                f"along it hold other parts of it, and intervals of dim {dim} for {dst} cannot be "
+                "exchanged between them; redistribute first"
             )
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ class IntervalExchange:
             )
         return found
 
-    # -- which rank sends what to which --------------------------------------------------------------------------------
+    # -- which rank sends what to which ------------------------------------------------------------
 
     @cached_property
     def _peers(self) -> list[tuple[int, ...]]:
@@ -153,7 +159,9 @@ class IntervalExchange:
         return found
 
     def _owner(self, index: int, wanter: int) -> int:
-        """Return the rank that sends an element: the wanting rank itself if it holds it, else the first that does."""
+        """Return the rank that sends an element: the wanting rank itself if it holds it, else the
+        first that does.
+        """
         start, stop = self._held[wanter]
         if start <= index < stop:
             return wanter
@@ -178,13 +186,15 @@ class IntervalExchange:
     def _mine(self) -> list[SourceInterval]:
         return self._sources[self._me]
 
-    # -- moving --------------------------------------------------------------------------------------------------------
+    # -- moving ------------------------------------------------------------------------------------
 
     @cached_property
     def _boxes_and_splits(
         self,
     ) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
-        """The boxes of the part that are sent, elements for each rank, boxes of the result that are received, elements from each, shape."""
+        """The boxes of the part that are sent, elements for each rank, boxes of the result that are
+        received, elements from each, shape.
+        """
         shape, count = self.src.local_shape, len(self._peers)
         outgoing = [
             [(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me]
@@ -230,7 +240,9 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """Apply the transpose of `forward`: send every element back to the rank that holds it, and sum there."""
+        """Apply the transpose of `forward`: send every element back to the rank that holds it, and
+        sum there.
+        """
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(

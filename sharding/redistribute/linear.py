@@ -1,4 +1,5 @@
-"""Redistributions whose backward is the redistribution between the duals, and redistribution of gradients.
+"""Redistributions whose backward is the redistribution between the duals, and redistribution of
+gradients.
 
 Backward calls the same differentiable functions, so it can be differentiated again.
 """
@@ -21,7 +22,8 @@ from ..replicas.gradients import USED_DIFFERENTLY, check_replicas_agree
 from .executor import Pair, executor, executor_of_many
 from .redistribution_map import LinearRedistribution
 
-# (src, dst, src_grad, dst_grad): the layouts of a tensor before and after, and those of its gradients, None for the duals
+# (src, dst, src_grad, dst_grad): the layouts of a tensor before and after, and those of its
+# gradients, None for the duals
 Ends: TypeAlias = tuple[Layout, Layout, Layout | None, Layout | None]
 
 
@@ -61,7 +63,9 @@ def start_linear(
     outs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
-    """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`. Communication: the plans'."""
+    """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`.
+    Communication: the plans'.
+    """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
     given = list(tensors)
@@ -79,7 +83,7 @@ def start_linear(
     return wait
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def redistribute_grad(
@@ -92,10 +96,12 @@ def redistribute_grad(
     """Redistribute a gradient, starting from its origin if that is known (see `grad_origin`).
 
     Args:
-        src_grad, dst_grad: the layouts of the gradients of `grad` and of the result; by default the duals of theirs.
+        src_grad, dst_grad: the layouts of the gradients of `grad` and of the result; by default the
+            duals of theirs.
 
     Returns:
-        This rank's box under `dst`: a new tensor, or the whole tensor that `grad` was made from, but not a part of that.
+        This rank's box under `dst`: a new tensor, or the whole tensor that `grad` was made from,
+        but not a part of that.
 
     Communication: the plan's, from the layout in which the value is known.
     """
@@ -125,7 +131,9 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
 
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
-    """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype. Communication: the plans'."""
+    """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype.
+    Communication: the plans'.
+    """
     origins = (
         []
         if transforming()
@@ -147,7 +155,9 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
 
 
 def _whole(part: Tensor, origin: Tensor) -> Tensor:
-    """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep alive."""
+    """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep
+    alive.
+    """
     is_piece = (
         part.numel() < origin.numel()
         and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
@@ -155,7 +165,7 @@ def _whole(part: Tensor, origin: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format) if is_piece else part
 
 
-# -- the autograd node -------------------------------------------------------------------------------------------------
+# -- the autograd node -----------------------------------------------------------------------------
 
 
 def apply_node(
@@ -164,18 +174,22 @@ def apply_node(
     ready: Callable[[], list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node. `ready` gives the results if the redistribution was launched already.
+    """Redistribute in one autograd node. `ready` gives the results if the redistribution was
+    launched already.
 
-    Communication: the plans', if `ready` is None (then there must be one tensor); backward, those between the duals.
+    Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
+    between the duals.
     """
     return _Redistribute.apply(ends, backward_dtype, ready, *locals_)  # type: ignore[return-value]
 
 
 class _Redistribute(torch.autograd.Function):
-    """Linear redistributions of one or more tensors; backward redistributes between the duals, in buckets.
+    """Linear redistributions of one or more tensors; backward redistributes between the duals, in
+    buckets.
 
-    A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor is one value, and so is its
-    gradient. The gradient of that is laid out as the value again, so derivatives of every order alternate between the two.
+    A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor
+    is one value, and so is its gradient. The gradient of that is laid out as the value again, so
+    derivatives of every order alternate between the two.
     """
 
     @staticmethod
@@ -244,7 +258,9 @@ def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
 def _gradient_end(
     layout: Layout, grad_layout: Layout | None, dtype: torch.dtype
 ) -> tuple[Layout, Layout | None]:
-    """Return the layout of the gradient of an end, and that of the gradient of the gradient if it is not the dual."""
+    """Return the layout of the gradient of an end, and that of the gradient of the gradient if it
+    is not the dual.
+    """
     if grad_layout is None:
         return layout.dual.replace(dtype=dtype), None
     return grad_layout.replace(dtype=dtype), layout.replace(dtype=dtype)

@@ -1,14 +1,16 @@
-"""Collectives over boxes: pack, call the group, unpack. This file has the ring collectives; `all_to_all.py` has the others.
+"""Collectives over boxes: pack, call the group, unpack. This file has the ring collectives;
+`all_to_all.py` has the others.
 
-Each class is a step of a plan compiled for one rank: groups, boxes and packing are looked up once, and `start` only
-handles data. It takes one tensor, or a bucket: several tensors of one dtype whose parts are sent in one collective.
+Each class is a step of a plan compiled for one rank: groups, boxes and packing are looked up once,
+and `start` only handles data. It takes one tensor, or a bucket: several tensors of one dtype whose
+parts are sent in one collective.
 
     pack        boxes of the tensors -> one flat buffer, those for the same rank next to each other
     collective
     unpack      flat buffer -> the results; nothing is copied if the results are views of the buffer
 
-Each has the dtype in which its tensors are sent; tensors of other dtypes are cast as they are packed. A reduction may scale
-them, too.
+Each has the dtype in which its tensors are sent; tensors of other dtypes are cast as they are
+packed. A reduction may scale them, too.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Collective(ABC):
         """Pack and launch. Return the results, or with `async_op` an `AsyncResults`.
 
         Args:
-            tensors: this rank's parts. The list is emptied, so that their memory can be freed as soon as they are packed.
+            tensors: this rank's parts. The list is emptied, so that their memory can be freed as
+                soon as they are packed.
             donate: the tensors may be overwritten, and results may share their memory.
             outs: contiguous tensors to put the results into.
             tag: what the collective is for.
@@ -86,7 +89,7 @@ def results(work: Work | None, finish: Callable[[], list[Tensor]]) -> AsyncResul
     return finish() if work is None else AsyncResults(work, finish)
 
 
-# -- rings -------------------------------------------------------------------------------------------------------------
+# -- rings -----------------------------------------------------------------------------------------
 
 
 class AllReduce(Collective):
@@ -107,7 +110,9 @@ class AllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead of copied."""
+        """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead
+        of copied.
+        """
         if (
             donate
             and len(tensors) > 1
@@ -140,7 +145,9 @@ class AllReduce(Collective):
 
 
 def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the tensors concatenated in one dtype; a single one that is contiguous without a copy."""
+    """Return the tensors concatenated in one dtype; a single one that is contiguous without
+    a copy.
+    """
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous()
     flat = [x.reshape(-1) for x in tensors]
@@ -150,7 +157,9 @@ def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return the memory of tensors that are consecutive in memory as one flat tensor; None if they are not."""
+    """Return the memory of tensors that are consecutive in memory as one flat tensor; None if they
+    are not.
+    """
     first, end = tensors[0], tensors[0].data_ptr()
     for x in tensors:
         if x.dtype != dtype or not x.is_contiguous() or (x.data_ptr() != end and x.numel()):
@@ -168,7 +177,9 @@ def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
 def split_flat(
     flat: Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
 ) -> list[Tensor]:
-    """Return the tensors of a bucket: views of it, but not for autograd, so that they may be written in place."""
+    """Return the tensors of a bucket: views of it, but not for autograd, so that they may be
+    written in place.
+    """
     found = [
         x.view(shape)
         for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
@@ -226,7 +237,9 @@ class AllGather(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Launch. If the result is the parts concatenated, they are received in `outs`, and a part that is its view is not copied."""
+        """Launch. If the result is the parts concatenated, they are received in `outs`, and a part
+        that is its view is not copied.
+        """
         x = concatenated(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1 and self.unpacks[0].zero_copy:
@@ -238,7 +251,9 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """reduce_scatter: the tensors of all ranks combined, each rank receives its part of the result."""
+    """reduce_scatter: the tensors of all ranks combined, each rank receives its part of the
+    result.
+    """
 
     def __init__(
         self,
@@ -265,7 +280,9 @@ class ReduceScatter(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer (which may be the tensor itself)."""
+        """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer
+        (which may be the tensor itself).
+        """
         flat, size = (
             packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale),
             self.size,
@@ -292,7 +309,9 @@ def packed(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the send buffer of tensors: their boxes, cast and scaled; without a copy if that is a tensor itself."""
+    """Return the send buffer of tensors: their boxes, cast and scaled; without a copy if that is a
+    tensor itself.
+    """
     if len(packs) == 1 and tensors[0].dtype == dtype and scale is None:
         return packs[0](tensors[0])
     return pack_many(packs, tensors, tensors[0].new_empty(size, dtype=dtype), scale)

@@ -1,7 +1,8 @@
 """Redistribution of values that are pending with another kind than sum, with gradients.
 
-It is composed of operations whose gradients are known: an average is a sum after a local division; the gradient of a max or min goes
-to the ranks that hold it, in equal parts; a product is computed from gathered factors; all else is linear.
+It is composed of operations whose gradients are known: an average is a sum after a local division;
+the gradient of a max or min goes to the ranks that hold it, in equal parts; a product is computed
+from gathered factors; all else is linear.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def redistribute_nonlinear(
     transport: str | None = None,
     max_bytes: int | None = None,
 ) -> Tensor:
-    """Reduce axes that are pending with kinds other than sum, redistribute linearly, then make the result pending if wanted.
+    """Reduce axes that are pending with kinds other than sum, redistribute linearly, then make the
+    result pending if wanted.
 
     Communication: the plans' of these parts; `max_bytes` is ignored.
     """
@@ -81,7 +83,9 @@ def _reduce_extreme(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
 
 
 class _Extreme(torch.autograd.Function):
-    """Reduction of a pending max or min; the gradient goes to the ranks that hold the extreme value, in equal parts."""
+    """Reduction of a pending max or min; the gradient goes to the ranks that hold the extreme
+    value, in equal parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, src: Layout, reduced: Layout) -> Tensor:
@@ -101,13 +105,17 @@ class _Extreme(torch.autograd.Function):
 
 
 def _count_holders(mine: Tensor, src: Layout, axes: tuple[str, ...]) -> Tensor:
-    """Return how many ranks along the axes hold the extreme of each element. Communication: one all_reduce."""
+    """Return how many ranks along the axes hold the extreme of each element. Communication: one
+    all_reduce.
+    """
     counted = _with_kind(src.grad, axes, None)
     return redistribute_linear(mine.to(src.dtype), _with_kind(counted, axes, "sum"), counted)
 
 
 def _shares(mine: Tensor, src: Layout, reduced: Layout) -> Tensor:
-    """Return how much of the extreme's gradient each element of this part gets: 1 / number of holders, or 0."""
+    """Return how much of the extreme's gradient each element of this part gets: 1 / number of
+    holders, or 0.
+    """
     return mine.to(src.dtype) / _count_holders(mine, src, _leaving(src, reduced, "max", "min"))
 
 
@@ -149,7 +157,9 @@ class _ExtremeTransformed(torch.autograd.Function):
 
 
 def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:
-    """Gather the factors along a new leading dim and multiply: the gradients are exact even if a factor is zero."""
+    """Gather the factors along a new leading dim and multiply: the gradients are exact even if a
+    factor is zero.
+    """
     axes = _leaving(src, dst, "product")
     if not axes:
         return local, src
@@ -164,9 +174,11 @@ def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
 
 
 def _make_product_pending(local: Tensor, middle: Layout, dst: Layout) -> Tensor:
-    """Make a replicated value pending: a product keeps it on one rank; the max, min and avg of equal values is the value itself.
+    """Make a replicated value pending: a product keeps it on one rank; the max, min and avg of
+    equal values is the value itself.
 
-    Every rank's copy stays in the autograd graph, since the gradient of a replicated value is the sum over its copies.
+    Every rank's copy stays in the autograd graph, since the gradient of a replicated value is the
+    sum over its copies.
     """
     axes = _leaving(dst, middle, "product")
     mesh: Any = dst.mesh

@@ -4,7 +4,8 @@
     collective  of bytes
     combine     records -> the results: read as floats, contributions added up in fp32 in group order, rounded once
 
-What a rank sends to itself is quantized as well, so that all replicas of an element hold the same value.
+What a rank sends to itself is quantized as well, so that all replicas of an element hold the same
+value.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class QuantizedAllGather(Quantized):
 
 
 class QuantizedAllToAll(Quantized):
-    """`AllToAllV` and `AllToAllReduce` of quantized boxes; several records for one box are added up.
+    """`AllToAllV` and `AllToAllReduce` of quantized boxes; several records for one box are added
+    up.
 
     A rank's own boxes are among `sends` and `recvs` at its own index, see `sent_to_self`.
     """
@@ -142,7 +144,8 @@ _Record = tuple[Box, int]
 def _records(
     shares: Sequence[TensorShare], peers: Callable[[TensorShare], Sequence[Sequence[Box]]]
 ) -> tuple[list[list[_Record]], list[int]]:
-    """Return for each tensor its boxes and where their records begin in the buffer, and the bytes of each rank.
+    """Return for each tensor its boxes and where their records begin in the buffer, and the bytes
+    of each rank.
 
     In the buffer the records of one rank are consecutive.
     """

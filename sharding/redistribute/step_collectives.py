@@ -1,4 +1,6 @@
-"""The steps of a plan compiled for this rank: a local step is a function of its tensor, any other step a `Collective`."""
+"""The steps of a plan compiled for this rank: a local step is a function of its tensor, any other
+step a `Collective`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def device_mesh(layout: Layout) -> DeviceMesh:
     """Return the mesh of a layout. Raises: TypeError for an abstract mesh."""
     if not isinstance(layout.mesh, DeviceMesh):
         raise TypeError(
-            f"{layout} is on an abstract mesh, which can be planned for but holds no data; make a DeviceMesh"
+            f"{layout} is on an abstract mesh, which can be planned for but holds no data; make a "
+            "DeviceMesh"
         )
     return layout.mesh
 
@@ -57,7 +60,7 @@ def _coordinate(mesh: DeviceMesh) -> Coordinate:
     return mesh.coordinate
 
 
-# -- local steps -------------------------------------------------------------------------------------------------------
+# -- local steps -----------------------------------------------------------------------------------
 
 
 def compile_local(step: Step) -> LocalRun:
@@ -77,7 +80,9 @@ def compile_local(step: Step) -> LocalRun:
 def _compile_pad(
     step: Step, mesh: DeviceMesh, coordinate: Coordinate, before: Box, after: Box
 ) -> LocalRun:
-    """Return a function that fills up the shard with neutral elements; of replicas, only the one at coordinate 0 keeps its values."""
+    """Return a function that fills up the shard with neutral elements; of replicas, only the one at
+    coordinate 0 keeps its values.
+    """
     if step.kind not in _NEUTRAL:
         return lambda local: local  # pending max, min and avg mean that every rank holds a value
     src, dst = step.src, step.dst
@@ -95,7 +100,7 @@ def _compile_pad(
     return run
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Collective:
@@ -262,7 +267,9 @@ def _peers(step: Step) -> list[Coordinate]:
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
-    """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in each all_to_all of the step."""
+    """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in
+    each all_to_all of the step.
+    """
     mesh, group = device_mesh(step.src), _group(step)
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)
@@ -287,7 +294,7 @@ def _by_peer(peers: RankBoxes, mesh: DeviceMesh, group: Group) -> list[list[Box]
     return found
 
 
-# -- several collectives for one step ----------------------------------------------------------------------------------
+# -- several collectives for one step --------------------------------------------------------------
 
 
 def _sequence(steps: Sequence[Step]) -> Collective:

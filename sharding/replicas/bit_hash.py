@@ -1,12 +1,15 @@
-"""`bit_hash`: a 64-bit hash of the bits of a tensor and their positions, computed on the tensor's device.
+"""`bit_hash`: a 64-bit hash of the bits of a tensor and their positions, computed on the tensor's
+device.
 
-The tensor is read as 64-bit words, the last one padded with zeros. Each word and its position go through a permutation of the
-64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014), and the hash is the sum of the results, modulo 2**64:
+The tensor is read as 64-bit words, the last one padded with zeros. Each word and its position go
+through a permutation of the 64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014),
+and the hash is the sum of the results, modulo 2**64:
 
     sum over i of mix(word[i] ^ i * golden)
 
-So a tensor that differs in one word always has another hash; one that differs in several has the same one with a probability of
-about 2**-64. The sum does not depend on the order, so any device gives the same number. The hash is not cryptographic.
+So a tensor that differs in one word always has another hash; one that differs in several has the
+same one with a probability of about 2**-64. The sum does not depend on the order, so any device
+gives the same number. The hash is not cryptographic.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ GOLDEN, _FIRST, _SECOND = (
 
 @torch.no_grad()
 def bit_hash(x: Tensor) -> Tensor:
-    """bit_hash(x) -> 0-d int64 on the device of x: a hash of the bits of a plain tensor, without its shape and dtype.
+    """bit_hash(x) -> 0-d int64 on the device of x: a hash of the bits of a plain tensor, without
+    its shape and dtype.
 
     -0.0 and 0.0 have different hashes, and so have NaNs with different bits.
 

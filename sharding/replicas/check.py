@@ -1,4 +1,6 @@
-"""`assert_replicated` and `check_replicas`: compare what ranks should hold the same of, bit for bit."""
+"""`assert_replicated` and `check_replicas`: compare what ranks should hold the same of, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,27 @@ from .leaves import leaves_of, mesh_over, replica_leaves
 
 
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
-    """assert_replicated(tree) -> None: raise an error unless ranks that should hold the same values do, bit for bit.
+    """assert_replicated(tree) -> None: raise an error unless ranks that should hold the same values
+    do, bit for bit.
 
-    For a `ShardedTensor` these are the ranks that hold the same part by its layout, along "tp" for `P("dp")`; contributions to a
-    pending value are not compared. Plain tensors, numbers and strings must be the same on all ranks. NaNs with the same bits are
-    equal, 0.0 and -0.0 are not.
+    For a `ShardedTensor` these are the ranks that hold the same part by its layout, along "tp" for
+    `P("dp")`; contributions to a pending value are not compared. Plain tensors, numbers and strings
+    must be the same on all ranks. NaNs with the same bits are equal, 0.0 and -0.0 are not.
 
     Args:
-        tree: any tree of these; a module stands for its parameters and buffers, an optimizer for its state and settings.
-        mesh: the mesh whose ranks are compared; all of them call this, on other ranks it does nothing. By default the mesh of the
-            sharded tensors, if there is one for all; else that of `set_mesh` or `with mesh:`; else all ranks.
+        tree: any tree of these; a module stands for its parameters and buffers, an optimizer for
+            its state and settings.
+        mesh: the mesh whose ranks are compared; all of them call this, on other ranks it does
+            nothing. By default the mesh of the sharded tensors, if there is one for all; else that
+            of `set_mesh` or `with mesh:`; else all ranks.
 
     Raises:
-        ReplicaError: on every rank; names the leaf, the ranks that differ, the first index and both values, or how trees differ.
+        ReplicaError: on every rank; names the leaf, the ranks that differ, the first index and both
+            values, or how trees differ.
         TypeError: a leaf is neither tensor, number nor text.
 
-    Communication: one all_gather of about 100 bytes from each rank. If values differ, more: at most a few thousand bytes from each
-        rank and a few dozen for each leaf.
+    Communication: one all_gather of about 100 bytes from each rank. If values differ, more: at most
+        a few thousand bytes from each rank and a few dozen for each leaf.
 
     Example:
         >>> sm.debug.assert_replicated({"model": model, "optimizer": optimizer, "step": step})
@@ -40,12 +46,14 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
 
 
 class ReplicaCheck:
-    """The result of `check_replicas`: call it once per step; it compares replicas every `every` steps.
+    """The result of `check_replicas`: call it once per step; it compares replicas every `every`
+    steps.
 
     Attributes:
         every: the number of steps from one comparison to the next.
         step: the number of calls.
-        last_equal: the last step at which all replicas were the same; 0 before the first comparison.
+        last_equal: the last step at which all replicas were the same; 0 before the first
+            comparison.
     """
 
     def __init__(
@@ -55,7 +63,9 @@ class ReplicaCheck:
         self._trees, self._mesh = [model] if optimizer is None else [model, optimizer], mesh
 
     def __call__(self) -> None:
-        """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas differ."""
+        """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas
+        differ.
+        """
         self.step += 1
         if self.step % self.every:
             return
@@ -82,16 +92,19 @@ class ReplicaCheck:
 def check_replicas(
     model: Any, optimizer: Optimizer | None = None, *, every: int, mesh: DeviceMesh | None = None
 ) -> ReplicaCheck:
-    """check_replicas(model, optimizer, every=n) -> check: call it once per step; every n-th time it is an `assert_replicated`.
+    """check_replicas(model, optimizer, every=n) -> check: call it once per step; every n-th time it
+    is an `assert_replicated`.
 
     Args:
         model: a module, or any tree of modules, tensors and numbers.
-        optimizer: an optimizer whose state and settings are compared as well, under the names of the parameters.
-        every: steps. A comparison takes a CPU core about 0.07 ms for each tensor and 0.5 ms for each MB.
+        optimizer: an optimizer whose state and settings are compared as well, under the names of
+            the parameters.
+        every: steps. A comparison takes a CPU core about 0.07 ms for each tensor and 0.5 ms for
+            each MB.
         mesh: as in `assert_replicated`.
 
-    Raises: ValueError if `every` is not a positive integer. The check raises ReplicaError, which also names the last step at
-        which all replicas were the same.
+    Raises: ValueError if `every` is not a positive integer. The check raises ReplicaError, which
+        also names the last step at which all replicas were the same.
     Communication: none here; that of `assert_replicated` in every n-th call.
 
     Example:
@@ -102,7 +115,8 @@ def check_replicas(
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(
-            f"check_replicas: every must be a positive integer, the number of steps between comparisons, got every={every!r}"
+            "check_replicas: every must be a positive integer, the number of steps between "
+            f"comparisons, got every={every!r}"
         )
     return ReplicaCheck(model, optimizer, every, mesh)
 
@@ -119,5 +133,6 @@ def _compare(prefix: str, trees: Sequence[Any], mesh: DeviceMesh | None) -> None
     for leaf in found:
         if not leaf.can_be_compared:
             raise TypeError(
-                f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor text; leave it out"
+                f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor "
+                "text; leave it out"
             )

@@ -1,8 +1,9 @@
 """`compare`: compare replicas between ranks, and find the first element that differs.
 
-Each rank hashes every leaf. It sends a hash of the structure of its tree, and for each set of ranks with which it shares leaves a
-hash of all these leaves. Only if these differ, more is gathered: the hashes of all leaves, and then those of parts of the
-first leaf that differs, until the element is found.
+Each rank hashes every leaf. It sends a hash of the structure of its tree, and for each set of ranks
+with which it shares leaves a hash of all these leaves. Only if these differ, more is gathered: the
+hashes of all leaves, and then those of parts of the first leaf that differs, until the element is
+found.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class ReplicaError(RuntimeError):
 
     Attributes:
         path: the name of the first leaf that differs.
-        ranks: the ranks whose value differs from that of the majority; empty if there is no majority.
-        index: of the first element that differs, in the global tensor; None if shapes differ or the leaf is not a tensor.
+        ranks: the ranks whose value differs from that of the majority; empty if there is no
+            majority.
+        index: of the first element that differs, in the global tensor; None if shapes differ or the
+            leaf is not a tensor.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ def compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
         prefix: the beginning of the error's text, such as "assert_replicated: ".
 
     Raises: ReplicaError, on every rank.
-    Communication: one all_gather of about 60 bytes, and 20 for each set of ranks that share leaves; more if values differ.
+    Communication: one all_gather of about 60 bytes, and 20 for each set of ranks that share leaves;
+    more if values differ.
     """
     if isinstance(group, NullGroup):
         return
@@ -82,7 +86,7 @@ def _compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
         raise _difference(prefix, leaves, hashes, group)
 
 
-# -- hashes ------------------------------------------------------------------------------------------------------------
+# -- hashes ----------------------------------------------------------------------------------------
 
 
 def _digest(x: Any) -> bytes:
@@ -126,7 +130,9 @@ def _described(leaf: ReplicaLeaf) -> str:
 def _by_holders(
     leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes]
 ) -> dict[bytes, tuple[int, bytes]]:
-    """Return for each set of ranks with which this one shares leaves its size, and a hash of all these leaves."""
+    """Return for each set of ranks with which this one shares leaves its size, and a hash of all
+    these leaves.
+    """
     shared: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
     for leaf, hash_ in zip(leaves, hashes, strict=True):
         if leaf.holders:
@@ -145,7 +151,7 @@ def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
     )
 
 
-# -- what differs ------------------------------------------------------------------------------------------------------
+# -- what differs ----------------------------------------------------------------------------------
 
 
 def _equal_ranks(values: Iterable[tuple[int, Any]]) -> EqualRanks:
@@ -170,7 +176,10 @@ def _who(groups: EqualRanks) -> str:
     if _is_tie(groups):
         return f"{_some(list(map(ranks_text, groups)), ' against ')}, a tie"
     outliers = _outliers(groups)
-    return f"{ranks_text(outliers)} differ{'s' if len(outliers) == 1 else ''} from {ranks_text(groups[0])}"
+    return (
+        f"{ranks_text(outliers)} differ{'s' if len(outliers) == 1 else ''} from "
+        f"{ranks_text(groups[0])}"
+    )
 
 
 def _some(texts: Sequence[str], separator: str) -> str:
@@ -247,12 +256,17 @@ def _difference(
         if others
         else ""
     )
-    text = f"{_named(leaf)} is not the same on ranks that should hold the same of it: {_some(list(map(_who, sets[first])), '; ')}"
+    text = (
+        f"{_named(leaf)} is not the same on ranks that should hold the same of it: "
+        f"{_some(list(map(_who, sets[first])), '; ')}"
+    )
     return ReplicaError(f"{prefix}{text}. {where}.{also}", leaf.path, outliers, index)
 
 
 def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest rank first."""
+    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
+    rank first.
+    """
     found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in zip(ranks, row, strict=True):
         if holders:
@@ -261,7 +275,9 @@ def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) ->
 
 
 def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
-    """Return the error for ranks whose trees are the same but whose meshes differ: they disagree on which ranks hold the same."""
+    """Return the error for ranks whose trees are the same but whose meshes differ: they disagree on
+    which ranks hold the same.
+    """
     everyone = group.all_gather_object([leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
@@ -277,7 +293,8 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
         if found is not None:
             said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
             return ReplicaError(
-                f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on all ranks",
+                f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on "
+                "all ranks",
                 leaf.path,
             )
     raise RuntimeError(
@@ -285,7 +302,7 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     )
 
 
-# -- which element -----------------------------------------------------------------------------------------------------
+# -- which element ---------------------------------------------------------------------------------
 
 
 def _first_difference(

@@ -1,14 +1,18 @@
-"""`check_replicas_agree`: compare the gradients of replicas of a value that left as plain tensors, which all ranks must use the same way.
+"""`check_replicas_agree`: compare the gradients of replicas of a value that left as plain tensors,
+which all ranks must use the same way.
 
-Gradients agree if they are equal up to rounding: replicas may sum in another order. Ranks exchange random projections of their
-gradients and the norm; two projections may differ by `tolerance` times the largest norm. If the norm of the difference is d times
-that norm, all 8 projections miss it with a probability of about (0.8 * tolerance / d) ** 8. Elements that are not finite must be
-the same ones.
+Gradients agree if they are equal up to rounding: replicas may sum in another order. Ranks exchange
+random projections of their gradients and the norm; two projections may differ by `tolerance` times
+the largest norm. If the norm of the difference is d times that norm, all 8 projections miss it with
+a probability of about (0.8 * tolerance / d) ** 8. Elements that are not finite must be the same
+ones.
 
-That is the result of `to_local`, or the gradient of a plain tensor that counts as replicated. The check is made when a signature is first
-seen: the lines of the program that lead to the call of `to_local`, the layout, and how many with these came before in the backward
-pass. What is called ten times in a loop is checked ten times in the first pass and not in the second. Signatures are the same on ranks
-that run the same program, and one is kept only after the whole group has passed the check, so all ranks make the same decision.
+That is the result of `to_local`, or the gradient of a plain tensor that counts as replicated. The
+check is made when a signature is first seen: the lines of the program that lead to the call of
+`to_local`, the layout, and how many with these came before in the backward pass. What is called ten
+times in a loop is checked ten times in the first pass and not in the second. Signatures are the
+same on ranks that run the same program, and one is kept only after the whole group has passed the
+check, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -31,14 +35,16 @@ from .bit_hash import GOLDEN, bit_hash, flat_of, permute_
 
 CHECKS = (True, False, "always")
 LEFT_BY_TO_LOCAL = (
-    "the gradients of to_local() differ between the replicas on axes {axes} of {layout}: each rank used the value differently; write "
-    "to_local(grad_placements=[Partial() on those axes]) so that they are summed"
+    "the gradients of to_local() differ between the replicas on axes {axes} of {layout}: each rank "
+    "used the value differently; write to_local(grad_placements=[Partial() on those axes]) so that "
+    "they are summed"
 )
 USED_DIFFERENTLY = (
-    "the gradient of a plain tensor that is replicated on axes {axes} ({layout}) is to be differentiated, and each rank used it "
-    "differently: the gradients of that gradient differ between the replicas. A plain tensor is one value for all ranks, and so is its "
-    "gradient: compute the same of it on every rank, or make it a ShardedTensor before ranks go different ways, "
-    "ShardedTensor.from_local(gradient, mesh, P())"
+    "the gradient of a plain tensor that is replicated on axes {axes} ({layout}) is to be "
+    "differentiated, and each rank used it differently: the gradients of that gradient differ "
+    "between the replicas. A plain tensor is one value for all ranks, and so is its gradient: "
+    "compute the same of it on every rank, or make it a ShardedTensor before ranks go different "
+    "ways, ShardedTensor.from_local(gradient, mesh, P())"
 )
 
 
@@ -73,7 +79,8 @@ def check_replicas_agree(
     text: str = LEFT_BY_TO_LOCAL,
     precision: torch.dtype | None = None,
 ) -> None:
-    """Check that the ranks along the replicated axes of `layout` have the same gradient, unless this signature has passed before.
+    """Check that the ranks along the replicated axes of `layout` have the same gradient, unless
+    this signature has passed before.
 
     Args:
         path: the `call_path` at which the value left; None to check in any case.
@@ -82,7 +89,8 @@ def check_replicas_agree(
         precision: a dtype in which the gradient was computed, if that is coarser than its own.
 
     Raises:
-        RuntimeError: on every rank of the axes, if the replicas differ by more than rounding (`tolerance`).
+        RuntimeError: on every rank of the axes, if the replicas differ by more than rounding
+            (`tolerance`).
 
     Communication: an all_reduce of 152 bytes over the replicated axes, if it checks.
     """
@@ -103,7 +111,9 @@ def check_replicas_agree(
 def _compare(
     grad: Tensor, layout: Layout, group: Group, text: str, precision: torch.dtype | None
 ) -> None:
-    """Compare the gradient with those of the group, up to rounding: by random projections, its norm and where it is not finite."""
+    """Compare the gradient with those of the group, up to rounding: by random projections, its norm
+    and where it is not finite.
+    """
     values = (
         torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
     )
@@ -119,7 +129,7 @@ def _compare(
         raise RuntimeError(text.format(axes=layout.replicated_axes, layout=layout))
 
 
-# -- random projections ------------------------------------------------------------------------------------------------
+# -- random projections ----------------------------------------------------------------------------
 
 PROJECTIONS = 8
 _TERMS = 2  # products of an element's and a row's factor that make up a weight
@@ -128,19 +138,23 @@ _ROWS_AT_A_TIME = 64
 
 
 def tolerance(dtype: torch.dtype, precision: torch.dtype | None = None) -> float:
-    """Return the difference of two projections, relative to the norm of the gradient, that may be due to rounding.
+    """Return the difference of two projections, relative to the norm of the gradient, that may be
+    due to rounding.
 
-    This is half the digits of the gradient's dtype, or of the dtype in which it was computed if that is coarser.
+    This is half the digits of the gradient's dtype, or of the dtype in which it was computed if
+    that is coarser.
     """
     return math.sqrt(max(torch.finfo(t).eps for t in (dtype, precision or dtype)))
 
 
 def _projections(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return projections of a 1-d tensor, its norm, and a hash of the positions of non-finite elements, which is 0 without any.
+    """Return projections of a 1-d tensor, its norm, and a hash of the positions of non-finite
+    elements, which is 0 without any.
 
-    A projection is a sum with random weights of mean 0 and variance 1, which depend on the position alone. The weights are continuous,
-    not signs: sums with random signs of two tensors that differ in two elements by the same amount are equal with probability 1/2, while
-    the density of a sum with uniform weights is at most sqrt(2) over its norm (Ball 1986, "Cube slicing in R^n").
+    A projection is a sum with random weights of mean 0 and variance 1, which depend on the position
+    alone. The weights are continuous, not signs: sums with random signs of two tensors that differ
+    in two elements by the same amount are equal with probability 1/2, while the density of a sum
+    with uniform weights is at most sqrt(2) over its norm (Ball 1986, "Cube slicing in R^n").
     """
     sums, norm = _weighted_sums(flat)
     not_finite = sums.new_zeros(1)
@@ -155,8 +169,8 @@ def _projections(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _weighted_sums(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Return the projections and the norm.
 
-    The weight of element j of row i, of `_ROW` elements, is the sum over `_TERMS` of u[j] * v[i]: one pass over the tensor, as a
-    product with a matrix that stays in the cache.
+    The weight of element j of row i, of `_ROW` elements, is the sum over `_TERMS` of u[j] * v[i]:
+    one pass over the tensor, as a product with a matrix that stays in the cache.
     """
     sums = torch.zeros(PROJECTIONS * _TERMS, dtype=torch.float64, device=flat.device)
     squares = torch.zeros(1, dtype=torch.float64, device=flat.device)
@@ -180,14 +194,18 @@ def _of_elements(device: torch.device) -> Tensor:
 
 
 def _of_rows(first: int, count: int, device: torch.device) -> Tensor:
-    """Return the factors of rows: for each projection a random direction, so that every row counts equally."""
+    """Return the factors of rows: for each projection a random direction, so that every row counts
+    equally.
+    """
     uniform = _uniform((1 << 40) + first * PROJECTIONS * _TERMS, count, device) - 0.5
     directions = uniform.view(count, _TERMS, PROJECTIONS)
     return (directions / directions.norm(dim=1, keepdim=True)).view(count, -1)
 
 
 def _uniform(counter: int, count: int, device: torch.device) -> Tensor:
-    """Return [count, columns] numbers of [0, 1), the same on every rank and device: SplitMix64 of a counter."""
+    """Return [count, columns] numbers of [0, 1), the same on every rank and device: SplitMix64 of a
+    counter.
+    """
     columns = PROJECTIONS * _TERMS
     words = torch.arange(1, 1 + count * columns, device=device).add_(counter).mul_(GOLDEN)
     words ^= (words >> 30).bitwise_and_((1 << 34) - 1)

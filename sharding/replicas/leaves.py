@@ -28,8 +28,10 @@ class ReplicaLeaf:
         path: the name of the leaf; "" if it is the whole tree.
         kind: the same text on every rank: a layout, "tensor", "float".
         value: this rank's part as a plain tensor, or the leaf itself if it is not a tensor.
-        holders: global ranks that should hold the same, ascending, including this one; empty if this rank holds nothing.
-        start: where this rank's part begins in the global tensor, per dim; empty if it is the whole.
+        holders: global ranks that should hold the same, ascending, including this one; empty if
+            this rank holds nothing.
+        start: where this rank's part begins in the global tensor, per dim; empty if it is the
+            whole.
     """
 
     path: str
@@ -54,7 +56,9 @@ def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) ->
 
 
 def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
-    """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is none."""
+    """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is
+    none.
+    """
     meshes = {layout.mesh for _, leaf in leaves if (layout := _layout_of(leaf)) is not None}
     ranks = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
@@ -62,7 +66,9 @@ def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
 
 
 def _layout_of(leaf: Any) -> Layout | None:
-    """Return the layout of a sharded tensor, whose class is of a higher layer; None for other leaves."""
+    """Return the layout of a sharded tensor, whose class is of a higher layer; None for other
+    leaves.
+    """
     return getattr(leaf, "_layout", None) if isinstance(leaf, Tensor) else None
 
 
@@ -80,7 +86,8 @@ class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
 
 
 def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
-    """Return the ranks of a mesh that hold the same values as this one, ascending; none outside the mesh.
+    """Return the ranks of a mesh that hold the same values as this one, ascending; none outside the
+    mesh.
 
     Contributions to a pending value are not the same.
     """
@@ -113,14 +120,14 @@ def _replica_leaf(
     )
 
 
-# -- naming ------------------------------------------------------------------------------------------------------------
+# -- naming ----------------------------------------------------------------------------------------
 
 
 def leaves_of(trees: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the name and value of every leaf of some trees.
 
-    A module stands for its parameters and buffers, an optimizer for its state and its settings. The state of a parameter has the
-    name of the parameter if its module is in one of the trees.
+    A module stands for its parameters and buffers, an optimizer for its state and its settings. The
+    state of a parameter has the name of the parameter if its module is in one of the trees.
     """
     names = _parameter_names(trees)
     return [leaf for tree in trees for leaf in _leaves("", tree, names)]

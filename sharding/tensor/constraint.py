@@ -18,22 +18,27 @@ from .sharded_tensor import ShardedTensor
 
 
 def with_sharding_constraint(x: Any, spec: Any) -> Any:
-    """with_sharding_constraint(x, spec) -> x laid out as the spec says: `redistribute` by JAX's name, for trees of tensors.
+    """with_sharding_constraint(x, spec) -> x laid out as the spec says: `redistribute` by JAX's
+    name, for trees of tensors.
 
-    It communicates at once, and explicitly: `sm.ops.implicit_comm("forbid")` allows it. Differentiable.
+    It communicates at once, and explicitly: `sm.ops.implicit_comm("forbid")` allows it.
+    Differentiable.
 
     Args:
-        x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, classes registered with torch's pytree) of them. None in
-            it stays.
-        spec: a `P`, a `NamedSharding` or a list of placements, for all tensors; or a tree of them that is a prefix of the tree of `x`. A
-            dim whose entry is `P.UNCONSTRAINED` keeps its axes, except those that the spec names elsewhere.
+        x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, classes registered with
+            torch's pytree) of them. None in it stays.
+        spec: a `P`, a `NamedSharding` or a list of placements, for all tensors; or a tree of them
+            that is a prefix of the tree of `x`. A dim whose entry is `P.UNCONSTRAINED` keeps its
+            axes, except those that the spec names elsewhere.
 
     Returns:
-        The tree with every tensor on its own mesh, laid out as the spec says; tensors that are already so are the same objects.
+        The tree with every tensor on its own mesh, laid out as the spec says; tensors that are
+        already so are the same objects.
 
     Raises:
         TypeError: a plain tensor or another leaf that is not a tensor, or an invalid spec.
-        ValueError: specs that do not fit the tree or a tensor, a sharding on another mesh than the tensor's.
+        ValueError: specs that do not fit the tree or a tensor, a sharding on another mesh than the
+            tensor's.
 
     Communication: the plans'; several tensors share collectives, as in `redistribute_many`.
 
@@ -69,14 +74,16 @@ def constrained_leaves(x: Any, spec: Any, context: str) -> Iterator[tuple[Any, A
     for path, leaf, where in matched(x, spec, context):
         if not isinstance(leaf, ShardedTensor) and leaf is not None:
             raise TypeError(
-                f"{context}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it on a mesh first, with "
-                "device_put(t, mesh, P(...)) or ShardedTensor.from_local(part, mesh, P(...))"
+                f"{context}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it "
+                "on a mesh first, with device_put(t, mesh, P(...)) or "
+                "ShardedTensor.from_local(part, mesh, P(...))"
             )
         yield leaf, where if leaf is None else leaf._layout.replace(_constrained(leaf, where)).spec
 
 
 def _constrained(x: ShardedTensor, where: Any) -> Any:
-    """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except those that the spec names.
+    """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except
+    those that the spec names.
 
     Raises:
         ValueError: the spec has more entries than the tensor has dims.
@@ -99,7 +106,8 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
 
 
 def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its place.
+    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its
+    place.
 
     Raises:
         TypeError: an invalid spec.
@@ -113,19 +121,23 @@ def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tupl
     specs, spec_shape = _children(spec)
     if spec_shape.is_leaf():
         raise TypeError(
-            f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for replicated write P()"
+            f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for "
+            "replicated write P()"
         )
     if shape != spec_shape:
         raise ValueError(
-            f"{context}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the values a {type(tree).__name__} of "
-            f"{len(children)}{_with_keys(children, specs)}; give specs of the same structure, or one P for all of them"
+            f"{context}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the "
+            f"values a {type(tree).__name__} of {len(children)}{_with_keys(children, specs)}; give "
+            "specs of the same structure, or one P for all of them"
         )
     for (key, child), (_, one) in zip(children, specs, strict=True):
         yield from matched(child, one, context, path + key)
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the children of the root of the tree, each with its key as text, and the structure of that level."""
+    """Return the children of the root of the tree, each with its key as text, and the structure of
+    that level.
+    """
     found, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(pytree.keystr(keys), child) for keys, child in found], shape
 

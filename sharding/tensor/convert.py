@@ -27,7 +27,7 @@ from .mesh_arguments import mesh_and_spec
 from .redistribute import redistribute
 from .sharded_tensor import ShardedTensor
 
-# -- local tensors in -------------------------------------------------------------------------------------------------
+# -- local tensors in ------------------------------------------------------------------------------
 
 
 def from_local(
@@ -41,46 +41,58 @@ def from_local(
     grad_placements: SpecLike = None,
     shape_check: bool | str = True,
 ) -> ShardedTensor:
-    """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global tensor.
+    """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global
+    tensor.
 
-    A replicated local tensor counts as one logical value: its gradient is the sum over the replicas, the same on every rank.
+    A replicated local tensor counts as one logical value: its gradient is the sum over the
+    replicas, the same on every rank.
 
     Args:
-        local_tensor: this rank's part; moved to the mesh's device type if it is on another one, except for "meta".
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
+        local_tensor: this rank's part; moved to the mesh's device type if it is on another one,
+            except for "meta".
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may
+            take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
-        run_check: compare dtypes and shapes of all ranks with the placements, also along replicated axes and with `shape`, and
-            give all replicas the values of the first one.
-        shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
-            so that uneven parts are handled (see `shape_check`); parts other than those of `torch.chunk` need placements with
-            `sizes`. (A rank outside the mesh does not exchange; it assumes parts like its own tensor, or uses the sizes.)
-        stride: the global strides, accepted with `shape` for compatibility with torch. They have no effect: each part has its own.
+        run_check: compare dtypes and shapes of all ranks with the placements, also along replicated
+            axes and with `shape`, and give all replicas the values of the first one.
+        shape: the global shape. Without it, the ranks along the axes that split something exchange
+            their local shapes, so that uneven parts are handled (see `shape_check`); parts other
+            than those of `torch.chunk` need placements with `sizes`. (A rank outside the mesh does
+            not exchange; it assumes parts like its own tensor, or uses the sizes.)
+        stride: the global strides, accepted with `shape` for compatibility with torch. They have no
+            effect: each part has its own.
         grad_placements: layout of the local tensor's gradient; by default this layout, reduced.
-        shape_check: when ranks exchange shapes, without `shape`. True: the first time that this call is reached over these lines of the
-            program, with these placements, dtype and sizes of the other dims; again when a rank's part has another shape than the
-            previous time; and at every call if parts were uneven. So parts that were equal must either all change or all stay: otherwise
-            only some ranks exchange shapes, and the mismatch of collectives is an error. "always": at every call, for parts that are
-            sometimes equal. False: never; all parts are assumed equal, as in torch.
+        shape_check: when ranks exchange shapes, without `shape`. True: the first time that this
+            call is reached over these lines of the program, with these placements, dtype and sizes
+            of the other dims; again when a rank's part has another shape than the previous time;
+            and at every call if parts were uneven. So parts that were equal must either all change
+            or all stay: otherwise only some ranks exchange shapes, and the mismatch of collectives
+            is an error. "always": at every call, for parts that are sometimes equal. False: never;
+            all parts are assumed equal, as in torch.
 
     Raises:
-        ValueError: the parts do not make up the tensor that the placements describe: on every rank that exchanged shapes,
-            or with `shape`, on the ranks whose part does not fit it. Strides without a shape, or not one per dim. Another
-            `shape_check`.
+        ValueError: the parts do not make up the tensor that the placements describe: on every rank
+            that exchanged shapes, or with `shape`, on the ranks whose part does not fit it. Strides
+            without a shape, or not one per dim. Another `shape_check`.
 
-    Communication: none if nothing is split or `shape` is given; else one small all_gather of the shapes when `shape_check` requires
-        it. With `run_check` another one, and a broadcast over the replicated axes.
+    Communication: none if nothing is split or `shape` is given; else one small all_gather of the
+        shapes when `shape_check` requires it. With `run_check` another one, and a broadcast over
+        the replicated axes.
     """
     if isinstance(local_tensor, ShardedTensor):
         raise TypeError(
-            f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
+            "from_local takes this rank's part as a plain tensor, got a ShardedTensor "
+            f"{local_tensor._layout}"
         )
     if from_dtensor.is_dtensor(local_tensor):
         raise TypeError(
-            "from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute"
+            "from_local takes this rank's part as a plain tensor, got torch's DTensor; use "
+            "redistribute"
         )
     if stride is not None and (shape is None or len(stride) != len(shape)):
         raise ValueError(
-            f"stride={tuple(stride)} with shape={shape}: give the global shape and one stride per dim, or no strides"
+            f"stride={tuple(stride)} with shape={shape}: give the global shape and one stride per "
+            "dim, or no strides"
         )
     if shape_check not in CHECKS:
         raise ValueError(
@@ -102,7 +114,8 @@ def from_local(
         local_tensor = _checked(local_tensor, layout)
     if local_tensor.shape != layout.local_shape:
         raise ValueError(
-            f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
+            f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank "
+            f"holds {list(layout.local_shape)}"
         )
     if transforming():
         entered = LinearRedistribution(
@@ -124,7 +137,8 @@ def from_local(
 class _FromLocal(torch.autograd.Function):
     """From local to sharded: identity forward, reduction of the gradient backward.
 
-    The output is not a view for autograd, so it may be written in place even if the local tensor is a leaf, as in torch.
+    The output is not a view for autograd, so it may be written in place even if the local tensor is
+    a leaf, as in torch.
     """
 
     @staticmethod
@@ -144,7 +158,9 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _of_gradient(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a part's gradient: the part's own, except that pending kinds other than sum are per rank."""
+    """Return the layout of the gradient of a part's gradient: the part's own, except that pending
+    kinds other than sum are per rank.
+    """
     if layout.only_sums:
         return layout
     return layout.replace(
@@ -155,7 +171,8 @@ def _of_gradient(layout: Layout) -> Layout:
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
-    """Compare the parts of all ranks with the layout; return this rank's part with the values of the first replica.
+    """Compare the parts of all ranks with the layout; return this rank's part with the values of
+    the first replica.
 
     Raises:
         ValueError: on every rank, if a part has another dtype or shape.
@@ -174,7 +191,8 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
         }
         given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
         raise ValueError(
-            f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} requires {held}"
+            f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} "
+            f"requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
@@ -196,7 +214,9 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays there."""
+    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays
+    there.
+    """
     if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
         tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
     return (
@@ -220,7 +240,7 @@ class _Awaited(torch.autograd.Function):
         return grads[0]
 
 
-# -- local tensors out ------------------------------------------------------------------------------------------------
+# -- local tensors out -----------------------------------------------------------------------------
 
 
 def to_local(
@@ -228,22 +248,26 @@ def to_local(
 ) -> Tensor:
     """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
 
-    On a rank outside of the mesh, as in torch, this is a tensor of shape [0], and 0 of shape [] for a 0-d `x`.
+    On a rank outside of the mesh, as in torch, this is a tensor of shape [0], and 0 of shape [] for
+    a 0-d `x`.
 
     Args:
         x: a sharded tensor.
-        grad_placements: how the gradients of the local tensors make up the gradient of `x`. By default they are
-            assumed to be laid out as `x`, with equal replicas; if replicas differ (each rank uses the value for another
-            part of the work) backward raises, and `[Partial()]` on the axis is the right value.
-        check: when backward compares the gradients of replicas. True: the first time that a signature is seen, which is the lines of the
-            program that lead to this call, the layout, and the number of this call in the backward pass. "always": in each backward
-            pass. False: never; a gradient that differs between ranks is then used as each rank has it.
+        grad_placements: how the gradients of the local tensors make up the gradient of `x`. By
+            default they are assumed to be laid out as `x`, with equal replicas; if replicas differ
+            (each rank uses the value for another part of the work) backward raises, and
+            `[Partial()]` on the axis is the right value.
+        check: when backward compares the gradients of replicas. True: the first time that a
+            signature is seen, which is the lines of the program that lead to this call, the layout,
+            and the number of this call in the backward pass. "always": in each backward pass.
+            False: never; a gradient that differs between ranks is then used as each rank has it.
 
     Raises:
         RuntimeError: in backward, on every rank that compared: the gradients of replicas differ.
         ValueError: another `check`.
 
-    Communication: none forward. Backward: for replicated axes, a comparison of 152 bytes when `check` requires it.
+    Communication: none forward. Backward: for replicated axes, a comparison of 152 bytes when
+    `check` requires it.
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
@@ -277,7 +301,9 @@ def to_local(
 def with_grad_layout(
     local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False
 ) -> Tensor:
-    """Return a part of a tensor laid out as `layout`, whose gradient is laid out as `grad_layout`; `check` as in `to_local`."""
+    """Return a part of a tensor laid out as `layout`, whose gradient is laid out as `grad_layout`;
+    `check` as in `to_local`.
+    """
     if grad_layout is layout.dual:  # the gradient passes through unchanged
         return local.view_as(local)
     path = call_path() if check is True and layout.replicated_axes else None
@@ -321,7 +347,7 @@ class _ToLocal(torch.autograd.Function):
         ] * 5
 
 
-# -- whole tensors in -------------------------------------------------------------------------------------------------
+# -- whole tensors in ------------------------------------------------------------------------------
 
 
 def distribute_tensor(
@@ -334,13 +360,15 @@ def distribute_tensor(
     """distribute_tensor(t, mesh, placements) -> ShardedTensor: lay a whole tensor out on a mesh.
 
     Args:
-        tensor: the whole tensor. Only the values on rank `src_data_rank` of the mesh are used; all ranks give its shape and dtype. A
-            leaf, or without gradient; moved to the mesh's device type if it is on another one, except for "meta": then the parts
-            are on "meta" too. A DTensor of torch's is converted and redistributed.
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
+        tensor: the whole tensor. Only the values on rank `src_data_rank` of the mesh are used; all
+            ranks give its shape and dtype. A leaf, or without gradient; moved to the mesh's device
+            type if it is on another one, except for "meta": then the parts are on "meta" too. A
+            DTensor of torch's is converted and redistributed.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may
+            take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
-        src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
-            already, and then nothing is communicated.
+        src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every
+            rank has the data already, and then nothing is communicated.
 
     Returns:
         A leaf that requires grad if `tensor` does.
@@ -349,8 +377,9 @@ def distribute_tensor(
         ValueError: placements that do not fit the mesh or the tensor, a bad `src_data_rank`.
         RuntimeError: a tensor with a gradient history, which would be lost.
 
-    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None, and none for a
-        tensor on "meta", which must be on "meta" on every rank.
+    Communication: one all_to_all in which the source sends each rank its box; none if
+        `src_data_rank` is None, and none for a tensor on "meta", which must be on "meta" on every
+        rank.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
@@ -364,8 +393,9 @@ def distribute_tensor(
     if transforming() and is_transformed(tensor):
         refuse_foreign("distribute_tensor")
         raise NotImplementedError(
-            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad transforms: it makes a new leaf, with the values of one rank; "
-            "use ShardedTensor.from_local(t, mesh, P(), shape=t.shape).redistribute(placements), which uses every rank's own equal values"
+            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad transforms: it makes a "
+            "new leaf, with the values of one rank; use ShardedTensor.from_local(t, mesh, P(), "
+            "shape=t.shape).redistribute(placements), which uses every rank's own equal values"
         )
     _check_leaf(tensor)
     values = _on_device(tensor.detach(), device_mesh)
@@ -378,15 +408,16 @@ def distribute_tensor(
 def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
     if rank is not None and not 0 <= rank < mesh.size():
         raise ValueError(
-            f"src_data_rank {rank} is out of range: {mesh} has {mesh.size()} ranks; give an index from 0 to {mesh.size() - 1}, or None"
+            f"src_data_rank {rank} is out of range: {mesh} has {mesh.size()} ranks; give an index "
+            f"from 0 to {mesh.size() - 1}, or None"
         )
 
 
 def _check_leaf(tensor: Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise RuntimeError(
-            "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost; use "
-            "device_put(t, mesh, placements) to stay in the graph, or t.detach()"
+            "distribute_tensor makes a new leaf, and this tensor has a gradient history, which "
+            "would be lost; use device_put(t, mesh, placements) to stay in the graph, or t.detach()"
         )
 
 
@@ -416,7 +447,9 @@ def device_put(
 
 
 class _DevicePut(torch.autograd.Function):
-    """Send each rank its box of one rank's tensor; in backward every rank gets the whole gradient, as of a replicated tensor."""
+    """Send each rank its box of one rank's tensor; in backward every rank gets the whole gradient,
+    as of a replicated tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
@@ -437,7 +470,8 @@ class _DevicePut(torch.autograd.Function):
 
 
 def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:
-    """Return a leaf as a tensor; `context` and `path` say in errors who was called and which leaf of a tree it is.
+    """Return a leaf as a tensor; `context` and `path` say in errors who was called and which leaf
+    of a tree it is.
 
     Raises:
         TypeError: it cannot be converted.
@@ -448,13 +482,15 @@ def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{context} takes tensors, NumPy arrays and numbers, or a tree of them, got {type(x).__name__}{path} ({error}); convert "
-            "it to a tensor first"
+            f"{context} takes tensors, NumPy arrays and numbers, or a tree of them, got "
+            f"{type(x).__name__}{path} ({error}); convert it to a tensor first"
         ) from error
 
 
 def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
-    """Return this rank's box of the source's tensor; a pending sum has its whole value on one rank and zeros on the others."""
+    """Return this rank's box of the source's tensor; a pending sum has its whole value on one rank
+    and zeros on the others.
+    """
     mesh: Any = layout.mesh
     if mesh.coordinate is None:
         return tensor.new_empty(0)

@@ -1,4 +1,5 @@
-"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree too.
+"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree
+too.
 
 x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
 shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"
@@ -20,14 +21,17 @@ from .mesh_arguments import is_placement, mesh_and_spec
 
 
 def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int | None = 0) -> Any:
-    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; leaves that are sharded already are redistributed.
+    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; leaves that
+    are sharded already are redistributed.
 
-    With a mesh set, `device_put(x, P(...))`. If a leaf requires grad (on every rank), the result is part of its graph:
-    every rank's leaf gets the whole gradient, which can be differentiated again. `distribute_tensor` makes a leaf instead.
+    With a mesh set, `device_put(x, P(...))`. If a leaf requires grad (on every rank), the result is
+    part of its graph: every rank's leaf gets the whole gradient, which can be differentiated again.
+    `distribute_tensor` makes a leaf instead.
 
     Args:
-        x: a tensor, a NumPy array or a number, which is copied with the dtype that `torch.tensor` gives it; or a tree of them
-            (tuples, lists, dicts, classes registered with torch's pytree), in which None stays.
+        x: a tensor, a NumPy array or a number, which is copied with the dtype that `torch.tensor`
+            gives it; or a tree of them (tuples, lists, dicts, classes registered with torch's
+            pytree), in which None stays.
         mesh: a mesh; or a `NamedSharding`, or a tree of those that is a prefix of the tree of `x`.
         spec: a `P` or list of placements, or a prefix tree of them; None for replicated.
         src_data_rank: as in `distribute_tensor`.
@@ -37,7 +41,8 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         ValueError: shardings that do not fit the tree or a tensor; before anything moves.
         RuntimeError: as `distribute_tensor`.
 
-    Communication: for each leaf as `distribute_tensor` or `redistribute`; backward: the redistribution of its gradient to all ranks.
+    Communication: for each leaf as `distribute_tensor` or `redistribute`; backward: the
+    redistribution of its gradient to all ranks.
 
     Example:
         >>> sm.grad(lambda w: sm.device_put(w, mesh, P("dp")).square().sum())(torch.ones(4))
@@ -47,7 +52,8 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     if _is_tree(mesh):
         if spec is not None:
             raise TypeError(
-                f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: give either shardings, or a mesh and specs"
+                f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: "
+                "give either shardings, or a mesh and specs"
             )
         mesh, spec = None, mesh
     if x is None or not (_is_tree(x) or _is_tree(spec)):
@@ -76,7 +82,9 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Return True if this is a container, other than placements and the leaves of torch's pytree."""
+    """Return True if this is a container, other than placements and the leaves of torch's
+    pytree.
+    """
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 

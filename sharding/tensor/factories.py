@@ -42,7 +42,9 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
+    """Return a sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])`
+    or `sm.zeros((4, 8), mesh, spec)`.
+    """
     return _constant(0, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
@@ -68,7 +70,9 @@ def full(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """Return a sharded tensor filled with one value, whose type gives the dtype as in `torch.full`."""
+    """Return a sharded tensor filled with one value, whose type gives the dtype as in
+    `torch.full`.
+    """
     dtype = dtype or torch.full((), fill_value).dtype
     return _constant(
         fill_value, (tuple(size),), device_mesh, placements, dtype, layout, requires_grad
@@ -103,7 +107,9 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of random numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
+    """Return a sharded tensor of random numbers in [0, 1); the same global tensor on any mesh.
+    Seeded by `manual_seed`.
+    """
     return _new(random.uniform, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
@@ -115,7 +121,9 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of Gaussian random numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
+    """Return a sharded tensor of Gaussian random numbers; the same global tensor on any mesh.
+    Seeded by `manual_seed`.
+    """
     return _new(random.normal, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
@@ -130,9 +138,11 @@ def randint(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """Return a sharded tensor of random integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
+    """Return a sharded tensor of random integers in [low, high); the same global tensor on any
+    mesh. Seeded by `manual_seed`.
 
-    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` with a lower bound of 0.
+    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` with a lower
+    bound of 0.
     """
     if not isinstance(high, int):
         if is_mesh(size) or is_placement(size):
@@ -157,7 +167,8 @@ def randperm(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
 ) -> ShardedTensor:
-    """Return the numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
+    """Return the numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by
+    `manual_seed`.
 
     Every rank sorts all n numbers, whatever part of them it holds.
     """
@@ -228,7 +239,8 @@ def _new(
     size, mesh, placements = _positional(size, mesh, placements)
     if memory_layout is not torch.strided:
         raise ValueError(
-            f"layout={memory_layout} is not supported: the parts of a sharded tensor are strided; leave layout out"
+            f"layout={memory_layout} is not supported: the parts of a sharded tensor are strided; "
+            "leave layout out"
         )
     layout = Layout.of(mesh, placements, size, dtype or torch.get_default_dtype())
     if layout.pending:
@@ -244,7 +256,9 @@ def _new(
 def _positional(
     size: Sequence[Any], mesh: Any, placements: SpecLike
 ) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
-    """Parse the arguments of `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, with m set, `zeros((4, 8), p)`."""
+    """Parse the arguments of `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and,
+    with m set, `zeros((4, 8), p)`.
+    """
     at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
     dims, where = size[:at], size[at:]
     if where:
@@ -267,6 +281,7 @@ def _mesh_and_placements(given: Sequence[Any]) -> Sequence[Any]:
     """
     if len(given) > 2:
         raise TypeError(
-            f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}"
+            "after the shape a factory takes a mesh and a P or list of placements, each once; got "
+            f"{list(given)}"
         )
     return given if len(given) == 2 else (given[0], None)

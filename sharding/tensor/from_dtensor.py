@@ -40,7 +40,9 @@ def from_dtensor(x: Any) -> ShardedTensor:
 
 
 def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Placement]:
-    """Return the placements as ours; a _StridedShard splits after the later axes of its dim, which make `split_factor` parts."""
+    """Return the placements as ours; a _StridedShard splits after the later axes of its dim, which
+    make `split_factor` parts.
+    """
     out: list[Placement] = []
     for i, placement in enumerate(placements):
         if type(placement).__name__ != "_StridedShard":
@@ -53,14 +55,17 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
         ]
         if prod(sizes[j] for j in later) != placement.split_factor:
             raise TypeError(
-                f"a DTensor with placements {tuple(placements)}: redistribute it to Shard and Replicate first"
+                f"a DTensor with placements {tuple(placements)}: redistribute it to Shard and "
+                "Replicate first"
             )
         out.append(Shard(placement.dim))
     return _in_order(out, placements)
 
 
 def _in_order(own: list[Placement], placements: Sequence[Any]) -> list[Placement]:
-    """Return the placements with the order in which axes split a dim, if one of them is strided: the strided ones last."""
+    """Return the placements with the order in which axes split a dim, if one of them is strided:
+    the strided ones last.
+    """
     strided = [type(p).__name__ == "_StridedShard" for p in placements]
     for dim in {
         p.dim for p, late in zip(own, strided, strict=True) if late and isinstance(p, Shard)

@@ -1,9 +1,11 @@
 """The global shape of a tensor from the local shapes of all ranks.
 
-Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank only sees changes of its own part, so it can
-skip only if parts were equal: if all parts were equal the previous time on this line, and mine is unchanged, then either no part has
-changed, or some rank exchanges shapes now, alone, and its collective does not match those of the others. That is an error
-(docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call, since some may change while others do not.
+Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank only
+sees changes of its own part, so it can skip only if parts were equal: if all parts were equal the
+previous time on this line, and mine is unchanged, then either no part has changed, or some rank
+exchanges shapes now, alone, and its collective does not match those of the others. That is an error
+(docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call, since some may
+change while others do not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
 
 _TAG = CommTag(
-    'shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")'
+    "shapes of parts (equal parts that become unequal need from_local(shape=) or "
+    'shape_check="always")'
 )
 
 
@@ -31,8 +34,8 @@ class _KnownShapes:
     """The shapes that a group has exchanged.
 
     Attributes:
-        known: by signature, the shape of each part (None if the spec states the sizes of all) and the global shape, None if the next
-            call must exchange again.
+        known: by signature, the shape of each part (None if the spec states the sizes of all) and
+            the global shape, None if the next call must exchange again.
         calls: number of calls; the same on all ranks, whether they exchanged shapes or not.
     """
 
@@ -44,15 +47,18 @@ class _KnownShapes:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True
 ) -> tuple[int, ...]:
-    """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the placements state.
+    """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the
+    placements state.
 
     Args:
         check: when ranks exchange shapes, as `from_local` says.
 
     Raises:
-        ValueError: on every rank that exchanges shapes, if the parts are not those that the placements say.
+        ValueError: on every rank that exchanges shapes, if the parts are not those that the
+            placements say.
 
-    Communication: a small all_gather of shapes over the axes that split something, if they are exchanged.
+    Communication: a small all_gather of shapes over the axes that split something, if they are
+    exchanged.
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
     stated = _stated(spec, local.shape)
@@ -80,10 +86,10 @@ def global_shape(
         return shape
     parts = _exchange_shapes(group, shapes.calls, local)
     shape = shape_of_parts(
-        {mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)},
+        {mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)},  # type: ignore[misc]
         spec,
         mesh,
-    )  # type: ignore[misc]
+    )
     if signature is not None:
         sizes = {axes[0] for axes, _ in spec.sizes}
         if all(axes[0] in sizes for axes in spec.dims if axes):
@@ -107,8 +113,10 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
             for r, (number, d, *shape) in zip(group.ranks, told, strict=True)
         )
         raise RuntimeError(
-            f"ranks exchange shapes for different calls of from_local ({by_rank}): in an earlier call equal parts changed on some ranks "
-            'and not on others; pass shape=, or shape_check="always" if parts are only sometimes equal'
+            f"ranks exchange shapes for different calls of from_local ({by_rank}): in an earlier "
+            f"call equal parts changed on some ranks "
+            'and not on others; pass shape=, or shape_check="always" if parts are only sometimes '
+            "equal"
         )
     return [tuple(part) for _, *part in told]
 
@@ -116,10 +124,12 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
 def shape_of_parts(
     parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh
 ) -> tuple[int, ...]:
-    """Return the global shape of the tensor that these parts make up, or that the sizes of the spec state.
+    """Return the global shape of the tensor that these parts make up, or that the sizes of the spec
+    state.
 
     Args:
-        parts: coordinate -> dtype and shape of a part, at least for all ranks along the axes that split something.
+        parts: coordinate -> dtype and shape of a part, at least for all ranks along the axes that
+            split something.
         spec: with an entry for each dim.
         mesh: the mesh.
 
@@ -138,8 +148,8 @@ def shape_of_parts(
     if not describes(layout, everyone):
         boxes = [list(box_shape(layout.box_at(coordinate))) for coordinate in everyone]
         raise ValueError(
-            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into {boxes}: "
-            f"{_better_sizes(layout, everyone)}pass parts of these shapes"
+            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that "
+            f"into {boxes}: {_better_sizes(layout, everyone)}pass parts of these shapes"
         )
     return shape
 
@@ -160,7 +170,9 @@ def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) ->
 
 
 def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Return advice for the error: the sizes under which these would be the parts, if there are any."""
+    """Return advice for the error: the sizes under which these would be the parts, if there are
+    any.
+    """
     if layout.spec.sizes:
         return ""
     mesh, sizes, shape = layout.mesh, {}, []
@@ -176,13 +188,15 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
     if not describes(ragged, shapes):
         return "parts are cut as torch.chunk cuts, equal ones first; "
     return (
-        "parts are cut as torch.chunk cuts, equal ones first, unless Shard(dim, sizes=...) says how long each is; write "
-        f"{list(ragged.placements)}, or "
+        "parts are cut as torch.chunk cuts, equal ones first, unless Shard(dim, sizes=...) says "
+        f"how long each is; write {list(ragged.placements)}, or "
     )
 
 
 def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
-    """Return the global size of one dim: the sum over the axes that split it, at the first coordinate of all other axes."""
+    """Return the global size of one dim: the sum over the axes that split it, at the first
+    coordinate of all other axes.
+    """
     mine = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))
     return sum(

@@ -16,7 +16,9 @@ from .sharded_tensor import ShardedTensor
 
 
 def is_placement(x: Any) -> bool:
-    """Return True for a `P`, a sharding or a list of placements, which may be passed in place of the mesh."""
+    """Return True for a `P`, a sharding or a list of placements, which may be passed in place of
+    the mesh.
+    """
     return isinstance(x, (P, Sharding)) or (
         isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x)
     )
@@ -37,7 +39,8 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
     if is_placement(mesh):
         if placements is not None:
             raise TypeError(
-                f"got two placements, {mesh!r} and {placements!r}: give one, after the mesh or in its place"
+                f"got two placements, {mesh!r} and {placements!r}: give one, after the mesh or in "
+                "its place"
             )
         mesh, placements = None, mesh
     if isinstance(placements, Sharding):
@@ -48,7 +51,8 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
         mesh, placements = placements.mesh, placements.spec
     if mesh is not None and not is_mesh(mesh):
         raise TypeError(
-            f"expected a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}"
+            "expected a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got "
+            f"{mesh!r}"
         )
     if mesh is None and isinstance(like, ShardedTensor):
         return get_mesh() or like.mesh, placements

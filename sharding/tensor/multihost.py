@@ -1,7 +1,8 @@
-"""`sm.multihost`: exchange values between hosts, by the names of `jax.experimental.multihost_utils`. Every rank counts as a host.
+"""`sm.multihost`: exchange values between hosts, by the names of
+`jax.experimental.multihost_utils`. Every rank counts as a host.
 
-Every function is called on every rank of the world, with trees of one structure: tensors, NumPy arrays and numbers in tuples, lists and
-dicts, in which None stays.
+Every function is called on every rank of the world, with trees of one structure: tensors, NumPy
+arrays and numbers in tuples, lists and dicts, in which None stays.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ def process_allgather(in_tree: Any, tiled: bool = False) -> Any:
     """Return a tree like `in_tree` with every rank's values, on every rank, outside of any graph.
 
     Args:
-        in_tree: a tree, whose leaves have the same shapes on all ranks. A `ShardedTensor` in it becomes the whole tensor.
-        tiled: if False, the values of a leaf are stacked along a new dim 0, in the order of ranks; if True, concatenated along dim 0
-            (numbers are stacked).
+        in_tree: a tree, whose leaves have the same shapes on all ranks. A `ShardedTensor` in it
+            becomes the whole tensor.
+        tiled: if False, the values of a leaf are stacked along a new dim 0, in the order of ranks;
+            if True, concatenated along dim 0 (numbers are stacked).
 
     Raises:
         ValueError: on every rank: trees, shapes or dtypes differ.
         RuntimeError: the launcher started several ranks, and no mesh has connected them yet.
 
-    Communication: a small all_gather of the shapes and one all_gather for each leaf; of a `ShardedTensor`, that of `full_tensor`.
+    Communication: a small all_gather of the shapes and one all_gather for each leaf; of a
+    `ShardedTensor`, that of `full_tensor`.
 
     Example:
         >>> losses = sm.multihost.process_allgather(loss.item())  # one number for each rank
@@ -60,7 +63,8 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
 
     Raises:
         TypeError: a `ShardedTensor` in the tree.
-        ValueError: on every rank: trees, shapes or dtypes differ, or there is not exactly one source.
+        ValueError: on every rank: trees, shapes or dtypes differ, or there is not exactly one
+            source.
         RuntimeError: as `process_allgather`.
 
     Communication: a small all_gather of the shapes and one broadcast for each leaf.
@@ -70,7 +74,8 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
     """
     if any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves(in_tree)):
         raise TypeError(
-            "broadcast_one_to_all: a ShardedTensor already is one value for all ranks; leave it out of the tree"
+            "broadcast_one_to_all: a ShardedTensor already is one value for all ranks; leave it "
+            "out of the tree"
         )
     own = current_world().rank == 0 if is_source is None else bool(is_source)
     group, leaves, shape, source = _compare_trees("broadcast_one_to_all", in_tree, own)
@@ -89,12 +94,14 @@ def sync_global_devices(name: str) -> None:
     names = _group().all_gather_object(name)
     if len(set(names)) > 1:
         raise AssertionError(
-            f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on every rank"
+            f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on "
+            "every rank"
         )
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
-    """Check that every rank has the same tree of values, and the same layout of each `ShardedTensor`.
+    """Check that every rank has the same tree of values, and the same layout of each
+    `ShardedTensor`.
 
     NaN equals NaN, unlike in JAX.
 
@@ -112,7 +119,8 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
     start = f"{fail_message}: " if fail_message else ""
     if any(each[0] != everyone[0][0] for each in everyone):
         raise AssertionError(
-            f"{start}ranks passed trees of different structures: {_by_rank([each[0] for each in everyone])}"
+            f"{start}ranks passed trees of different structures: "
+            f"{_by_rank([each[0] for each in everyone])}"
         )
     path = next(
         path
@@ -120,7 +128,8 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
         if any(each[1][path] != digest for each in everyone)
     )
     raise AssertionError(
-        f"{start}{path} is not the same on every rank: {_by_rank([each[1][path][0] for each in everyone])}"
+        f"{start}{path} is not the same on every rank: "
+        f"{_by_rank([each[1][path][0] for each in everyone])}"
     )
 
 
@@ -136,7 +145,8 @@ def host_local_array_to_global_array(
     Args:
         local_inputs: a tree of this rank's parts.
         global_mesh: the mesh.
-        pspecs: a `P` for all leaves, or a prefix tree of them. Along axes that split nothing all ranks must have equal values.
+        pspecs: a `P` for all leaves, or a prefix tree of them. Along axes that split nothing all
+            ranks must have equal values.
 
     Raises:
         ValueError: as `make_array_from_process_local_data`.
@@ -158,7 +168,8 @@ def host_local_array_to_global_array(
 def global_array_to_host_local_array(
     global_inputs: Any, global_mesh: DeviceMesh, pspecs: Any
 ) -> Any:
-    """Return this rank's part of each leaf laid out as its spec says, a plain tensor. Differentiable.
+    """Return this rank's part of each leaf laid out as its spec says, a plain tensor.
+    Differentiable.
 
     Args:
         global_inputs: a tree of `ShardedTensor`s, or of tensors that are equal on all ranks.
@@ -179,7 +190,7 @@ def global_array_to_host_local_array(
     return _map_leaves("global_array_to_host_local_array", global_inputs, pspecs, part)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _map_leaves(context: str, tree: Any, specs: Any, convert: Callable[[Any, Any], Any]) -> Any:
@@ -200,7 +211,8 @@ def _group() -> Group:
     launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
     if launched is not None and launched[1] > 1:
         raise RuntimeError(
-            f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first make a mesh, sm.make_mesh"
+            f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first "
+            "make a mesh, sm.make_mesh"
         )
     return world.group(range(world.size))
 
@@ -208,7 +220,8 @@ def _group() -> Group:
 def _compare_trees(
     context: str, tree: Any, is_source: bool = True
 ) -> tuple[Group, list[Any], Any, int]:
-    """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the source rank.
+    """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the
+    source rank.
 
     Raises:
         ValueError: on every rank: the trees of ranks differ, or there is not exactly one source.
@@ -224,7 +237,8 @@ def _compare_trees(
     if any(each[0] != everyone[0][0] for each in everyone):
         kinds = [f"{', '.join(map(str, parts))} in {tree}" for (tree, parts), _ in everyone]
         raise ValueError(
-            f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and dtypes on every rank"
+            f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and "
+            "dtypes on every rank"
         )
     sources = [rank for rank, (_, source) in enumerate(everyone) if source]
     if context == "broadcast_one_to_all" and len(sources) != 1:

@@ -1,12 +1,14 @@
-"""Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks hold.
+"""Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks
+hold.
 
     whole tensor on one rank    device_put                               each rank is sent its box
     a function of the index     make_array_from_callback                 each rank makes its box
     each rank's own data        make_array_from_process_local_data       a loader's part of the batch
     each device's own tensor    make_array_from_single_device_arrays     used without a copy
 
-All are leaves outside any graph: gradients do not flow into the data. For local tensors with gradients there is `from_local`.
-A process has one device here, so "this process's data" and "this device's part" are the same, and lists have one element.
+All are leaves outside any graph: gradients do not flow into the data. For local tensors with
+gradients there is `from_local`. A process has one device here, so "this process's data" and "this
+device's part" are the same, and lists have one element.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .sharded_tensor import ShardedTensor
 
 Index = tuple[slice, ...]
 
-# -- a tensor made of parts --------------------------------------------------------------------------------------------
+# -- a tensor made of parts ------------------------------------------------------------------------
 
 
 def make_array_from_callback(
@@ -41,25 +43,28 @@ def make_array_from_callback(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is fn(index of the part).
+    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is
+    fn(index of the part).
 
         fn = lambda index: data[index]      data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
             rank 0: fn((slice(0, 2),))      rank 1: fn((slice(2, 4),))      ...
 
     Args:
         shape: the global shape.
-        mesh: the mesh; with one set it may be left out: `make_array_from_callback(shape, spec, fn)`.
+        mesh: the mesh; with one set it may be left out:
+            `make_array_from_callback(shape, spec, fn)`.
         spec: a `P` or one placement per axis.
-        data_callback: called once, with the slice per dim of this rank's box; returns that box as a tensor, a
-            numpy array or numbers, which is copied. Ranks with the same box must return the same values. It is also called
-            for an empty box, but not on a rank outside the mesh.
+        data_callback: called once, with the slice per dim of this rank's box; returns that box as a
+            tensor, a numpy array or numbers, which is copied. Ranks with the same box must return
+            the same values. It is also called for an empty box, but not on a rank outside the mesh.
         dtype: dtype of the result; by default that of the value that the callback returns.
 
     Raises:
-        ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh; only on the rank concerned, a
-            part that does not have the shape of the box.
+        ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh;
+            only on the rank concerned, a part that does not have the shape of the box.
         TypeError: no mesh given or set, or the callback returns a `ShardedTensor`.
-        RuntimeError: on the rank concerned, the callback returns a tensor that requires grad, whose gradient would be lost.
+        RuntimeError: on the rank concerned, the callback returns a tensor that requires grad, whose
+            gradient would be lost.
 
     Communication: none.
 
@@ -69,7 +74,8 @@ def make_array_from_callback(
     mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):
         raise TypeError(
-            f"make_array_from_callback: expected a function of the index after the spec, got {function!r}"
+            "make_array_from_callback: expected a function of the index after the spec, got "
+            f"{function!r}"
         )
     asked = Layout.of(mesh, spec, shape, dtype or torch.get_default_dtype())
     _check_not_pending("make_array_from_callback", asked.spec)
@@ -79,8 +85,9 @@ def make_array_from_callback(
     part = _copied(function(slices(asked.box)), dtype, mesh)
     if part.shape != asked.local_shape:
         raise ValueError(
-            f"make_array_from_callback: the callback returned shape {list(part.shape)} for index {_shown(asked.box)}, which is "
-            f"{list(asked.local_shape)} of {list(asked.shape)}; return the data at that index, as in lambda index: data[index]"
+            f"make_array_from_callback: the callback returned shape {list(part.shape)} for index "
+            f"{_shown(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
+            "return the data at that index, as in lambda index: data[index]"
         )
     return ShardedTensor._make_guarded(part, asked.replace(dtype=part.dtype))
 
@@ -91,27 +98,32 @@ def make_array_from_process_local_data(
     local_data: Any = None,
     global_shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank passes its own part.
+    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank
+    passes its own part.
 
         P("dp") on (dp=2, tp=2)     ranks 0 and 1 pass rows [a b c]       global  [a b c d e], in parts of 3 and 2 rows
                                     ranks 2 and 3 pass rows [d e]
 
     Args:
-        mesh: the mesh; with one set it may be left out: `make_array_from_process_local_data(spec, local)`.
+        mesh: the mesh; with one set it may be left out:
+            `make_array_from_process_local_data(spec, local)`.
         spec: a `P` or one placement per axis.
-        local_data: this rank's part, a tensor or a numpy array, which is copied. Ranks that hold replicas must pass equal data. With
-            `global_shape`, a dim may also have its global length: then the rank's part is sliced out of it.
-        global_shape: the global shape. Without it, a split dim is as long as the parts of all ranks together, whatever their
-            lengths: if they are not those of `torch.chunk`, the result's spec has `sizes`.
+        local_data: this rank's part, a tensor or a numpy array, which is copied. Ranks that hold
+            replicas must pass equal data. With `global_shape`, a dim may also have its global
+            length: then the rank's part is sliced out of it.
+        global_shape: the global shape. Without it, a split dim is as long as the parts of all ranks
+            together, whatever their lengths: if they are not those of `torch.chunk`, the result's
+            spec has `sizes`.
 
     Raises:
-        ValueError: placements that do not fit or are pending, data that does not fit `global_shape`; on every rank that
-            compared, parts that do not make up a tensor; no `global_shape` on a rank outside the mesh.
+        ValueError: placements that do not fit or are pending, data that does not fit
+            `global_shape`; on every rank that compared, parts that do not make up a tensor; no
+            `global_shape` on a rank outside the mesh.
         TypeError: no mesh given or set, or a `ShardedTensor`.
         RuntimeError: the data require grad, and their gradient would be lost.
 
-    Communication: none with `global_shape` or if nothing is split; else one small all_gather of the shapes over the axes that
-        split something.
+    Communication: none with `global_shape` or if nothing is split; else one small all_gather of the
+        shapes over the axes that split something.
 
     Example:
         >>> batch = sm.make_array_from_process_local_data(mesh, P("dp"), loader_batch)
@@ -138,18 +150,22 @@ def make_array_from_single_device_arrays(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on this rank is x, without a copy.
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on
+    this rank is x, without a copy.
 
     Args:
         shape: the global shape.
-        mesh: the mesh; with one set it may be left out: `make_array_from_single_device_arrays(shape, spec, [x])`.
-        spec: a `P` or one placement per axis. Pending axes are allowed: then x is this rank's contribution.
+        mesh: the mesh; with one set it may be left out:
+            `make_array_from_single_device_arrays(shape, spec, [x])`.
+        spec: a `P` or one placement per axis. Pending axes are allowed: then x is this rank's
+            contribution.
         arrays: the tensors on this process's devices: one, or none on a rank outside the mesh.
         dtype: dtype of the tensor, for a rank outside the mesh, which passes none.
 
     Raises:
-        ValueError: placements that do not fit, another number of tensors than one, a tensor that does not have the shape of the
-            box (only on the rank concerned); no dtype on a rank outside the mesh.
+        ValueError: placements that do not fit, another number of tensors than one, a tensor that
+            does not have the shape of the box (only on the rank concerned); no dtype on a rank
+            outside the mesh.
         TypeError: no mesh given or set, `arrays` is not a list of plain tensors.
 
     Communication: none.
@@ -162,7 +178,8 @@ def make_array_from_single_device_arrays(
         not isinstance(x, Tensor) or isinstance(x, ShardedTensor) for x in parts
     ):
         raise TypeError(
-            f"make_array_from_single_device_arrays: expected a list with this rank's plain tensor, got {type(parts).__name__}"
+            "make_array_from_single_device_arrays: expected a list with this rank's plain tensor, "
+            f"got {type(parts).__name__}"
         )
     if mesh.coordinate is None:
         known = _stated_dtype(
@@ -171,12 +188,13 @@ def make_array_from_single_device_arrays(
         return from_local(torch.empty(0, dtype=known, device=mesh.device), mesh, spec, shape=shape)
     if len(parts) != 1:
         raise ValueError(
-            f"make_array_from_single_device_arrays: a rank has one device, and {len(parts)} tensors were given; pass [x]"
+            f"make_array_from_single_device_arrays: a rank has one device, and {len(parts)} "
+            "tensors were given; pass [x]"
         )
     return from_local(parts[0].detach(), mesh, spec, shape=shape)
 
 
-# -- the parts of a tensor ---------------------------------------------------------------------------------------------------------
+# -- the parts of a tensor -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +203,11 @@ class AddressableShard:
 
     Attributes:
         index: the slice per dim of the part in the global tensor: `whole[shard.index]` is the part.
-        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution. None for other
-            ranks' parts in `global_shards`.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this
+            rank's contribution. None for other ranks' parts in `global_shards`.
         device: the device of the part.
-        replica_id: this rank's index among the ranks with the same part; the parts with replica_id 0 make up the tensor.
-            Contributions to a pending tensor are not replicas of each other.
+        replica_id: this rank's index among the ranks with the same part; the parts with replica_id
+            0 make up the tensor. Contributions to a pending tensor are not replicas of each other.
         rank: the rank, in the world.
     """
 
@@ -212,7 +230,9 @@ class AddressableShard:
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the parts that this rank holds: one, or none on a rank outside the mesh. Communication: none."""
+    """Return the parts that this rank holds: one, or none on a rank outside the mesh.
+    Communication: none.
+    """
     layout, mesh = x._layout, x.mesh
     if mesh.coordinate is None:
         return []
@@ -229,7 +249,9 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
 
 
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the part of every rank of the mesh, with data for this rank's only. Communication: none."""
+    """Return the part of every rank of the mesh, with data for this rank's only. Communication:
+    none.
+    """
     layout, mesh = x._layout, x.mesh
     found = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
@@ -249,7 +271,7 @@ def _replica_id(layout: Layout, coordinate: Sequence[int]) -> int:
     return place
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLike, Any]:
@@ -262,7 +284,9 @@ def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLi
 def _mesh_spec_data_shape(
     mesh: Any, spec: Any, data: Any, shape: Any
 ) -> tuple[DeviceMesh, SpecLike, Any, Any]:
-    """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh set."""
+    """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh
+    set.
+    """
     if is_placement(mesh):
         mesh, spec, data, shape = (
             (None, mesh, spec, shape if data is None else data)
@@ -275,8 +299,9 @@ def _mesh_spec_data_shape(
 def _check_not_pending(function: str, spec: P) -> None:
     if spec.unreduced:
         raise ValueError(
-            f"{function}: {spec} leaves values pending, but the data holds whole values; leave those axes replicated, or "
-            "declare what each rank contributes with ShardedTensor.from_local"
+            f"{function}: {spec} leaves values pending, but the data holds whole values; leave "
+            "those axes replicated, or declare what each rank contributes with "
+            "ShardedTensor.from_local"
         )
 
 
@@ -297,15 +322,17 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
     """
     if isinstance(data, ShardedTensor):
         raise TypeError(
-            f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}"
+            "expected this rank's part as a plain tensor or array, got a ShardedTensor "
+            f"{data._layout}"
         )
     if isinstance(data, Tensor):
         is_differentiated = data.requires_grad and torch.is_grad_enabled()
         if is_differentiated or (transforming() and is_transformed(data)):
             raise RuntimeError(
-                f"the data, a tensor of shape {list(data.shape)}, is being differentiated, and its gradient would be lost: data of ranks "
-                "become a new leaf. To stay in the graph use ShardedTensor.from_local(part, mesh, spec), or device_put for the whole "
-                "tensor; else pass data.detach()"
+                f"the data, a tensor of shape {list(data.shape)}, is being differentiated, and its "
+                "gradient would be lost: data of ranks become a new leaf. To stay in the graph use "
+                "ShardedTensor.from_local(part, mesh, spec), or device_put for the whole tensor; "
+                "else pass data.detach()"
             )
     if isinstance(data, Tensor):
         return data.detach().to(
@@ -317,7 +344,8 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _cut_out(part: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's box of data whose dims have either the length of the box or their global length.
+    """Return this rank's box of data whose dims have either the length of the box or their global
+    length.
 
     Raises:
         ValueError: a dim has neither.
@@ -327,8 +355,9 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
         n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)
     ):
         raise ValueError(
-            f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; under {layout} this rank holds "
-            f"{list(wanted)}; pass that, or {list(whole)} to have it sliced"
+            f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; "
+            f"under {layout} this rank holds {list(wanted)}; pass that, or {list(whole)} to have "
+            "it sliced"
         )
     cut = [
         slice(None) if n == own else slice(*box)
@@ -338,14 +367,17 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
 
 
 def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
-    """Return the layout of the tensor that the parts of all ranks make up; split dims are as long as their parts together.
+    """Return the layout of the tensor that the parts of all ranks make up; split dims are as long
+    as their parts together.
 
     Raises:
-        ValueError: on every rank that compared, parts that do not make up a tensor; on a rank outside the mesh.
+        ValueError: on every rank that compared, parts that do not make up a tensor; on a rank
+            outside the mesh.
     """
     if mesh.coordinate is None:
         raise ValueError(
-            f"a rank outside {mesh} does not know the parts of the others; pass global_shape= on every rank"
+            f"a rank outside {mesh} does not know the parts of the others; pass global_shape= on "
+            "every rank"
         )
     split = tuple(axis for axes in where.dims for axis in axes if mesh.size(axis) > 1)
     if where.sizes or not split:
@@ -364,8 +396,8 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     layout = _joined(mesh, where, shapes, part.dtype)
     if any(box_shape(layout.box_at(coordinate)) != shape for coordinate, shape in shapes.items()):
         raise ValueError(
-            f"the local data ({by_rank}) are not parts of one tensor under {where}: along a dim, ranks with the same index on the "
-            "axes that split it must have the same length"
+            f"the local data ({by_rank}) are not parts of one tensor under {where}: along a dim, "
+            "ranks with the same index on the axes that split it must have the same length"
         )
     return layout
 
@@ -373,7 +405,9 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
 def _joined(
     mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
 ) -> Layout:
-    """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those of `torch.chunk`."""
+    """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those
+    of `torch.chunk`.
+    """
     sizes, whole = {}, []
     for dim, axes in enumerate(spec.dims):
         places = [mesh.axis_index(axis) for axis in axes]

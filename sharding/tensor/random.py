@@ -1,8 +1,9 @@
 """Random numbers that do not depend on the mesh.
 
-Each number is a function of the seed, of the number of random tensors drawn before, and of the element's global position.
-So a program draws the same global tensors on any mesh, with any sharding, on CPU or GPU, on one rank or a thousand, and
-replicas are equal. `torch.manual_seed` has no effect on them.
+Each number is a function of the seed, of the number of random tensors drawn before, and of the
+element's global position. So a program draws the same global tensors on any mesh, with any
+sharding, on CPU or GPU, on one rank or a thousand, and replicas are equal. `torch.manual_seed` has
+no effect on them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from ..autograd.transforms import check_same_randomness
 from ..layout.layout import Layout
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # separates consecutive streams; the increment of SplitMix64 (Steele et al. 2014)
+# separates consecutive streams; the increment of SplitMix64 (Steele et al. 2014)
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class _RandomState:
-    """Seed and position of one rank's stream of random tensors; the same on every rank of a program.
+    """Seed and position of one rank's stream of random tensors; the same on every rank of a
+    program.
 
     Attributes:
         seed: 64-bit seed.
@@ -47,8 +50,9 @@ class _RandomState:
         check_same_randomness()
         if torch.is_grad_enabled() and current_backward() >= 0 and not self.replaying:
             raise RuntimeError(
-                "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would differ from "
-                "those of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.random.replay_random)"
+                "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in "
+                "backward, they would differ from those of forward; write checkpoint(..., "
+                "use_reentrant=False, context_fn=sm.random.replay_random)"
             )
         self.drawn += 1
         thread_context.last_draw = self.seed, self.drawn
@@ -81,7 +85,8 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> Tensor:
-    """Return the seed and the position of the random numbers of `ShardedTensor`s as 16 bytes, for a checkpoint.
+    """Return the seed and the position of the random numbers of `ShardedTensor`s as 16 bytes, for a
+    checkpoint.
 
     Communication: none.
 
@@ -95,7 +100,8 @@ def get_rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Continue the random numbers of `ShardedTensor`s from the state of `get_rng_state`. Call it on every rank.
+    """Continue the random numbers of `ShardedTensor`s from the state of `get_rng_state`. Call it on
+    every rank.
 
     Raises:
         ValueError: not 16 bytes.
@@ -104,8 +110,9 @@ def set_rng_state(state: Tensor) -> None:
     """
     if state.dtype != torch.uint8 or state.shape != (16,):
         raise ValueError(
-            f"a random state must be 16 bytes (uint8), as sm.random.get_rng_state returns, got {state.dtype}{list(state.shape)}; "
-            "pass a state of torch's own generator to torch.set_rng_state"
+            "a random state must be 16 bytes (uint8), as sm.random.get_rng_state returns, got "
+            f"{state.dtype}{list(state.shape)}; pass a state of torch's own generator to "
+            "torch.set_rng_state"
         )
     own = _state(current_world())
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
@@ -152,13 +159,15 @@ def check_rng_state(mesh: Any) -> None:
             for r, (seed, n) in zip(group.ranks, states, strict=True)
         )
         raise RuntimeError(
-            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.random.manual_seed with the same seed "
-            "on every rank, and draw the same tensors on every rank"
+            f"the ranks of {mesh} would draw different random numbers ({found}); call "
+            "sm.random.manual_seed with the same seed on every rank, and draw the same tensors on "
+            "every rank"
         )
 
 
 def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Make `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it recomputes.
+    """Make `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it
+    recomputes.
 
     Communication: none.
 
@@ -189,7 +198,9 @@ def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:
 
 
 def normal(layout: Layout, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Return this rank's part of a tensor of Gaussian numbers; complex ones have total variance std**2 around `mean`."""
+    """Return this rank's part of a tensor of Gaussian numbers; complex ones have total variance
+    std**2 around `mean`.
+    """
     if layout.dtype.is_complex and mean:
         return draw(philox.normal, layout, 0.0, std).add_(mean)
     return draw(philox.normal, layout, mean, std)
@@ -225,7 +236,9 @@ def _bernoulli(
 
 
 def permutation(layout: Layout) -> Tensor:
-    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit keys."""
+    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit
+    keys.
+    """
     return draw(_permutation, layout)
 
 
@@ -240,7 +253,8 @@ def _permutation(
 
 
 def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
-    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random` or `kernels.random.distributions`.
+    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random`
+    or `kernels.random.distributions`.
 
     Ranks outside the mesh draw too, an empty part, so that the position is the same on all ranks.
     """
@@ -267,7 +281,9 @@ def _part_of(distribution: Callable[..., Tensor], layout: Layout) -> Callable[..
 
 
 def units(layout: Layout) -> distributions.Units:
-    """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each element of this rank's part."""
+    """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each
+    element of this rank's part.
+    """
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     unit = partial(distributions.unit, layout.shape, layout.box)
@@ -278,7 +294,9 @@ def units(layout: Layout) -> distributions.Units:
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that draws from torch's own generator, seeded equally on every rank; restore the generator afterwards."""
+    """Call a function that draws from torch's own generator, seeded equally on every rank; restore
+    the generator afterwards.
+    """
     seed, stream = _state(mesh.world).next()
     with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):
         torch.manual_seed((seed + stream * _GOLDEN) % (1 << 63))

@@ -1,4 +1,6 @@
-"""`redistribute` and its variants: move one `ShardedTensor` or many to another layout, now or asynchronously."""
+"""`redistribute` and its variants: move one `ShardedTensor` or many to another layout, now or
+asynchronously.
+"""
 
 from __future__ import annotations
 
@@ -67,45 +69,52 @@ def redistribute(
     donate: bool = False,
     out: ShardedTensor | None = None,
 ) -> Any:
-    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of times.
+    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of
+    times.
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which has its own
-            mesh.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a
+            `NamedSharding`, which has its own mesh.
         placements: the same by name.
-        device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
-            the same ranks in another order. Then all ranks of both meshes call this, and backward; ranks outside a mesh hold
-            empty parts.
+        device_mesh: the tensor's own mesh, by default, or another one of the same world: with other
+            axes, other ranks or the same ranks in another order. Then all ranks of both meshes call
+            this, and backward; ranks outside a mesh hold empty parts.
         async_op: return a handle while the (last) collective is in flight; its `wait()` returns the
             tensor, and using the handle as a tensor waits.
         forward_dtype: cast to this dtype before communicating; the result has it.
-        backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the dtype of `x`.
-        max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part after, buffers); exchanges are
-            split into rounds until they fit. Backward is not limited.
-        accumulate_dtype: torch.float32 to sum 16-bit floats in fp32 and round once, while they are communicated
-            in 16 bits: half the bytes of casting first. No effect on other dtypes.
-        transport: "int8" or "fp8" to communicate 16- and 32-bit floats in 8 bits, in blocks of 128 with a scale each, and sum
-            in fp32: 1.03 bytes per element. In each communicating step of the plan, the error of an element x of a block with
-            maximum m is at most m / 252 ("int8"), or the larger of x / 16 and m / 425,984 ("fp8"); inf and NaN are kept.
+        backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the
+            dtype of `x`.
+        max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part
+            after, buffers); exchanges are split into rounds until they fit. Backward is not
+            limited.
+        accumulate_dtype: torch.float32 to sum 16-bit floats in fp32 and round once, while they are
+            communicated in 16 bits: half the bytes of casting first. No effect on other dtypes.
+        transport: "int8" or "fp8" to communicate 16- and 32-bit floats in 8 bits, in blocks of 128
+            with a scale each, and sum in fp32: 1.03 bytes per element. In each communicating step
+            of the plan, the error of an element x of a block with maximum m is at most m / 252
+            ("int8"), or the larger of x / 16 and m / 425,984 ("fp8"); inf and NaN are kept.
             Replicas are equal, bit for bit. Gradients are communicated unquantized.
-        donate: `x` is not used any more: its memory is reused where that saves a copy (a reduction in place, a
-            reduce_scatter into its own input) and freed otherwise. Using `x` afterwards raises.
-        out: a contiguous tensor of the target layout that receives the result and is returned. An all_gather
-            of consecutive parts writes into it directly, and a part that is already a view of its place in `out`
-            is not copied.
+        donate: `x` is not used any more: its memory is reused where that saves a copy (a reduction
+            in place, a reduce_scatter into its own input) and freed otherwise. Using `x` afterwards
+            raises.
+        out: a contiguous tensor of the target layout that receives the result and is returned. An
+            all_gather of consecutive parts writes into it directly, and a part that is already a
+            view of its place in `out` is not copied.
 
     Returns:
-        The tensor in its new layout; it shares no memory with `x` unless donated. With `async_op`, a `Resharding`.
+        The tensor in its new layout; it shares no memory with `x` unless donated. With `async_op`,
+        a `Resharding`.
 
     Raises:
         TypeError: `x` is not a sharded tensor.
-        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, the dtype or the
-            pending reduction cannot be quantized, a tensor that requires grad is donated or has `out`, or an option other than
-            the dtypes is given for another mesh.
+        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another
+            layout, the dtype or the pending reduction cannot be quantized, a tensor that requires
+            grad is donated or has `out`, or an option other than the dtypes is given for another
+            mesh.
 
-    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of pending values,
-        and one all_to_all over the ranks of both.
+    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a
+        reduction of pending values, and one all_to_all over the ranks of both.
 
     Example:
         >>> y = x.redistribute([Replicate(), Shard(1)])
@@ -145,11 +154,17 @@ def redistribute(
         or out is not None
     ):
         start = partial(
-            start_redistribute, pairs=[(src, target)], backward_dtype=backward_dtype, max_bytes=max_bytes,
-            accumulate_dtype=accumulate_dtype, transport=transport,
-        )  # fmt: skip
+            start_redistribute,
+            pairs=[(src, target)],
+            backward_dtype=backward_dtype,
+            max_bytes=max_bytes,
+            accumulate_dtype=accumulate_dtype,
+            transport=transport,
+        )
         tensors = [local]
-        del local  # with `donate` the list has the only reference, so that memory is freed as soon as it is not needed
+        # with `donate` the list has the only reference, so that memory is freed as soon as it is
+        # not needed
+        del local
         finish = _start(x, tensors, target, start, donate, out)
         return Resharding(finish) if async_op else finish()
     else:
@@ -171,7 +186,9 @@ def _start(
     donate: bool,
     out: ShardedTensor | None,
 ) -> Callable[[], ShardedTensor]:
-    """Launch the collectives of a redistribution with options; return what waits for them and gives the result."""
+    """Launch the collectives of a redistribution with options; return what waits for them and gives
+    the result.
+    """
     _check_writable(x, target, donate, out)
     kept, lineage = None if donate else tensors[0], x._lineage
     into = None if out is None else [known_local(out)]
@@ -190,7 +207,9 @@ def _start(
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name. Communication: the plan's."""
+    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name. Communication:
+    the plan's.
+    """
     return redistribute(x, spec)
 
 
@@ -203,14 +222,15 @@ def redistribute_many(
     backward_dtype: torch.dtype | None = None,
     donate: bool = False,
 ) -> Any:
-    """redistribute_many(xs, placements) -> [each x laid out as its placements], in as few collectives as possible.
+    """redistribute_many(xs, placements) -> [each x laid out as its placements], in as few
+    collectives as possible.
 
         x: dp reduce_scatter   \
         y: dp reduce_scatter    >   one reduce_scatter over dp, one all_gather over tp
         z: tp all_gather       /
 
-    Collectives over the same ranks, of the same kind and dtype, become one, in backward too. The tensors may be
-    on different meshes of one world (each stays on its own).
+    Collectives over the same ranks, of the same kind and dtype, become one, in backward too. The
+    tensors may be on different meshes of one world (each stays on its own).
 
     Args:
         tensors: sharded tensors.
@@ -218,19 +238,22 @@ def redistribute_many(
         async_op, forward_dtype, backward_dtype, donate: as for `redistribute`, for all of them.
 
     Returns:
-        The tensors in their new layouts, in order. With `async_op`, a `Resharding` whose `wait()` gives the list.
+        The tensors in their new layouts, in order. With `async_op`, a `Resharding` whose `wait()`
+        gives the list.
 
     Raises:
         ValueError: another number of placements than tensors, or as for `redistribute`.
 
-    Communication: one collective per group, kind of collective, reduction and dtype, for each stage of the plans.
+    Communication: one collective per group, kind of collective, reduction and dtype, for each stage
+    of the plans.
 
     Example:
         >>> params = sm.redistribute_many(shards, [P()] * len(shards))
     """
     if len(tensors) != len(placements):
         raise ValueError(
-            f"{len(tensors)} tensors and {len(placements)} placements; give one P or list of placements for each tensor"
+            f"{len(tensors)} tensors and {len(placements)} placements; give one P or list of "
+            "placements for each tensor"
         )
     locals_, pairs = [], []
     for x, spec in zip(tensors, placements, strict=True):
@@ -259,7 +282,7 @@ def redistribute_many(
     return Resharding(finish) if async_op else finish()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _as_sharded(x: Any) -> ShardedTensor:
@@ -274,7 +297,8 @@ def _as_sharded(x: Any) -> ShardedTensor:
     if isinstance(x, DonatedTensor):
         x.clone()  # raises, as every use does
     raise TypeError(
-        f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with distribute_tensor first"
+        f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with "
+        "distribute_tensor first"
     )
 
 
@@ -302,7 +326,8 @@ def _mesh_and_placements(
     if placements is None and to is not x.mesh:
         here, there = distinct_mesh_names(x.mesh, to)
         raise ValueError(
-            f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)"
+            f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, "
+            "placements)"
         )
     return to, x._layout.spec if placements is None else placements
 
@@ -313,13 +338,14 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     if given:
         here, there = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
-            f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to {there}; leave it out, and "
-            "redistribute on one of the meshes with it"
+            f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to "
+            f"{there}; leave it out, and redistribute on one of the meshes with it"
         )
 
 
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
-    """Return the result of a move, copied if it shares memory with the part before (`local`, None if that was donated).
+    """Return the result of a move, copied if it shares memory with the part before (`local`, None
+    if that was donated).
 
     Of donated memory it is copied if it is a piece that would keep the rest alive.
     """
@@ -342,7 +368,8 @@ def _check_writable(
     """Raise a ValueError for `donate` or `out` where gradients or layouts forbid them."""
     if donate and x._local.requires_grad:
         raise ValueError(
-            f"{x._layout} requires grad and cannot be donated, since backward may need it; donate x.detach()"
+            f"{x._layout} requires grad and cannot be donated, since backward may need it; donate "
+            "x.detach()"
         )
     if out is None:
         return
@@ -352,7 +379,8 @@ def _check_writable(
         )
     if out._local.requires_grad or (x._local.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
-            f"out= does not support autograd, and {x._layout} or out requires grad; use torch.no_grad()"
+            f"out= does not support autograd, and {x._layout} or out requires grad; use "
+            "torch.no_grad()"
         )
     if not out._local.is_contiguous():
         raise ValueError(

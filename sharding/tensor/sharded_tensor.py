@@ -1,4 +1,5 @@
-"""`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and construction.
+"""`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and
+construction.
 
 The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the
 layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs
@@ -37,16 +38,17 @@ if TYPE_CHECKING:
     from .process_data import AddressableShard
 
 _ONE_PART = (
-    "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal mesh can read; to save all of it, use "
-    "sm.checkpoint.save(tree, folder), or on every rank state = sm.checkpoint.full_state_dict(model) and then torch.save(state, path) "
-    "on rank 0"
+    "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal "
+    "mesh can read; to save all of it, use sm.checkpoint.save(tree, folder), or on every rank "
+    "state = sm.checkpoint.full_state_dict(model) and then torch.save(state, path) on rank 0"
 )
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
 
 
 class ShardedTensor(Tensor):
-    """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a factory.
+    """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a
+    factory.
 
     Attributes:
         shape: the global shape.
@@ -114,24 +116,28 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _refuse_dispatch(func: Any) -> Any:
-        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no values.
+        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no
+        values.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{func} was called on the wrapper of a ShardedTensor and not through torch's functions: by C++ code, forward mode of "
-            "torch.func (use sm.jvp, sm.jacfwd), or torch.distributed. The wrapper holds no values; work on this rank's part, "
-            "x.to_local(), and wrap the result with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
+            f"{func} was called on the wrapper of a ShardedTensor and not through torch's "
+            "functions: by C++ code, forward mode of torch.func (use sm.jvp, sm.jacfwd), or "
+            "torch.distributed. The wrapper holds no values; work on this rank's part, "
+            "x.to_local(), and wrap the result with ShardedTensor.from_local. For gradients use "
+            "x.backward() or torch.autograd.grad"
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
         raise TypeError(
-            "ShardedTensor has no constructor; use distribute_tensor(t, mesh, placements), ShardedTensor.from_local(part, mesh, "
-            "placements) or a factory such as sm.zeros(shape, mesh, spec)"
+            "ShardedTensor has no constructor; use distribute_tensor(t, mesh, placements), "
+            "ShardedTensor.from_local(part, mesh, placements) or a factory such as sm.zeros(shape, "
+            "mesh, spec)"
         )
 
-    # -- layout --------------------------------------------------------------------------------------------------------
+    # -- layout ------------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> NamedSharding:
@@ -192,7 +198,8 @@ class ShardedTensor(Tensor):
     def dim(self) -> int:
         """Return the number of dims.
 
-        `torch.vmap` asks for it before it wraps a tensor, which must then have the device of its part in C++.
+        `torch.vmap` asks for it before it wraps a tensor, which must then have the device of its
+        part in C++.
         """
         self._expose_device()
         return len(self._layout.shape)
@@ -221,14 +228,16 @@ class ShardedTensor(Tensor):
         """Whether the tensor stays on its devices: always True, as for a placed `jax.Array`."""
         return True
 
-    # -- gradients and copies: `methods.py` has what communicates -------------------------------------------------------
+    # -- gradients and copies: `methods.py` has what communicates ----------------------------------
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
         return self._local.retains_grad
 
     def retain_grad(self) -> None:
-        """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this one."""
+        """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this
+        one.
+        """
         self._local.retain_grad()
 
     def _sync_requires_grad(self) -> None:
@@ -259,12 +268,14 @@ class ShardedTensor(Tensor):
                 ""
                 if value.shape == self.shape
                 else (
-                    f". This one is {list(self.shape)} and the new one {list(value.shape)}: what gives parameters other shapes, such as "
-                    "resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"
+                    f". This one is {list(self.shape)} and the new one {list(value.shape)}: what "
+                    "gives parameters other shapes, such as resize_token_embeddings, comes before "
+                    "fully_shard, data_parallel and parallelize"
                 )
             )
             raise TypeError(
-                f"assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first{resized}"
+                "assign a ShardedTensor to .data; place a plain tensor with distribute_tensor "
+                f"first{resized}"
             )
         self._local.data = value._local.data  # raises if one of them is on "meta"
         with _no_torch_function():
@@ -279,9 +290,10 @@ class ShardedTensor(Tensor):
     def data_ptr(self) -> int:
         """Raise: a ShardedTensor is not one block of memory.
 
-        `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their weights before they copy them into one
-        block for cuDNN, and equal addresses make them leave the weights in place. `dcp.async_save`
-        gets 0 too, and copies the attributes, among them the part, as for a DTensor.
+        `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their
+        weights before they copy them into one block for cuDNN, and equal addresses make them leave
+        the weights in place. `dcp.async_save` gets 0 too, and copies the attributes, among them the
+        part, as for a DTensor.
 
         Raises:
             RuntimeError: always, except inside these two.
@@ -289,11 +301,11 @@ class ShardedTensor(Tensor):
         if _called_by(torch.nn.RNNBase.flatten_parameters) or _called_by(_offload_of_stager()):
             return 0
         raise RuntimeError(
-            "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To write a model for other "
-            "programs, use sm.checkpoint.save_safetensors(model, path), or give whole tensors: "
-            "state = sm.checkpoint.full_state_dict(model) on every rank, then on rank 0 "
-            "model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
-            "load that state into a plain one"
+            "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To "
+            "write a model for other programs, use sm.checkpoint.save_safetensors(model, path), or "
+            "give whole tensors: state = sm.checkpoint.full_state_dict(model) on every rank, then "
+            "on rank 0 model.save_pretrained(path, state_dict=state) or torch.save(state, path). "
+            "To export or trace a model, load that state into a plain one"
         )
 
     untyped_storage = storage = data_ptr  # type: ignore[assignment]
@@ -330,7 +342,7 @@ class ShardedTensor(Tensor):
             warnings.warn(_ONE_PART, stacklevel=4)  # at the line that calls torch.save
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
 
-    # -- bound in `methods.py`, declared here for type checkers ----------------------------------------------------------
+    # -- bound in `methods.py`, declared here for type checkers ------------------------------------
 
     if TYPE_CHECKING:
         requires_grad: bool  # pyright: ignore
@@ -392,12 +404,15 @@ def typeof(x: ShardedTensor) -> Layout:
         else f"{type(x).__name__} {x!r}"
     )
     raise TypeError(
-        f"typeof takes a ShardedTensor, got {what}; place it with distribute_tensor or device_put first"
+        f"typeof takes a ShardedTensor, got {what}; place it with distribute_tensor or device_put "
+        "first"
     )
 
 
 class DonatedTensor(Tensor):
-    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use raises."""
+    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use
+    raises.
+    """
 
     _layout: Layout
 
@@ -413,8 +428,8 @@ class DonatedTensor(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(
-            "this tensor was donated: redistribute(..., donate=True) has given its memory to the result; use the result, or "
-            "redistribute without donate=True"
+            "this tensor was donated: redistribute(..., donate=True) has given its memory to the "
+            "result; use the result, or redistribute without donate=True"
         )
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -425,7 +440,8 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
     """Unpickle a `ShardedTensor`; its mesh must exist in the process that reads it."""
     if local.shape != layout.local_shape:
         raise RuntimeError(
-            f"this file has the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
+            f"this file has the part {list(local.shape)} of another rank; rank "
+            f"{layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
             f"needs {list(layout.local_shape)}: load the file that this rank wrote"
         )
     out = ShardedTensor._make_guarded(local, layout, 0)  # one rank alone may read a file
@@ -447,7 +463,9 @@ def _offload_of_stager() -> Any:
 
 
 def _called_by(func: Any) -> bool:
-    """Return True if the method that calls this was called by `func`, or by a comprehension in it."""
+    """Return True if the method that calls this was called by `func`, or by a comprehension
+    in it.
+    """
     if func is None:
         return False
     frame = sys._getframe(2)

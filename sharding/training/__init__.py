@@ -1,1 +1,3 @@
-"""Utilities of a training loop: gradient clipping, norms, averages, loss scaling, samplers and batches."""
+"""Utilities of a training loop: gradient clipping, norms, averages, loss scaling, samplers and
+batches.
+"""

@@ -13,12 +13,13 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 class EMA:
-    """EMA(model, decay): exponential moving average of the trained parameters, by path, in the same layouts.
+    """EMA(model, decay): exponential moving average of the trained parameters, by path, in the same
+    layouts.
 
         average = decay * average + (1 - decay) * parameter        at each `update()`, on local parts
 
-    Averages of 16-bit parameters are kept in float32, so that small steps are not rounded away. A tied parameter has one average;
-    buffers and parameters that require no gradient have none.
+    Averages of 16-bit parameters are kept in float32, so that small steps are not rounded away. A
+    tied parameter has one average; buffers and parameters that require no gradient have none.
 
     Args:
         model: the module, after `fully_shard` and the like.
@@ -29,7 +30,8 @@ class EMA:
         average: path -> average, initially a copy of the parameter.
 
     Raises:
-        ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires grad.
+        ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires
+            grad.
 
     Communication: none, except in `load_state_dict` of averages with another layout.
 
@@ -42,7 +44,8 @@ class EMA:
         ...     evaluate(model)
     """
 
-    _numbers_are_inputs = True  # to `sm.jit`, as hyperparameters of optimizers are: `decay` may change from call to call
+    # to `sm.jit`, as hyperparameters of optimizers are: `decay` may change from call to call
+    _numbers_are_inputs = True
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
@@ -54,7 +57,8 @@ class EMA:
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(
-                f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing to average"
+                f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing "
+                "to average"
             )
         self.average = {path: _copy(p) for path, p in self._parameters.items()}
         self._is_swapped = False
@@ -65,11 +69,13 @@ class EMA:
 
         Raises:
             RuntimeError: on every rank, inside `swapped()`.
-            ValueError: on every rank, a parameter whose layout has changed since the average was made.
+            ValueError: on every rank, a parameter whose layout has changed since the average was
+                made.
         """
         if self._is_swapped:
             raise RuntimeError(
-                "EMA.update() inside swapped(): the parameters are the average there; update after the block"
+                "EMA.update() inside swapped(): the parameters are the average there; update after "
+                "the block"
             )
         self._check_layouts()
         averages, parameters = (
@@ -88,10 +94,11 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap parameters and averages inside the block: the model uses the averages, `average` has the parameters.
+        """Swap parameters and averages inside the block: the model uses the averages, `average` has
+        the parameters.
 
-        Values are swapped in place, with one more local part in memory at a time, so references to parameters (in an optimizer) stay
-        valid. A 16-bit parameter is restored bit for bit.
+        Values are swapped in place, with one more local part in memory at a time, so references to
+        parameters (in an optimizer) stay valid. A 16-bit parameter is restored bit for bit.
 
         Raises: RuntimeError on every rank, inside another `swapped()`.
         """
@@ -117,7 +124,8 @@ class EMA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the averages of a `state_dict`.
 
-        Raises: ValueError on every rank, before anything is changed: paths or shapes that differ from the model's.
+        Raises: ValueError on every rank, before anything is changed: paths or shapes that differ
+        from the model's.
         Communication: for averages with another layout, their redistribution; else none.
         """
         self._refuse_swapped("load_state_dict")
@@ -144,7 +152,8 @@ class EMA:
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:
             raise RuntimeError(
-                f"EMA.{what}() inside swapped(): the averages are in the model there; call it outside the block"
+                f"EMA.{what}() inside swapped(): the averages are in the model there; call it "
+                "outside the block"
             )
 
     def _check_layouts(self) -> None:
@@ -156,8 +165,8 @@ class EMA:
                     for x in (p, average)
                 )
                 raise ValueError(
-                    f"EMA: {path} is {now}, but its average {then}; make the EMA after the model is sharded, or load its state into a "
-                    "new one"
+                    f"EMA: {path} is {now}, but its average {then}; make the EMA after the model "
+                    "is sharded, or load its state into a new one"
                 )
 
 
@@ -183,11 +192,12 @@ def _check_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     missing, unknown = [p for p in own if p not in given], [p for p in given if p not in own]
     if missing or unknown:
         raise ValueError(
-            f"EMA.load_state_dict: the state lacks averages of {missing or 'nothing'}, and has averages of {unknown or 'nothing'}, which "
-            f"the model does not have; it has {list(own)}"
+            f"EMA.load_state_dict: the state lacks averages of {missing or 'nothing'}, and has "
+            f"averages of {unknown or 'nothing'}, which the model does not have; it has {list(own)}"
         )
     for path, x in own.items():
         if given[path].shape != x.shape:
             raise ValueError(
-                f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the parameter {list(x.shape)}"
+                f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the "
+                f"parameter {list(x.shape)}"
             )

@@ -9,11 +9,13 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """convert_sync_batchnorm(module) -> the module; its `nn.SyncBatchNorm`s then accept sharded batches, too, on any device.
+    """convert_sync_batchnorm(module) -> the module; its `nn.SyncBatchNorm`s then accept sharded
+    batches, too, on any device.
 
-    `nn.BatchNorm1d`, `2d` and `3d` use the statistics of the whole sharded batch already, with one small all_reduce forward and one
-    backward. A model made with `nn.SyncBatchNorm.convert_sync_batchnorm` would call torch's collectives on `ShardedTensor`s and fail;
-    after this call it behaves as the others. Plain batches are treated as before.
+    `nn.BatchNorm1d`, `2d` and `3d` use the statistics of the whole sharded batch already, with one
+    small all_reduce forward and one backward. A model made with
+    `nn.SyncBatchNorm.convert_sync_batchnorm` would call torch's collectives on `ShardedTensor`s and
+    fail; after this call it behaves as the others. Plain batches are treated as before.
 
     Args:
         module: any module; it is changed in place. Parameters, buffers and names do not change.

@@ -21,31 +21,37 @@ from .sampler import DistributedSampler
 def batches(
     loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None
 ) -> Batches:
-    """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows are its part.
+    """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows
+    are its part.
 
         rank 0 loads rows [a b]                              x  [a b c d]  P("dp")
         rank 1 loads rows [c d]                        ->    x  [e f g]    P("dp"), in parts of 2 and 1 rows
         last step: rank 0 loads [e f], rank 1 [g]
 
-    The last batch may be short, and a rank may have no rows of it: no sample is repeated, and all ranks take the same number of steps.
+    The last batch may be short, and a rank may have no rows of it: no sample is repeated, and all
+    ranks take the same number of steps.
 
     Args:
-        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or any iterable of this rank's batches, which
-            must be the same on ranks that differ only along other axes.
+        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or any
+            iterable of this rank's batches, which must be the same on ranks that differ only along
+            other axes.
         mesh: the mesh; optional if one is set: `batches(loader, P("dp"))`.
-        spec: the spec of a batch: dim 0, the batch dim, is split over the axes along which ranks load different rows. If other dims are
-            split, as in P("dp", "cp"), each rank loads them whole and keeps its part. Tensors with fewer dims use the first entries.
+        spec: the spec of a batch: dim 0, the batch dim, is split over the axes along which ranks
+            load different rows. If other dims are split, as in P("dp", "cp"), each rank loads them
+            whole and keeps its part. Tensors with fewer dims use the first entries.
 
     Returns:
-        An iterable with a length, to iterate over once per epoch. In a batch (any pytree), tensors and arrays with dims become
-        `ShardedTensor`s on the mesh's device; other leaves do not change.
+        An iterable with a length, to iterate over once per epoch. In a batch (any pytree), tensors
+        and arrays with dims become `ShardedTensor`s on the mesh's device; other leaves do not
+        change.
 
     Raises:
-        ValueError, TypeError: on every rank, a spec that is not a `P`, is pending or has sizes; a sampler for another number of ranks
-            or other axes. On one rank: a tensor whose number of rows is not the number of samples in the batch.
+        ValueError, TypeError: on every rank, a spec that is not a `P`, is pending or has sizes; a
+            sampler for another number of ranks or other axes. On one rank: a tensor whose number of
+            rows is not the number of samples in the batch.
 
-    Communication: with a `DistributedSampler`, none. With other loaders that of `uneven_inputs`, and one small all_gather per batch over
-        the axes of the batch dim.
+    Communication: with a `DistributedSampler`, none. With other loaders that of `uneven_inputs`,
+        and one small all_gather per batch over the axes of the batch dim.
 
     Example:
         >>> loader = DataLoader(dataset, batch_size=8, sampler=sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp"))
@@ -65,11 +71,13 @@ class Batches:
     def __init__(self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any) -> None:
         if not isinstance(spec, P):
             raise TypeError(
-                f'batches(spec={spec!r}): spec must be a P whose first entry has the axes of the batch, such as P("dp")'
+                f"batches(spec={spec!r}): spec must be a P whose first entry has the axes of the "
+                f'batch, such as P("dp")'
             )
         if spec.unreduced or spec.sizes:
             raise ValueError(
-                f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; write a P of axes only"
+                f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; "
+                "write a P of axes only"
             )
         self.loader, self.mesh, self.spec = loader, mesh, spec
         self._axes = spec.dims[0] if spec.dims else ()
@@ -79,7 +87,9 @@ class Batches:
             _check_sampler(self._sampler, mesh, self._axes)
 
     def __len__(self) -> int:
-        """Return the number of batches of the next iteration; without a `DistributedSampler`, the number that this rank has."""
+        """Return the number of batches of the next iteration; without a `DistributedSampler`, the
+        number that this rank has.
+        """
         return len(self.loader) if self._sampler is None else len(self._rows())  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,7 +138,9 @@ class Batches:
             yield self._to_sharded(batch, tuple(row_counts[i] for i in order), mine)
 
     def _to_sharded(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
-        """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes of the batch dim."""
+        """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes
+        of the batch dim.
+        """
         total = sum(sizes) if sizes else mine
 
         def place(path: Any, x: Any) -> Any:
@@ -136,8 +148,9 @@ class Batches:
                 return x
             if len(x) != mine:
                 raise ValueError(
-                    f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} rows, but this rank's batch has {mine} "
-                    "samples; make the loader's collate_fn return one row per sample along dim 0"
+                    f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} "
+                    f"rows, but this rank's batch has {mine} samples; make the loader's collate_fn "
+                    "return one row per sample along dim 0"
                 )
             dims = self.spec.dims[: x.ndim]
             where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)
@@ -146,11 +159,13 @@ class Batches:
         return pytree.tree_map_with_path(place, batch)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this library."""
+    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this
+    library.
+    """
     found = (
         isinstance(loader, DataLoader)
         and loader.batch_size is not None
@@ -169,8 +184,8 @@ def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[st
             f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}"
         )
         raise ValueError(
-            f"batches: the sampler is for {dealt}, but the batch dim is split over {ranks} along {axes} of {mesh!r}; make "
-            f"it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
+            f"batches: the sampler is for {dealt}, but the batch dim is split over {ranks} along "
+            f"{axes} of {mesh!r}; make it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
         )
 
 
@@ -184,7 +199,8 @@ def _row_count(batch: Any) -> int:
         if _is_array(x):
             return len(x)
     raise TypeError(
-        f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, lists or dicts"
+        f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, "
+        "lists or dicts"
     )
 
 

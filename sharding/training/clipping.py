@@ -20,10 +20,11 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, the same on every rank.
+    """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, the same on every
+    rank.
 
-    `torch.nn.utils.get_total_norm` for tensors of any layouts, on any meshes, and plain ones, which must be the same on
-    every rank.
+    `torch.nn.utils.get_total_norm` for tensors of any layouts, on any meshes, and plain ones, which
+    must be the same on every rank.
 
     Args:
         tensors: as for torch.
@@ -35,11 +36,13 @@ def get_total_norm(
         In the dtype of the tensors, at least float32. On a rank outside all meshes: NaN.
 
     Raises:
-        ValueError: on every rank, a tensor that is still pending; a `norm_type` that is not positive.
+        ValueError: on every rank, a tensor that is still pending; a `norm_type` that is not
+            positive.
         RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says.
 
-    Communication: one all_reduce of 8 bytes over the axes that split one of them (over the ranks of all meshes, where there are
-        several; 16 bytes for the infinity norm); none if nothing is split.
+    Communication: one all_reduce of 8 bytes over the axes that split one of them (over the ranks of
+        all meshes, where there are several; 16 bytes for the infinity norm); none if nothing is
+        split.
 
     Example:
         >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -57,18 +60,20 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients; then they are scaled in place to at most `max_norm`.
+    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients; then they are scaled in
+    place to at most `max_norm`.
 
         rank 0   grads [3 .]        norm 5 on both       [.6  . ]
         rank 1   grads [. 4]   ->   one all_reduce  ->   [ . .8 ]      max_norm=1
 
-    `torch.nn.utils.clip_grad_norm_` also works on sharded parameters, with a collective for each layout of gradients and one at the
-    end; this function needs one in total.
+    `torch.nn.utils.clip_grad_norm_` also works on sharded parameters, with a collective for each
+    layout of gradients and one at the end; this function needs one in total.
 
     Args:
-        parameters: as for torch, or a module. Sharded on any meshes, or plain with the same gradients on every rank.
-            Parameters without a gradient are skipped.
-        max_norm: the maximum norm; gradients are multiplied by min(max_norm / (norm + 1e-6), 1), as in torch.
+        parameters: as for torch, or a module. Sharded on any meshes, or plain with the same
+            gradients on every rank. Parameters without a gradient are skipped.
+        max_norm: the maximum norm; gradients are multiplied by min(max_norm / (norm + 1e-6), 1), as
+            in torch.
         norm_type, error_if_nonfinite: as for `get_total_norm`.
         foreach: as for `get_total_norm`.
 
@@ -76,9 +81,10 @@ def clip_grad_norm_(
         A plain 0-d tensor, the same on every rank; NaN on a rank outside all meshes.
 
     Raises:
-        ValueError: on every rank, gradients that are still pending, as inside `accumulate_grads()`; no gradient is
-            changed. Clip after the block.
-        RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says; no gradient is changed.
+        ValueError: on every rank, gradients that are still pending, as inside `accumulate_grads()`;
+            no gradient is changed. Clip after the block.
+        RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says; no gradient
+            is changed.
 
     Communication: as `get_total_norm`.
 
@@ -98,7 +104,8 @@ def clip_grad_norm_(
 def clip_grad_value_(
     parameters: Tensors | nn.Module, clip_value: float, foreach: bool | None = None
 ) -> None:
-    """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to [-clip_value, clip_value], in place.
+    """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to
+    [-clip_value, clip_value], in place.
 
     Args:
         parameters: as for `clip_grad_norm_`.
@@ -118,7 +125,7 @@ def clip_grad_value_(
     nn.utils.clip_grad_value_(found, clip_value, foreach)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:
@@ -149,8 +156,9 @@ def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: boo
     total = total_norm(tensors, ord)
     if error_if_nonfinite and (total.isnan() or total.isinf()) and tally_of(tensors).known:
         raise RuntimeError(
-            f"{name}: the norm of order {ord:g} of {len(tensors)} tensors is {total.item()}, so they cannot be clipped by it; skip this "
-            "step, or pass error_if_nonfinite=False to continue"
+            f"{name}: the norm of order {ord:g} of {len(tensors)} tensors is {total.item()}, so "
+            "they cannot be clipped by it; skip this step, or pass error_if_nonfinite=False to "
+            "continue"
         )
     return total.to(_dtype(tensors))
 

@@ -24,20 +24,23 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
         "head.weight"   on another mesh   [ .  0.9]  /
 
     Args:
-        tensors: a module, for its parameters (a tied one once); a dict of tensors by path; or pairs (path, tensor).
-            Sharded tensors on any meshes, and plain ones, which must be the same on every rank.
-        of: "parameter" for the tensors themselves, "grad" for their gradients; tensors without one are skipped.
+        tensors: a module, for its parameters (a tied one once); a dict of tensors by path; or pairs
+            (path, tensor). Sharded tensors on any meshes, and plain ones, which must be the same on
+            every rank.
+        of: "parameter" for the tensors themselves, "grad" for their gradients; tensors without one
+            are skipped.
         ord: 2, any other positive number, or math.inf.
 
     Returns:
         A norm for each path, in float32 or float64. On a rank outside all meshes: NaN.
 
     Raises:
-        ValueError: on every rank, a tensor that is still pending, as gradients inside `accumulate_grads()`; another `of`;
-            an `ord` that is not positive.
+        ValueError: on every rank, a tensor that is still pending, as gradients inside
+            `accumulate_grads()`; another `of`; an `ord` that is not positive.
 
-    Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the ranks of all meshes, where there
-        are several; 16 bytes for infinity norms); none if nothing is split.
+    Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the
+        ranks of all meshes, where there are several; 16 bytes for infinity norms); none if nothing
+        is split.
 
     Example:
         >>> for path, norm in sm.training.tensor_norms(model, of="grad").items():
@@ -65,17 +68,20 @@ def check_reduced(name: str, tensors: Mapping[str, Tensor]) -> None:
     for path, x in tensors.items():
         if isinstance(x, ShardedTensor) and x._layout.pending:
             raise ValueError(
-                f"{name}: {path} is {x._layout}, still to be reduced over {tuple(x._layout.pending)}, so its values are not known yet; "
-                f"call {name} after the accumulate_grads() block, which reduces gradients at its end, or reduce it with "
-                "redistribute first"
+                f"{name}: {path} is {x._layout}, still to be reduced over "
+                f"{tuple(x._layout.pending)}, so its values are not known yet; call {name} after "
+                "the accumulate_grads() block, which reduces gradients at its end, or reduce it "
+                "with redistribute first"
             )
 
 
-# -- local parts -------------------------------------------------------------------------------------------------------
+# -- local parts -----------------------------------------------------------------------------------
 
 
 def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as `tensor_norms`."""
+    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as
+    `tensor_norms`.
+    """
     tally = tally_of(tensors)
     mine = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
     if tally.counted:
@@ -84,7 +90,9 @@ def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as `tensor_norms`, of one number."""
+    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as
+    `tensor_norms`, of one number.
+    """
     tally = tally_of(tensors)
     powers = _powers([tensors[i] for i in tally.counted], ord, tally.device)
     one = (

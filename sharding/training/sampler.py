@@ -1,4 +1,6 @@
-"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable in the middle of an epoch."""
+"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable in the middle
+of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ...mesh.errors import MeshError
 
 
 class DistributedSampler(Sampler[int]):
-    """DistributedSampler(dataset, mesh=mesh, axes="dp"): a resumable `torch.utils.data.DistributedSampler` that repeats no sample.
+    """DistributedSampler(dataset, mesh=mesh, axes="dp"): a resumable
+    `torch.utils.data.DistributedSampler` that repeats no sample.
 
         order of an epoch       3 0 6 2 5 1 4          the same on every rank, and for every number of ranks
         rank 0 of 2             3   6   5   4          one sample more than rank 1, instead of a repeated one
@@ -27,20 +30,24 @@ class DistributedSampler(Sampler[int]):
     Args:
         dataset: an object with a length.
         num_replicas, rank: as for torch; by default those of the mesh.
-        shuffle, seed, drop_last: as for torch. With `drop_last`, all ranks have the same number; without it, some ranks have one sample
-            more. `sm.training.batches` makes sharded batches in both cases, and `sm.parallel.uneven_inputs` ends loops together.
+        shuffle, seed, drop_last: as for torch. With `drop_last`, all ranks have the same number;
+            without it, some ranks have one sample more. `sm.training.batches` makes sharded batches
+            in both cases, and `sm.parallel.uneven_inputs` ends loops together.
         mesh: the mesh, by default that of `with mesh:` or `set_mesh`.
-        axes: the axes along which ranks have different samples, major to minor, as in "dp" or ("dp", "fsdp"); optional if the mesh has
-            one axis. Ranks that differ only along others have the same samples.
+        axes: the axes along which ranks have different samples, major to minor, as in "dp" or
+            ("dp", "fsdp"); optional if the mesh has one axis. Ranks that differ only along others
+            have the same samples.
 
     Attributes:
         epoch: of the next iteration.
-        consumed: the number of samples of the epoch used by all ranks together. `batches` updates it; in a loop of your own call
-            `advance`.
+        consumed: the number of samples of the epoch used by all ranks together. `batches` updates
+            it; in a loop of your own call `advance`.
 
     Raises:
-        ValueError: on every rank, a rank that is not among `num_replicas`; both replicas and a mesh.
-        MeshError: on every rank, unknown axes, or none if the mesh has several; on a rank outside the mesh.
+        ValueError: on every rank, a rank that is not among `num_replicas`; both replicas and a
+            mesh.
+        MeshError: on every rank, unknown axes, or none if the mesh has several; on a rank outside
+            the mesh.
 
     Communication: none.
 
@@ -70,8 +77,8 @@ class DistributedSampler(Sampler[int]):
             num_replicas is not None and (mesh is not None or axes is not None)
         ):
             raise ValueError(
-                f"DistributedSampler(num_replicas={num_replicas}, rank={rank}, mesh={mesh}, axes={axes!r}): give num_replicas and rank, "
-                "or a mesh and axes"
+                f"DistributedSampler(num_replicas={num_replicas}, rank={rank}, mesh={mesh}, "
+                f"axes={axes!r}): give num_replicas and rank, or a mesh and axes"
             )
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self.axes: tuple[str, ...] | None = None
@@ -81,7 +88,8 @@ class DistributedSampler(Sampler[int]):
             num_replicas, rank = mesh.size(self.axes), mesh.index_along(self.axes)
         if not 0 <= rank < num_replicas:
             raise ValueError(
-                f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to {num_replicas - 1}"
+                f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to "
+                f"{num_replicas - 1}"
             )
         self.num_replicas, self.rank = num_replicas, rank
         self.epoch = self.consumed = self._start = 0
@@ -118,7 +126,9 @@ class DistributedSampler(Sampler[int]):
         self.epoch, self.consumed, self._start = self.epoch + 1, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid for any number of ranks."""
+        """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid
+        for any number of ranks.
+        """
         kept = {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -134,9 +144,9 @@ class DistributedSampler(Sampler[int]):
         """
         if state["length"] != len(self.dataset):
             raise ValueError(
-                f"DistributedSampler.load_state_dict: the dataset has {len(self.dataset)} samples, but the state is of one with "
-                f"{state['length']}, which has another order; use the same dataset, or begin a new epoch with "
-                f"set_epoch({state['epoch'] + 1})"
+                f"DistributedSampler.load_state_dict: the dataset has {len(self.dataset)} samples, "
+                f"but the state is of one with {state['length']}, which has another order; use the "
+                f"same dataset, or begin a new epoch with set_epoch({state['epoch'] + 1})"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
         self.consumed = self._start = state["consumed"]
@@ -163,8 +173,8 @@ def data_axes(name: str, mesh: DeviceMesh, axes: str | Sequence[str] | None) -> 
     """
     if axes is None and mesh.ndim > 1:
         raise MeshError(
-            f"{name} on {mesh!r}: pass the axes along which ranks have different data, as in axes={mesh.axis_names[0]!r}; along the others "
-            "they have the same"
+            f"{name} on {mesh!r}: pass the axes along which ranks have different data, as in "
+            f"axes={mesh.axis_names[0]!r}; along the others they have the same"
         )
     names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     mesh.size(names)  # raises for unknown axes

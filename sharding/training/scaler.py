@@ -22,16 +22,20 @@ class GradScaler(torch.amp.GradScaler):
         rank 0   grads [1 inf]       found   all ranks skip the step, and halve the scale
         rank 1   grads [2  3 ]   ->  found
 
-    torch's own class also works on sharded parameters, with an all_reduce for each mesh and dtype of gradients; this one needs one in
-    total. Ranks outside a mesh also get the result, so that all ranks have the same scale.
+    torch's own class also works on sharded parameters, with an all_reduce for each mesh and dtype
+    of gradients; this one needs one in total. Ranks outside a mesh also get the result, so that all
+    ranks have the same scale.
 
-    Args: those of `torch.amp.GradScaler`, in the same order; `device` is "cuda" by default. All its methods are inherited.
+    Args: those of `torch.amp.GradScaler`, in the same order; `device` is "cuda" by default. All its
+    methods are inherited.
 
     Raises:
-        ValueError: on every rank, in `unscale_` and `step`: gradients that are still pending, as inside `accumulate_grads()`.
+        ValueError: on every rank, in `unscale_` and `step`: gradients that are still pending, as
+            inside `accumulate_grads()`.
 
-    Communication: in `unscale_`, or in `step` if that was not called, one all_reduce of 4 bytes over the axes that split a parameter
-        (over the ranks of all meshes, where there are several); none if nothing is split.
+    Communication: in `unscale_`, or in `step` if that was not called, one all_reduce of 4 bytes
+        over the axes that split a parameter (over the ranks of all meshes, where there are
+        several); none if nothing is split.
 
     Example:
         >>> scaler = sm.training.GradScaler("cuda")
@@ -43,18 +47,21 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Run `torch.amp.GradScaler.step`: `unscale_` if that was not called, and the optimizer's step if all gradients are finite.
+        """Run `torch.amp.GradScaler.step`: `unscale_` if that was not called, and the optimizer's
+        step if all gradients are finite.
 
-        Fused optimizers, which torch lets unscale and skip in their kernels, are treated like all others: torch would move the scale to
-        the meta device of the wrappers, where it loses its value.
+        Fused optimizers, which torch lets unscale and skip in their kernels, are treated like all
+        others: torch would move the scale to the meta device of the wrappers, where it loses its
+        value.
 
         Raises: JitError inside `sm.jit`: whether the optimizer steps depends on values.
         """
         if thread_context.recorder is not None:
             raise at_line(
-                "GradScaler.step reads whether all gradients are finite, and the optimizer steps only then",
-                "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of sm.jit; scaler.scale(loss).backward() "
-                "may be inside. bfloat16 needs no scaler",
+                "GradScaler.step reads whether all gradients are finite, and the optimizer steps "
+                "only then",
+                "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of "
+                "sm.jit; scaler.scale(loss).backward() may be inside. bfloat16 needs no scaler",
             )
         fuses = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -70,7 +77,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13; a test notices if that changes."""
+        """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13; a
+        test notices if that changes.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grads = {
             f"the gradient of parameter {i}": p.grad
@@ -80,7 +89,8 @@ class GradScaler(torch.amp.GradScaler):
         check_reduced("GradScaler", grads)
         if not allow_fp16 and any(g.dtype == torch.float16 for g in grads.values()):
             raise ValueError(
-                "GradScaler: the gradients are in float16; keep parameters in float32, and compute in float16 by autocast"
+                "GradScaler: the gradients are in float16; keep parameters in float32, and compute "
+                "in float16 by autocast"
             )
         found = _unscaled(list(grads.values()), inv_scale, found_inf)
         return {found_inf.device: _reduced(found, parameters)}
@@ -100,7 +110,9 @@ def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
 
 
 def _reduced(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return the maximum over ranks, which take part also without gradients; a rank outside all meshes contributes 0."""
+    """Return the maximum over ranks, which take part also without gradients; a rank outside all
+    meshes contributes 0.
+    """
     tally = tally_of(parameters)
     if not tally.known:
         return found_inf

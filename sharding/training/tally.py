@@ -1,12 +1,13 @@
-"""Reduction of per-tensor numbers, such as norms, over all ranks with one collective, for any layouts and meshes.
+"""Reduction of per-tensor numbers, such as norms, over all ranks with one collective, for any
+layouts and meshes.
 
     on (dp=2, tp=2)        which ranks count it
     w  P("dp", "tp")       every rank, its own part
     b  P("dp")             one of the two ranks with the same part
     g  P()                 one of the four ranks, another one for the next such tensor
 
-Each element counts once, so the sum over ranks is that over tensors. Axes that split no tensor are not reduced over: along
-those, every rank has all parts.
+Each element counts once, so the sum over ranks is that over tensors. Axes that split no tensor are
+not reduced over: along those, every rank has all parts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Tally:
     known: bool = True
 
     def reduce(self, values: Tensor, op: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Reduce values over the ranks, in place; NaN on a rank outside all meshes. Communication: at most one all_reduce."""
+        """Reduce values over the ranks, in place; NaN on a rank outside all meshes. Communication:
+        at most one all_reduce.
+        """
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
         world, sharded = (
@@ -122,7 +125,9 @@ def _is_slice(mesh: DeviceMesh) -> bool:
 
 
 def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the tensor."""
+    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the
+    tensor.
+    """
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:

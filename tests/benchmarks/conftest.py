@@ -19,7 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Import a file of `benchmarks/` by its name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    # transformers looks for a package named `kernels`, and on pytest's path finds the folder of ours
+    # transformers looks for a package named `kernels`, and on pytest's path finds the folder of
+    # ours
     if "kernels" in sys.modules and not (sys.modules["kernels"].__file__ or "").startswith(
         str(BENCHMARKS)
     ):

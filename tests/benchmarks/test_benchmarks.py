@@ -20,7 +20,7 @@ def plan_scale(benchmark_module):
     return benchmark_module("plan_scale")
 
 
-# -- measure -----------------------------------------------------------------------------------------------------------
+# -- measure ---------------------------------------------------------------------------------------
 
 
 def test_interleaved_takes_turns(measure):
@@ -55,7 +55,7 @@ def test_slowest_rank_of_each_round(measure):
     )
 
 
-# -- redistribute ------------------------------------------------------------------------------------------------------
+# -- redistribute ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_redistribute_runs_and_finds_the_bound_reached(run_benchmark):
     assert "Bytes received over the bound" in document
 
 
-# -- plan_scale --------------------------------------------------------------------------------------------------------
+# -- plan_scale ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_plan_scale_runs_and_writes_its_figures(run_benchmark):
     assert "| (2, 2, 2) flat, FSDP all_gather |" in document
 
 
-# -- dispatch ----------------------------------------------------------------------------------------------------------
+# -- dispatch --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -15,7 +15,10 @@ import torch
 import shardmesh as sm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-AS_SCRIPT = "import runpy, sys; sys.path.insert(0, {folder!r}); runpy.run_path({script!r}, run_name='__main__')"
+AS_SCRIPT = (
+    "import runpy, sys; sys.path.insert(0, {folder!r}); runpy.run_path({script!r}, "
+    "run_name='__main__')"
+)
 WITHOUT_SPMD_TYPES = "import sys; sys.modules['spmd_types'] = None; "
 
 
@@ -77,7 +80,7 @@ def test_without_spmd_types(tmp_path):
     )
 
 
-# -- all implementations give the same result -------------------------------------------------------------------------------
+# -- all implementations give the same result ------------------------------------------------------
 
 
 def ours(case):
@@ -117,7 +120,9 @@ def part(case, rank):
 
 
 def same_on_this_rank():
-    """Return the differentiable cases in which `raw` and `ours` differ on this gloo rank, and the number of cases."""
+    """Return the differentiable cases in which `raw` and `ours` differ on this gloo rank, and the
+    number of cases.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     try:
         raw = importlib.import_module("raw_collectives")

@@ -1,4 +1,6 @@
-"""The benchmarks of the kernels: they compare equal results, count correctly, and report a missing GPU."""
+"""The benchmarks of the kernels: they compare equal results, count correctly, and report a missing
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def run_script(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-# -- all implementations give the same result --------------------------------------------------------------------------
+# -- all implementations give the same result ------------------------------------------------------
 
 
 def test_torch_equals_our_torch_implementation(benchmark_module, cases):
@@ -56,7 +58,7 @@ def test_what_must_be_moved(benchmark_module, cases):
     assert cases["cast, scale, pack, last dim"].make(1 << 16, "cpu").needed() == (1 << 16) * 6 // 4
 
 
-# -- kernel_bytes.py ---------------------------------------------------------------------------------------------------
+# -- kernel_bytes.py -------------------------------------------------------------------------------
 
 
 def amounts(moved):
@@ -147,7 +149,7 @@ def test_bytes_script(tmp_path):
     assert "no GPU" in document
 
 
-# -- kernels.py --------------------------------------------------------------------------------------------------------
+# -- kernels.py ------------------------------------------------------------------------------------
 
 
 @NO_GPU
@@ -205,12 +207,16 @@ def test_wrong_results_are_not_timed(kernels, cases, benchmark_module):
         kernels.measured(wrong, 0.01, 3, compiling=False)
 
 
-# -- launch_time.py ----------------------------------------------------------------------------------------------------
+# -- launch_time.py --------------------------------------------------------------------------------
 
 
 def test_host_time_of_launches():
     done = run_script("launch_time.py", "--rounds", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
-        "pack", "pack of 8", "uniform", "one-shot all_reduce", "symmetric all_gather (4 launches)",
-    ]  # fmt: skip
+        "pack",
+        "pack of 8",
+        "uniform",
+        "one-shot all_reduce",
+        "symmetric all_gather (4 launches)",
+    ]

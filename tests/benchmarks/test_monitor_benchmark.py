@@ -1,4 +1,6 @@
-"""The benchmark of the monitor: it runs, times torch's checks too, and computes its figures correctly."""
+"""The benchmark of the monitor: it runs, times torch's checks too, and computes its figures
+correctly.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_quick_run(train, run_benchmark):
     assert all(f"| {pair.name} |" in document for pair in train.PAIRS)
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 def use(train, *losses):
@@ -73,7 +73,7 @@ def test_memory_is_measured_between_operators(train):
     assert (memory.rest, memory.peak) == (2000, 10_000)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 def differences():

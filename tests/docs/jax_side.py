@@ -1,4 +1,5 @@
-"""JAX's results for docs/from_jax.md, in a separate process: `python -m tests.docs.jax_side < expressions.json`.
+"""JAX's results for docs/from_jax.md, in a separate process:
+`python -m tests.docs.jax_side < expressions.json`.
 
 It writes the value of each expression, and the public names of the modules in the page's tables.
 """
@@ -90,11 +91,21 @@ def names() -> dict[str, Any]:
         return tolist(mapped(X))
 
     return {
-        **vars(jax.lax), **vars(jax), "mesh": mesh, "X": X, "tolist": tolist, "put": put, "run": run, "error_of": error_of,
-        "NamedSharding": jax.NamedSharding, "AbstractMesh": jax.sharding.AbstractMesh,
+        **vars(jax.lax),
+        **vars(jax),
+        "mesh": mesh,
+        "X": X,
+        "tolist": tolist,
+        "put": put,
+        "run": run,
+        "error_of": error_of,
+        "NamedSharding": jax.NamedSharding,
+        "AbstractMesh": jax.sharding.AbstractMesh,
         "shown": lambda x: str(jax.typeof(x)).replace("float", "f"),
-        "jit_or_not": jax.jit, "seen": [], "whole_arrays": True,
-    }  # fmt: skip
+        "jit_or_not": jax.jit,
+        "seen": [],
+        "whole_arrays": True,
+    }
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""docs/debugging.md: its programs fail, on four processes, with the texts that stand below them; its commands print what it says.
+"""docs/debugging.md: its programs fail, on four processes, with the texts that stand below them;
+its commands print what it says.
 
-Times, and which ranks had come when an error was raised, differ from run to run: see `normal`. Where the page has `...` may stand anything.
+Times, and which ranks had come when an error was raised, differ from run to run: see `normal`.
+Where the page has `...` may stand anything.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ LIMIT_S = 60.0  # of a program that hangs
 HANGS = "time.sleep(600)"  # in the program that is looked at while it waits
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 class PageProgram(NamedTuple):
@@ -155,7 +157,9 @@ def like(line: str) -> re.Pattern[str]:
 
 
 def normal(line: str) -> str:
-    """Remove what differs between runs: times, numbers of arrived ranks, paths, and column widths that depend on them."""
+    """Remove what differs between runs: times, numbers of arrived ranks, paths, and column widths
+    that depend on them.
+    """
     line = re.sub(r"\d\d:\d\d:\d\d\.\d{6}", "TIME", line)
     line = re.sub(r" on \S+, process \d+", " on HOST", line)
     line = re.sub(r"^/.*/shardmesh-\w+-\w+$", "FOLDER", line)
@@ -214,7 +218,7 @@ def test_debugger(
     assert capsys.readouterr().out.replace(str(tmp_path), "/home/me").split() == echoed.split()
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 CONSOLES = [block.removeprefix("$ ").split("\n", 1) for block in blocks(PAGE, "console")]
@@ -274,7 +278,9 @@ def test_the_ledger_of_a_job_that_hangs(
 
 
 def is_waiting(folder: Path) -> bool:
-    """Return whether all ranks wait in their second collective, except the last one, which has called one."""
+    """Return whether all ranks wait in their second collective, except the last one, which has
+    called one.
+    """
     words = [buffer.words for _, buffer in sorted(buffers_in(folder).items())]
     return [(w[Header.RECORDS], bool(w[Header.BLOCKED])) for w in words] == [(2, True)] * 3 + [
         (1, False)
@@ -317,7 +323,7 @@ def test_options_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert {command for command, _ in used} == {"doctor", "ledger"}
 
 
-# -- start-up ----------------------------------------------------------------------------------------------------------
+# -- start-up --------------------------------------------------------------------------------------
 
 
 ADDRESS = job_store.Address("10.0.0.1", 29500, False)
@@ -491,7 +497,7 @@ def begins(message: str) -> re.Pattern[str]:
     return re.compile(".*".join(pieces))
 
 
-# -- what the page says of the code ------------------------------------------------------------------------------------
+# -- what the page says of the code ----------------------------------------------------------------
 
 
 def test_variables() -> None:

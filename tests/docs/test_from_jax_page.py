@@ -1,4 +1,6 @@
-"""docs/from_jax.md: every row is tested, "same" rows against JAX where it has an answer, and no public name of JAX's is missing."""
+"""docs/from_jax.md: every row is tested, "same" rows against JAX where it has an answer, and no
+public name of JAX's is missing.
+"""
 
 from __future__ import annotations
 
@@ -32,93 +34,134 @@ ROWS = {
 EVERY = {row: word for rows in ROWS.values() for row, word in rows.items()}
 ROOT = Path(__file__).parents[2]
 
-# -- expressions that give the same on both sides ----------------------------------------------------------------------
+# -- expressions that give the same on both sides --------------------------------------------------
 
 CUBES = "(x ** 3 * x.sum())"
 CUSTOM = (  # whose gradient is twice what it should be
-    "[custom := custom_vjp(lambda x, by: x * by), custom.defvjp(lambda x, by: (x * by, by), lambda by, g: (g * by * 2, None))]"
+    "[custom := custom_vjp(lambda x, by: x * by), custom.defvjp(lambda x, by: (x * by, by), lambda "
+    "by, g: (g * by * 2, None))]"
 )
 GROUPS = "axis_index_groups=[[1], [0]]"
 COMPARED = {
     "shard_map": "run(lambda x: x * 2 + psum(x, 'b'), P('a'), P('a'))",
-    "mesh=": "tolist(jit_or_not(shard_map(lambda x: x * 2, mesh=mesh, in_specs=P('a'), out_specs=P('a')))(X))",
+    "mesh=": (
+        "tolist(jit_or_not(shard_map(lambda x: x * 2, mesh=mesh, in_specs=P('a'), "
+        "out_specs=P('a')))(X))"
+    ),
     "in_specs=": (
-        "tolist(shard_map(lambda t, u: t['u'] + t['v'][0] + u, mesh=mesh, in_specs=(P('a'), P()), out_specs=P('a'))"
-        "({'u': X, 'v': [X]}, X[:4]))"
+        "tolist(shard_map(lambda t, u: t['u'] + t['v'][0] + u, mesh=mesh, in_specs=(P('a'), P()), "
+        "out_specs=P('a'))({'u': X, 'v': [X]}, X[:4]))"
     ),
     "out_specs=": "run(lambda x: {'u': x, 'v': [psum(x, 'a')]}, P('a'), {'u': P('a'), 'v': P()})",
-    "axis_names=": "run(lambda x: psum(x * 2, 'a'), P('a'), P(), axis_names={'a'}) if whole_arrays else run_partly()",
+    "axis_names=": (
+        "run(lambda x: psum(x * 2, 'a'), P('a'), P(), axis_names={'a'}) if whole_arrays else "
+        "run_partly()"
+    ),
     "check_vma=": "run(lambda x: psum(x, 'a'), P('a'), P(), check_vma=False)",
-    "a NamedSharding as a spec": "error_of(lambda: run(lambda x: x, NamedSharding(mesh, P('a')), P('a')))",
+    "a NamedSharding as a spec": (
+        "error_of(lambda: run(lambda x: x, NamedSharding(mesh, P('a')), P('a')))"
+    ),
     "closing over a differentiated array": (
-        "tolist(grad(lambda w: shard_map(lambda x: psum((x * w[:4] ** 2).sum(), 'a'), mesh=mesh, in_specs=P('a'), out_specs=P())(X))"
-        "(put(X, P())))"
+        "tolist(grad(lambda w: shard_map(lambda x: psum((x * w[:4] ** 2).sum(), 'a'), mesh=mesh, "
+        "in_specs=P('a'), out_specs=P())(X))(put(X, P())))"
     ),
     "psum": "run(lambda x: psum(x, 'a') + psum(1, ('a', 'b')), P('a'), P())",
     "pmean": "run(lambda x: pmean(x, 'a'), P('a'), P())",
     "pmax": f"run(lambda x: pmax(x, 'a', {GROUPS}), P('a'), P('a'))",
     "pmin": "run(lambda x: pmin(x, 'a'), P('a'), P())",
     "all_gather": "run(lambda x: all_gather(x, 'a', tiled=True, to='varying'), P('a'), P('a'))",
-    "all_to_all": "run(lambda x: all_to_all(x.reshape(2, 2), 'a', 0, 1, tiled=True), P('a'), P('a'))",
+    "all_to_all": (
+        "run(lambda x: all_to_all(x.reshape(2, 2), 'a', 0, 1, tiled=True), P('a'), P('a'))"
+    ),
     "psum_scatter": "run(lambda x: psum_scatter(x, 'a', tiled=True), P('a'), P('a'))",
     "ppermute": "run(lambda x: ppermute(x, 'a', [(0, 1)]), P('a'), P('a'))",
     "pshuffle": "run(lambda x: pshuffle(x, 'a', [1, 0]), P('a'), P('a'))",
     "pswapaxes": "run(lambda x: pswapaxes(x.reshape(2, 2), 'a', 1), P('a'), P('a'))",
     "pcast": "run(lambda x: pcast(psum(x, 'a'), 'a', to='varying'), P('a'), P('a'))",
-    "axis_index": "run(lambda x: x + axis_index('a') + axis_index(('a', 'b')), P(('a', 'b')), P(('a', 'b')))",
+    "axis_index": (
+        "run(lambda x: x + axis_index('a') + axis_index(('a', 'b')), P(('a', 'b')), P(('a', 'b')))"
+    ),
     "axis_size": "run(lambda x: x * axis_size(('a', 'b')), P('a'), P('a'))",
     "PartitionSpec": (
-        "[list(P('a', None, ('b', 'c'))), P('a', 'b')[0], P('a', 'b')[0:1], len(P('a', None)), list(P('a') + P('b')), "
-        "list(P('a') + (None,)), P('a') == P('a', None), P(*P('a', ('b',))) == P('a', 'b'), P('a', 'b').index('b'), "
-        "error_of(lambda: P('a')[1]), P() == P()]"
+        "[list(P('a', None, ('b', 'c'))), P('a', 'b')[0], P('a', 'b')[0:1], len(P('a', None)), "
+        "list(P('a') + P('b')), list(P('a') + (None,)), P('a') == P('a', None), P(*P('a', ('b',))) "
+        "== P('a', 'b'), P('a', 'b').index('b'), error_of(lambda: P('a')[1]), P() == P()]"
     ),
     "NamedSharding": (
-        "[NamedSharding(mesh, P('a')).shard_shape((8, 2)), "
-        "NamedSharding(mesh, P('a')).is_equivalent_to(NamedSharding(mesh, P('a', None)), 2), "
-        "NamedSharding(mesh, P()).is_fully_replicated, list(NamedSharding(mesh, P('a')).spec), NamedSharding(mesh, P('a')).mesh == mesh]"
+        "[NamedSharding(mesh, P('a')).shard_shape((8, 2)), NamedSharding(mesh, "
+        "P('a')).is_equivalent_to(NamedSharding(mesh, P('a', None)), 2), NamedSharding(mesh, "
+        "P()).is_fully_replicated, list(NamedSharding(mesh, P('a')).spec), NamedSharding(mesh, "
+        "P('a')).mesh == mesh]"
     ),
     "Mesh.shape": "[mesh.shape['a'], dict(mesh.shape), error_of(lambda: mesh.shape['c'])]",
     "Mesh.axis_sizes": "mesh.axis_sizes",
     "Mesh.axis_names": "mesh.axis_names",
     "Mesh.devices": "[mesh.devices.shape, mesh.devices.size]",
-    "AbstractMesh": "[AbstractMesh((2, 4), ('x', 'y')).shape['y'], AbstractMesh((2, 4), ('x', 'y')).axis_names]",
-    "sharding": "[list(put(X, P(('a', 'b'))).sharding.spec), put(X, P('a')).sharding == NamedSharding(mesh, P('a'))]",
+    "AbstractMesh": (
+        "[AbstractMesh((2, 4), ('x', 'y')).shape['y'], AbstractMesh((2, 4), ('x', 'y')).axis_names]"
+    ),
+    "sharding": (
+        "[list(put(X, P(('a', 'b'))).sharding.spec), put(X, P('a')).sharding == "
+        "NamedSharding(mesh, P('a'))]"
+    ),
     "is_fully_replicated": "[put(X, P()).is_fully_replicated, put(X, P('a')).is_fully_replicated]",
     "committed": "put(X, P('a')).committed",
     "make_mesh": "make_mesh((2, 2), ('x', 'y')).shape['y']",
     "device_put": (
-        "[tolist(device_put({'u': X, 'v': [1.5]}, {'u': NamedSharding(mesh, P('a')), 'v': NamedSharding(mesh, P())})), "
-        "device_put({'u': None}, NamedSharding(mesh, P())), "
+        "[tolist(device_put({'u': X, 'v': [1.5]}, {'u': NamedSharding(mesh, P('a')), 'v': "
+        "NamedSharding(mesh, P())})), device_put({'u': None}, NamedSharding(mesh, P())), "
         "error_of(lambda: device_put({'u': X, 'v': X}, {'u': NamedSharding(mesh, P())}))]"
     ),
-    "with_sharding_constraint": "tolist(with_sharding_constraint({'u': put(X, P('a'))}, NamedSharding(mesh, P('b'))))",
-    "make_array_from_callback": "tolist(make_array_from_callback((8,), NamedSharding(mesh, P('a')), lambda index: X[index]))",
+    "with_sharding_constraint": (
+        "tolist(with_sharding_constraint({'u': put(X, P('a'))}, NamedSharding(mesh, P('b'))))"
+    ),
+    "make_array_from_callback": (
+        "tolist(make_array_from_callback((8,), NamedSharding(mesh, P('a')), lambda index: "
+        "X[index]))"
+    ),
     "process_index": "process_index()",
-    "typeof": "[run(lambda x: [seen.append(shown(y)) for y in (x, psum(x, 'a'), psum(x, 'b'))] and x, P('a'), P('a')), seen[:3]]",
+    "typeof": (
+        "[run(lambda x: [seen.append(shown(y)) for y in (x, psum(x, 'a'), psum(x, 'b'))] and x, "
+        "P('a'), P('a')), seen[:3]]"
+    ),
     "grad": "tolist(grad(lambda t: (t['u'] ** 3).sum())({'u': put(X, P()), 'v': None}))",
-    "value_and_grad": "tolist(value_and_grad(lambda t, s: ((t * s) ** 2).sum(), (0, 1))(put(X, P('a')), put(X, P())))",
-    "vjp": "tolist(vjp(lambda t: {'o': t['u'] * 2, 'n': None}, {'u': put(X, P()), 'v': None})[1]({'o': put(X, P()), 'n': None})[0])",
-    "jvp": "tolist(jvp(lambda t: {'o': t['u'] * 2, 'n': None}, ({'u': put(X, P()), 'v': None},), ({'u': put(X, P()), 'v': None},))[1])",
+    "value_and_grad": (
+        "tolist(value_and_grad(lambda t, s: ((t * s) ** 2).sum(), (0, 1))(put(X, P('a')), put(X, "
+        "P())))"
+    ),
+    "vjp": (
+        "tolist(vjp(lambda t: {'o': t['u'] * 2, 'n': None}, {'u': put(X, P()), 'v': "
+        "None})[1]({'o': put(X, P()), 'n': None})[0])"
+    ),
+    "jvp": (
+        "tolist(jvp(lambda t: {'o': t['u'] * 2, 'n': None}, ({'u': put(X, P()), 'v': None},), "
+        "({'u': put(X, P()), 'v': None},))[1])"
+    ),
     "linearize": "tolist(linearize(lambda x: x ** 3, put(X, P('a')))[1](put(X, P('a'))))",
     "jacfwd": f"tolist(jacfwd(lambda x: {CUBES})(put(X[1:3], P())))",
     "jacrev": f"tolist(jacrev(lambda x: {CUBES})(put(X[1:3], P())))",
     "hessian": f"tolist(hessian(lambda x: {CUBES}.sum())(put(X[1:3], P())))",
     "vmap": (
-        "[tolist(vmap(lambda x, y: {'u': x * y}, (0, None), out_axes=0)(put(X, P('a')), put(X[2], P()))), "
-        "tolist(vmap(shard_map(lambda x: psum(x, 'b'), mesh=mesh, in_specs=P('b'), out_specs=P()), spmd_axis_name='a')"
-        "(put(X.reshape(4, 2), P('a', 'b'))))]"
+        "[tolist(vmap(lambda x, y: {'u': x * y}, (0, None), out_axes=0)(put(X, P('a')), put(X[2], "
+        "P()))), tolist(vmap(shard_map(lambda x: psum(x, 'b'), mesh=mesh, in_specs=P('b'), "
+        "out_specs=P()), spmd_axis_name='a')(put(X.reshape(4, 2), P('a', 'b'))))]"
     ),
     "custom_vjp": (
-        f"[{CUSTOM} and tolist(grad(lambda x: custom(x, 2.0).sum())(put(X, P('a')))), "
-        "run(lambda x: custom(x, 3.0), P('a'), P('a'))]"
+        f"[{CUSTOM} and tolist(grad(lambda x: custom(x, 2.0).sum())(put(X, P('a')))), run(lambda "
+        "x: custom(x, 3.0), P('a'), P('a'))]"
     ),
-    "cond": "[tolist(cond(X[n] > 0, lambda x, y: x + y, lambda x, y: x - y, X, X[1])) for n in (0, 1)]",
+    "cond": (
+        "[tolist(cond(X[n] > 0, lambda x, y: x + y, lambda x, y: x - y, X, X[1])) for n in (0, 1)]"
+    ),
     "switch": "[tolist(switch(n, [lambda x: x, lambda x: x * 2], X)) for n in (-1, 0, 1, 7)]",
     "scan": (
-        "[tolist(scan(lambda c, x: (c + x['u'], {'v': c * x['u']}), X[0], {'u': X}, reverse=back)) for back in (False, True)] + "
-        "[tolist(scan(lambda c, x: (c * 2, c), X[1], None, length=3))]"
+        "[tolist(scan(lambda c, x: (c + x['u'], {'v': c * x['u']}), X[0], {'u': X}, reverse=back)) "
+        "for back in (False, True)] + [tolist(scan(lambda c, x: (c * 2, c), X[1], None, length=3))]"
     ),
-    "while_loop": "tolist(while_loop(lambda s: s['n'] < 5, lambda s: {'n': s['n'] + 1, 'x': s['x'] * 2}, {'n': X[0], 'x': X}))",
+    "while_loop": (
+        "tolist(while_loop(lambda s: s['n'] < 5, lambda s: {'n': s['n'] + 1, 'x': s['x'] * 2}, "
+        "{'n': X[0], 'x': X}))"
+    ),
     "fori_loop": "tolist(fori_loop(2, 5, lambda i, x: x * 2 + i, X))",
     "remat": "tolist(grad(lambda x: remat(lambda x: x ** 2)(x).sum())(put(X, P())))",
     "checkpoint": "tolist(grad(lambda x: remat(lambda x: x ** 3)(x).sum())(put(X, P())))",
@@ -149,13 +192,23 @@ def our_names(mesh):
         return tolist(mapped(put(X, P("a"))))
 
     return {
-        **public_names(), "mesh": mesh, "X": X, "tolist": tolist, "put": put, "run": run, "error_of": error_of, "seen": [],
-        "whole_arrays": False, "run_partly": run_partly, "jit_or_not": lambda f: f, "shown": lambda x: str(sm.typeof(x)),
+        **public_names(),
+        "mesh": mesh,
+        "X": X,
+        "tolist": tolist,
+        "put": put,
+        "run": run,
+        "error_of": error_of,
+        "seen": [],
+        "whole_arrays": False,
+        "run_partly": run_partly,
+        "jit_or_not": lambda f: f,
+        "shown": lambda x: str(sm.typeof(x)),
         "make_mesh": lambda *args: sm.make_mesh(*args, device_type="cpu"),
-    }  # fmt: skip
+    }
 
 
-# -- what has no answer of JAX's ---------------------------------------------------------------------------------------
+# -- what has no answer of JAX's -------------------------------------------------------------------
 
 X = torch.arange(8.0)
 
@@ -220,10 +273,18 @@ def keeps_the_axes_of_a_dim(mesh):
 def sharding_is_taken_everywhere(mesh):
     at, x = NamedSharding(mesh, P("a")), put(P())
     found = [
-        sm.distribute_tensor(X, at), x.redistribute(at), sm.redistribute(x, at), sm.reshard(x, at), sm.zeros(8, at),
-        sm.from_local(X[:4], at), sm.ops.apply(torch.add, x, x, out_sharding=at), sm.redistribute_many([x], [at])[0],
-        sm.with_sharding_constraint(x, at), sm.device_put(X, at), sm.rand(8, placements=at),
-    ]  # fmt: skip
+        sm.distribute_tensor(X, at),
+        x.redistribute(at),
+        sm.redistribute(x, at),
+        sm.reshard(x, at),
+        sm.zeros(8, at),
+        sm.from_local(X[:4], at),
+        sm.ops.apply(torch.add, x, x, out_sharding=at),
+        sm.redistribute_many([x], [at])[0],
+        sm.with_sharding_constraint(x, at),
+        sm.device_put(X, at),
+        sm.rand(8, placements=at),
+    ]
     assert {str(y.spec) for y in found} == {"P('a')"}
     assert sm.Layout.of(mesh, at, (8,)) is sm.Layout.of(mesh, P("a"), (8,))
     assert "all_gather" in str(sm.debug.explain(found[0], NamedSharding(mesh, P())))
@@ -245,8 +306,10 @@ def told_to_all(mesh):
     rank = mesh.get_rank()
     tree = multihost.process_allgather({"x": np.array([rank, 1]), "y": float(rank), "n": None})
     assert {name: None if x is None else x.tolist() for name, x in tree.items()} == {
-        "x": [[0, 1], [1, 1], [2, 1], [3, 1]], "y": [0.0, 1.0, 2.0, 3.0], "n": None,
-    }  # fmt: skip
+        "x": [[0, 1], [1, 1], [2, 1], [3, 1]],
+        "y": [0.0, 1.0, 2.0, 3.0],
+        "n": None,
+    }
     assert multihost.process_allgather(torch.tensor([rank]), tiled=True).tolist() == [0, 1, 2, 3]
     assert multihost.process_allgather(put(P("a"))).tolist() == X.tolist()
     raises(ValueError, lambda: multihost.process_allgather(torch.ones(rank)))
@@ -395,7 +458,7 @@ OWN = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -403,8 +466,13 @@ def jax_side():
     if importlib.util.find_spec("jax") is None:
         pytest.skip("needs the extra jax-oracle")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.docs.jax_side"], input=json.dumps(COMPARED), capture_output=True, text=True, cwd=ROOT, check=True
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.docs.jax_side"],
+        input=json.dumps(COMPARED),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 

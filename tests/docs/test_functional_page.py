@@ -36,7 +36,7 @@ def test_error(program, text):
     assert f"{raised.type.__name__}: {raised.value}".split() == text.split()
 
 
-# -- the table of collectives ------------------------------------------------------------------------------------------
+# -- the table of collectives ----------------------------------------------------------------------
 
 TABLE = dict(re.findall(r"^\| `(.+?)`.*? \| (.*->.* \| .* \| .* \| .*) \|$", PAGE, re.MULTILINE))
 PAIRS = [(0, 1), (1, 0)]

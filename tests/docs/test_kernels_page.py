@@ -29,11 +29,13 @@ def test_python_examples():
     check_python_examples(PAGE)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def rows(text: str) -> list[list[str]]:
-    """Return the cells with the bytes moved by the kernels and others, from a page or from the whole table."""
+    """Return the cells with the bytes moved by the kernels and others, from a page or from the
+    whole table.
+    """
     table = text.split("| case | who | launches |", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
@@ -54,7 +56,9 @@ def test_bytes_agree_with_the_table():
 
 
 def test_torch_moves_more_bytes():
-    """The smallest of what is more than ours by more than padding, the largest, and how many cases there are."""
+    """The smallest of what is more than ours by more than padding, the largest, and how many cases
+    there are.
+    """
     more: dict[str, float] = {}  # of each case, by those who move least of the others
     for case, _, _, _, _, factor, *_ in rows(measured_table()):
         if factor.endswith("x") and float(factor[:-1]) > 1.05:
@@ -74,13 +78,14 @@ def test_limits():
         f"{1 + 4 / BLOCK:.2f} bytes an element",
         f"a box of one element travels as {record_bytes(1)} bytes",
         f"integers up to {LARGEST['int8']:.0f} | m / {2 * LARGEST['int8']:.0f} |",
-        f"float8_e4m3fn up to {LARGEST['fp8']:.0f} | x / 16, or m / {1024 * LARGEST['fp8']:,.0f} where",
+        f"float8_e4m3fn up to {LARGEST['fp8']:.0f} | x / 16, or m / {1024 * LARGEST['fp8']:,.0f} "
+        "where",
     }
     assert {text for text in said if text not in PAGE} == set()
     assert all(f'"{transport}"' in PAGE for transport in FORMATS)
 
 
-# -- the epilogue ------------------------------------------------------------------------------------------------------
+# -- the epilogue ----------------------------------------------------------------------------------
 
 
 def one_rank() -> Peers:

@@ -1,4 +1,6 @@
-"""The examples of the pages run, and their names exist. (planner.md, from_dtensor.md and from_jax.md have separate tests.)"""
+"""The examples of the pages run, and their names exist. (planner.md, from_dtensor.md and
+from_jax.md have separate tests.)
+"""
 
 import pytest
 

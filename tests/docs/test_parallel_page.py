@@ -1,4 +1,6 @@
-"""docs/parallel.md: its programs run, the rows of its tables are the named forms, and its formulas give their costs."""
+"""docs/parallel.md: its programs run, the rows of its tables are the named forms, and its formulas
+give their costs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_names():
     assert unknown_names(PAGE) == []
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 class TanhResidual(nn.Module):
@@ -112,7 +114,9 @@ PORTS = {
 
 
 def _trained_by(words: str) -> list[torch.Tensor]:
-    """Return the parameters after a program of the page on a real rank, with different rows on each rank."""
+    """Return the parameters after a program of the page on a real rank, with different rows on each
+    rank.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(TanhResidual(), TanhResidual()).double()
     rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
@@ -317,7 +321,7 @@ def test_every_program_of_the_page_is_run():
     assert len(blocks(PAGE, "python")) == 16
 
 
-# -- the table of forms ------------------------------------------------------------------------------------------------
+# -- the table of forms ----------------------------------------------------------------------------
 
 
 def _axes(cell: str, mesh: sm.DeviceMesh) -> tuple[str, ...]:
@@ -342,7 +346,7 @@ def test_rows_are_the_named_forms(row):
     on_axes((2, 2)[: len(names)] if len(names) == 2 else (4,), names, program)
 
 
-# -- what a row costs --------------------------------------------------------------------------------------------------
+# -- what a row costs ------------------------------------------------------------------------------
 
 D, WIDE, BLOCKS, M = 8, 16, 3, 2
 BLOCK_SIZE, ROOT_SIZE = 2 * D * WIDE, D * D  # each cut falls between two rows, so nothing is lost

@@ -1,4 +1,6 @@
-"""Results and communication of the examples: data parallel, halos, a Megatron block, a pipeline, ring attention."""
+"""Results and communication of the examples: data parallel, halos, a Megatron block, a pipeline,
+ring attention.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def draw(*shape: int) -> torch.Tensor:
     )
 
 
-# -- data parallel -----------------------------------------------------------------------------------------------------
+# -- data parallel ---------------------------------------------------------------------------------
 
 
 def traffic_of_a_step() -> tuple[dict[str, Any], int]:
@@ -57,7 +59,7 @@ def test_data_parallel_learns():
     assert losses[-1] < losses[0] / 4
 
 
-# -- halo --------------------------------------------------------------------------------------------------------------
+# -- halo ------------------------------------------------------------------------------------------
 
 
 def convolved(height: int, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -104,7 +106,7 @@ def test_halo_conv_of_too_short_parts_raises(height, size, message):
         simulated(4, convolved, height, size)
 
 
-# -- ring attention ----------------------------------------------------------------------------------------------------
+# -- ring attention --------------------------------------------------------------------------------
 
 
 def attended(
@@ -142,7 +144,7 @@ def test_ring_attention_in_double_precision(shape, causal):
         assert backward == forward
 
 
-# -- transformer block -------------------------------------------------------------------------------------------------
+# -- transformer block -----------------------------------------------------------------------------
 
 
 def traffic_of_the_block() -> tuple[Any, Any, Any]:
@@ -172,7 +174,7 @@ def test_megatron_block_sums_once_at_the_end_of_each_half():
     }
 
 
-# -- pipeline ----------------------------------------------------------------------------------------------------------
+# -- pipeline --------------------------------------------------------------------------------------
 
 
 def piped(microbatches: int) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -24,11 +24,13 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# -- mixture of experts ------------------------------------------------------------------------------------------------
+# -- mixture of experts ----------------------------------------------------------------------------
 
 
 def experts_of(count: int, favoured: bool = False) -> dict[str, torch.Tensor]:
-    """Return weights in double precision; with `favoured`, all (positive) tokens choose the same experts."""
+    """Return weights in double precision; with `favoured`, all (positive) tokens choose the same
+    experts.
+    """
     params = {name: p.double() for name, p in moe.problem(count).items()}
     if favoured:
         params["router"][:, : moe.CHOICES] += 100
@@ -84,7 +86,7 @@ def test_mixture_with_unequal_numbers_of_experts_raises():
         simulated(4, compared, experts_of(6), draw(8, moe.WIDTH))
 
 
-# -- AdamW -------------------------------------------------------------------------------------------------------------
+# -- AdamW -----------------------------------------------------------------------------------------
 
 SPECS = [P(), P("dp"), P(("tp", "dp")), P(None, "tp"), P("tp", "dp")]
 SHAPES = [(5, 7), (1, 3), (4, 4)]  # with 1 row, parts are empty
@@ -183,7 +185,7 @@ def test_adamw_trains_with_one_gather_and_one_scatter_of_all_weights():
         assert set(by_op) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
-# -- Muon --------------------------------------------------------------------------------------------------------------
+# -- Muon ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8), (1, 5), (5, 1)])

@@ -28,7 +28,8 @@ pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
 
-# The four processes import transformers first; one worker runs all tests, so that there is one server.
+# The four processes import transformers first; one worker runs all tests, so that there is one
+# server.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("tour")]
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "serve.py"
@@ -161,7 +162,9 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 def answered_by_one_process(asked: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the answers, one request after the other: by transformers' own `generate` where nothing is drawn."""
+    """Return the answers, one request after the other: by transformers' own `generate` where
+    nothing is drawn.
+    """
     models = {
         "": serve.tiny_model(torch.float64).eval(),
         **{name: adapted(seed) for seed, name in enumerate(ADAPTERS)},

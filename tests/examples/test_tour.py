@@ -1,4 +1,6 @@
-"""The notebook runs from top to bottom in a fresh kernel, and every cell shows its intended output."""
+"""The notebook runs from top to bottom in a fresh kernel, and every cell shows its intended
+output.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ import shardmesh as sm
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 ARGUMENTS = ["--size", "tiny", "--steps", "12", "--every", "4"]
-# Of each eager step of the tiny model, with 2 layers of 4 weights: an axis of size 1 communicates nothing.
+# Of each eager step of the tiny model, with 2 layers of 4 weights: an axis of size 1 communicates
+# nothing.
 CALLS = {
     "fsdp=2,tp=2": {
         "all_gather": 2 * 4 + 1,  # every weight once, the embedding over both axes

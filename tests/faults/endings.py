@@ -16,7 +16,7 @@ from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
 from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
-# -- death -------------------------------------------------------------------------------------------------------------
+# -- death -----------------------------------------------------------------------------------------
 
 
 def _kill(number: int) -> None:
@@ -128,7 +128,7 @@ def two_die(ctx: RankContext) -> Any:
     return x.tolist()
 
 
-# -- the end of the program --------------------------------------------------------------------------------------------
+# -- the end of the program ------------------------------------------------------------------------
 
 
 @fault("left", ends=0, says="all_gather")
@@ -183,7 +183,7 @@ def destroys_its_groups(ctx: RankContext) -> Any:
     return x.tolist()
 
 
-# -- signals -----------------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
 @fault(

@@ -11,7 +11,9 @@ from tests.faults.runner import Outcome, RankOutcome
 
 
 def problems(fault: Fault, outcome: Outcome) -> list[str]:
-    """Return descriptions of all deviations; empty if there are none. benchmarks/faults.py measures the latency."""
+    """Return descriptions of all deviations; empty if there are none. benchmarks/faults.py measures
+    the latency.
+    """
     if not fault.kinds:
         return [*_hanging(outcome), *_false_alarms(outcome)]
     return [*_hanging(outcome), *_wrong_ends(fault, outcome), *_wrong_errors(fault, outcome)]
@@ -25,7 +27,10 @@ def _hanging(outcome: Outcome) -> Iterator[str]:
 def _false_alarms(outcome: Outcome) -> Iterator[str]:
     for rank, found in enumerate(outcome.ranks):
         if not found.done or found.status != 0:
-            yield f"rank {rank} of a healthy program: exit status {found.status}, {found.error} {found.text} {found.output[-600:]}"
+            yield (
+                f"rank {rank} of a healthy program: exit status {found.status}, {found.error} "
+                f"{found.text} {found.output[-600:]}"
+            )
 
 
 def ranks_that_raise(fault: Fault) -> list[int]:
@@ -45,9 +50,15 @@ def _wrong_ends(fault: Fault, outcome: Outcome) -> Iterator[str]:
         found = outcome.ranks[rank]
         if "busy" in fault.ends or "frozen" in fault.ends:
             if found.status in (0, None) or found.done:
-                yield f"outlier rank {rank} was not ended by the monitor: exit status {found.status}, {_result_text(found)}"
+                yield (
+                    f"outlier rank {rank} was not ended by the monitor: exit status "
+                    f"{found.status}, {_result_text(found)}"
+                )
         elif not {found.error, found.status} & set(fault.ends):
-            yield f"outlier rank {rank} ended with {found.status} {_result_text(found)} instead of {fault.ends}"
+            yield (
+                f"outlier rank {rank} ended with {found.status} {_result_text(found)} instead of "
+                f"{fault.ends}"
+            )
     for rank in range(RANKS):
         if _others_end_first(fault) and rank not in fault.outliers and not outcome.ranks[rank].done:
             yield f"rank {rank} did not end normally: {_result_text(outcome.ranks[rank])}"
@@ -69,7 +80,10 @@ def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
         if _prints_at_exit(found, texts):
             continue
         if found.error not in fault.errors:
-            yield f"rank {rank}: {'/'.join(fault.errors)} expected; exit status {found.status}, {_result_text(found)}"
+            yield (
+                f"rank {rank}: {'/'.join(fault.errors)} expected; exit status {found.status}, "
+                f"{_result_text(found)}"
+            )
         else:
             yield from (f"rank {rank}: {problem}" for problem in _wrong_verdict(fault, found))
     if len(texts) > 1:
@@ -77,7 +91,9 @@ def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
 
 
 def _prints_at_exit(found: RankOutcome, texts: set[str]) -> bool:
-    """Return whether the rank printed the verdict at exit: it finished before the diagnosis, or the monitor ended it inside a C call."""
+    """Return whether the rank printed the verdict at exit: it finished before the diagnosis, or the
+    monitor ended it inside a C call.
+    """
     return (
         not found.error
         and bool(found.status)

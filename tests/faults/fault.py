@@ -7,8 +7,9 @@
             x.redistribute(ctx.mesh, [ctx.d.Replicate()])   # <- others
         return x.redistribute(ctx.mesh, [ctx.d.Shard(1)])   # <- outlier
 
-Every rank runs the program; `ctx.is_outlier()` is true only on the ranks `outliers`. Without outliers the same program is healthy, and
-returns the values that a silent fault is compared with. The comments mark the lines that an error must name.
+Every rank runs the program; `ctx.is_outlier()` is true only on the ranks `outliers`. Without
+outliers the same program is healthy, and returns the values that a silent fault is compared with.
+The comments mark the lines that an error must name.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ class Fault:
 
     Attributes:
         program: runs on every rank; its result must be JSON-serializable.
-        kinds: the expected kinds of verdict, any of them if several are correct; none for a healthy program, which ends normally
-            on every rank.
+        kinds: the expected kinds of verdict, any of them if several are correct; none for a healthy
+            program, which ends normally on every rank.
         outliers: the ranks that diverge.
         named: the ranks that the verdict must name; none if votes are equal.
         fields: the difference that the verdict must report, any of them if several are correct.
         says: words that the error's text must contain.
-        ends: how an outlier may end: the class of its own error, its exit status, or minus the signal that kills it; "busy" if its
-            program never continues and "frozen" if the process must be resumed: the monitor ends both. Empty if it raises the
-            verdict like the other ranks.
+        ends: how an outlier may end: the class of its own error, its exit status, or minus the
+            signal that kills it; "busy" if its program never continues and "frozen" if the process
+            must be resumed: the monitor ends both. Empty if it raises the verdict like the other
+            ranks.
         mesh: axes and sizes of the program's mesh.
         in_torch: whether the program also runs with torch.distributed alone.
     """
@@ -67,7 +69,9 @@ class Fault:
 
     @property
     def has_short_timeout(self) -> bool:
-        """Whether a rank that does not arrive within `STALL_S` is an error; otherwise the timeout is minutes."""
+        """Whether a rank that does not arrive within `STALL_S` is an error; otherwise the timeout
+        is minutes.
+        """
         return "stall" in self.kinds
 
     @property
@@ -106,7 +110,9 @@ def fault(
     mesh: Mapping[str, int] | None = None,
     in_torch: bool = True,
 ) -> Callable[[FaultProgram], FaultProgram]:
-    """Add a program to the table; see `Fault` for the arguments. `named` is `outliers` by default."""
+    """Add a program to the table; see `Fault` for the arguments. `named` is `outliers` by
+    default.
+    """
     outliers = _as_tuple(outliers)
     named = outliers if named is None else named
     mesh = {"x": RANKS} if mesh is None else mesh

@@ -6,8 +6,9 @@
                                                                    waits, kills hanging ranks    its events, its stderr;
       ended.json           <-------------------------------------  ended.json                    then the interpreter ends
 
-The fork server has one thread, no process group and has run no backward when it forks. A rank returns from `main` or raises out of
-it, so that its interpreter ends as that of any program, with exit functions and threads.
+The fork server has one thread, no process group and has run no backward when it forks. A rank
+returns from `main` or raises out of it, so that its interpreter ends as that of any program, with
+exit functions and threads.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def supervise(job: Job, table: Mapping[str, Fault]) -> None:
 
 
 def _wait_for(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
-    """Return the exit status of each rank, or minus a signal, and the ranks that hung and were killed."""
+    """Return the exit status of each rank, or minus a signal, and the ranks that hung and were
+    killed.
+    """
     statuses: dict[int, int] = {}
     stopped: set[int] = set()
     deadline = time.monotonic() + job.limit_s

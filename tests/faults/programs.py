@@ -21,6 +21,19 @@ from tests.faults import (
 from tests.faults.fault import FAULTS
 
 __all__ = [
-    "FAULTS", "endings", "healthy", "meshes", "stalls", "torch_alone", "torch_calls", "torch_endings",
-    "torch_functional", "torch_healthy", "torch_messages", "torch_training", "training", "wrong_calls", "wrong_order",
-]  # fmt: skip
+    "FAULTS",
+    "endings",
+    "healthy",
+    "meshes",
+    "stalls",
+    "torch_alone",
+    "torch_calls",
+    "torch_endings",
+    "torch_functional",
+    "torch_healthy",
+    "torch_messages",
+    "torch_training",
+    "training",
+    "wrong_calls",
+    "wrong_order",
+]

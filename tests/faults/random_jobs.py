@@ -1,4 +1,6 @@
-"""Outcomes of random programs on processes, as in `random_outcome`, or "hang": a rank had to be killed."""
+"""Outcomes of random programs on processes, as in `random_outcome`, or "hang": a rank had to be
+killed.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def _classify_error(program: RandomProgram, rank: RankOutcome) -> str:
 
 
 def _classify_values(runner: Runner, name: str, found: Outcome) -> str:
-    """Return the outcome where no rank raised. A rank that left the program has no values; those of the others must be correct."""
+    """Return the outcome where no rank raised. A rank that left the program has no values; those of
+    the others must be correct.
+    """
     right = runner.run(FAULTS[name], healthy=True)
     if all(
         one.value == other.value

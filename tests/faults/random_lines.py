@@ -138,11 +138,24 @@ class LineGenerator:
         self._draw, self._axes, self._least = draw, axes, least
         self._creates_local = draw.random() < 0.7
         self._kinds: tuple[tuple[int, Callable[[], list[Line]]], ...] = (
-            (6, self._redistribute), (2, self._gather), (5, self._operator), (2, self._in_place), (2, self._many),
-            (2, self._mapped), (3, self._layer), (1, self._trained), (2, self._vector), (3, self._part_of_mesh), (2, self._make),
-            (2, self._async), (4, self._collective), (1, self._barrier), (1, self._plain), (5, self._local),
+            (6, self._redistribute),
+            (2, self._gather),
+            (5, self._operator),
+            (2, self._in_place),
+            (2, self._many),
+            (2, self._mapped),
+            (3, self._layer),
+            (1, self._trained),
+            (2, self._vector),
+            (3, self._part_of_mesh),
+            (2, self._make),
+            (2, self._async),
+            (4, self._collective),
+            (1, self._barrier),
+            (1, self._plain),
+            (5, self._local),
             *(((8, self._raw),) if raw else ()),
-        )  # fmt: skip
+        )
 
     def first(self) -> list[Line]:
         """Return the lines that create the tensors."""
@@ -155,7 +168,7 @@ class LineGenerator:
         weights, kinds = zip(*self._kinds, strict=True)
         return [line for make in self._draw.choices(kinds, weights, k=count) for line in make()]
 
-    # -- parts of lines -----------------------------------------------------------------------------------------------
+    # -- parts of lines ----------------------------------------------------------------------------
 
     def _axis(self) -> str:
         return self._draw.choice(self._axes)
@@ -177,7 +190,9 @@ class LineGenerator:
                 return found
 
     def _two(self) -> tuple[str, str, str]:
-        """Draw two sharded matrices, which may be the same, and one that differs from the second."""
+        """Draw two sharded matrices, which may be the same, and one that differs from the
+        second.
+        """
         one, two = self._draw.choice("abc"), self._draw.choice("abc")
         return one, two, self._draw.choice([x for x in "abc" if x != two])
 
@@ -187,13 +202,16 @@ class LineGenerator:
         make = f"{name} = sm.device_put(value({one}), {mesh}, %s, src_data_rank=None)"
         return Line(make % spec, (make % wrong,))
 
-    # -- sharded tensors -----------------------------------------------------------------------------------------------
+    # -- sharded tensors ---------------------------------------------------------------------------
 
     def _redistribute(self) -> list[Line]:
         one, two, other = self._two()
         spec = self._spec()
-        wrong = (f"{one} = {other}.redistribute({spec})", f"{one} = {two}.redistribute({self._other_spec(spec)})",
-                 f"{one} = {two}.float().redistribute({spec})")  # fmt: skip
+        wrong = (
+            f"{one} = {other}.redistribute({spec})",
+            f"{one} = {two}.redistribute({self._other_spec(spec)})",
+            f"{one} = {two}.float().redistribute({spec})",
+        )
         return [Line(f"{one} = {two}.redistribute({spec})", wrong)]
 
     def _gather(self) -> list[Line]:
@@ -232,8 +250,10 @@ class LineGenerator:
         one, two = self._draw.sample("abc", 2)
         specs = self._spec(), self._spec()
         text = f"{one}, {two} = sm.redistribute_many([{one}, {two}], [%s, %s])"
-        wrong = (text % (self._other_spec(specs[0]), specs[1]),
-                 f"{one}, {two} = sm.redistribute_many([{two}, {one}], [{specs[0]}, {specs[1]}])")  # fmt: skip
+        wrong = (
+            text % (self._other_spec(specs[0]), specs[1]),
+            f"{one}, {two} = sm.redistribute_many([{two}, {one}], [{specs[0]}, {specs[1]}])",
+        )
         return [Line(text % specs, wrong)]
 
     def _mapped(self) -> list[Line]:
@@ -298,11 +318,16 @@ class LineGenerator:
             for x in self._axes
             if x != axis
         )
-        then = self._draw.choice([
-            Line(f"p = p.redistribute({spec})", (f"p = p.redistribute({self._other_spec(spec, (axis,))})",)),
-            Line("u[1] += p.full_tensor().sum()"),
-            Line("p = torch.tanh(p @ p * 0.1)", ("p = torch.tanh(p + p)",)),
-        ])  # fmt: skip
+        then = self._draw.choice(
+            [
+                Line(
+                    f"p = p.redistribute({spec})",
+                    (f"p = p.redistribute({self._other_spec(spec, (axis,))})",),
+                ),
+                Line("u[1] += p.full_tensor().sum()"),
+                Line("p = torch.tanh(p @ p * 0.1)", ("p = torch.tanh(p + p)",)),
+            ]
+        )
         return [Line(make.text, (*make.wrong, *wrong)), then]
 
     def _make(self) -> list[Line]:
@@ -324,21 +349,23 @@ class LineGenerator:
         between = self._draw.choice([self._operator, self._plain, self._collective])()
         return [Line(begin, wrong), *between, Line(f"{one} = coming.wait()")]
 
-    # -- plain tensors -------------------------------------------------------------------------------------------------
+    # -- plain tensors -----------------------------------------------------------------------------
 
     def _collective(self) -> list[Line]:
         """Return a collective of a group on a plain tensor."""
         one, other = self._draw.sample("tu", 2)
         group, *others = self._groups()
-        name, wrong = self._draw.choice([
-            ("{}.all_reduce({})", ["{}.all_reduce({}, 'max')", "{}.all_reduce({}.float())"]),
-            ("{}.all_reduce({}, 'max')", ["{}.all_reduce({}, 'min')"]),
-            ("{}.broadcast({}, src=0)", ["{}.broadcast({}, src=1)"]),
-            ("t = gathered({}, {})", ["t = gathered({}, {}.float()).double()"]),
-            ("u = scattered({}, {})", ["u = scattered({}, {}, 'max')"]),
-            ("t = exchanged({}, {})", []),
-            ("u = shifted({}, {}, 1)", ["u = shifted({}, {}, -1)"]),
-        ])  # fmt: skip
+        name, wrong = self._draw.choice(
+            [
+                ("{}.all_reduce({})", ["{}.all_reduce({}, 'max')", "{}.all_reduce({}.float())"]),
+                ("{}.all_reduce({}, 'max')", ["{}.all_reduce({}, 'min')"]),
+                ("{}.broadcast({}, src=0)", ["{}.broadcast({}, src=1)"]),
+                ("t = gathered({}, {})", ["t = gathered({}, {}.float()).double()"]),
+                ("u = scattered({}, {})", ["u = scattered({}, {}, 'max')"]),
+                ("t = exchanged({}, {})", []),
+                ("u = shifted({}, {}, 1)", ["u = shifted({}, {}, -1)"]),
+            ]
+        )
         if self._least < 2:
             wrong = [text for text in wrong if "src=1" not in text]
         found = (
@@ -362,14 +389,26 @@ class LineGenerator:
     def _raw(self) -> list[Line]:
         """Return a call of torch.distributed on all ranks."""
         one, other = self._draw.sample("tu", 2)
-        name, wrong = self._draw.choice([
-            ("raw_all_reduce(mesh, {})", ["raw_all_reduce(mesh, {}, 'max')", "raw_all_reduce(mesh, {}.float())", "raw_barrier(mesh)"]),
-            ("raw_all_reduce(mesh, {}, 'max')", ["raw_all_reduce(mesh, {}, 'min')", "raw_all_reduce(mesh, {}[:5], 'max')"]),
-            ("raw_broadcast(mesh, {}, 0)", ["raw_broadcast(mesh, {}[:7], 0)"]),
-            ("t = raw_gathered(mesh, {})", ["t = raw_gathered(mesh, {}.float()).double()"]),
-            ("raw_barrier(mesh)", []),
-            ("raw_objects(mesh, rank)", ["raw_barrier(mesh)"]),
-        ])  # fmt: skip
+        name, wrong = self._draw.choice(
+            [
+                (
+                    "raw_all_reduce(mesh, {})",
+                    [
+                        "raw_all_reduce(mesh, {}, 'max')",
+                        "raw_all_reduce(mesh, {}.float())",
+                        "raw_barrier(mesh)",
+                    ],
+                ),
+                (
+                    "raw_all_reduce(mesh, {}, 'max')",
+                    ["raw_all_reduce(mesh, {}, 'min')", "raw_all_reduce(mesh, {}[:5], 'max')"],
+                ),
+                ("raw_broadcast(mesh, {}, 0)", ["raw_broadcast(mesh, {}[:7], 0)"]),
+                ("t = raw_gathered(mesh, {})", ["t = raw_gathered(mesh, {}.float()).double()"]),
+                ("raw_barrier(mesh)", []),
+                ("raw_objects(mesh, rank)", ["raw_barrier(mesh)"]),
+            ]
+        )
         call = Line(
             name.format(one),
             tuple(text.format(one) for text in wrong)
@@ -387,7 +426,7 @@ class LineGenerator:
     def _plain(self) -> list[Line]:
         return [Line(self._draw.choice(["t = t * 0.5", "u = u + 1", "t, u = u, t"]))]
 
-    # -- lines of a single rank ----------------------------------------------------------------------------------------
+    # -- lines of a single rank --------------------------------------------------------------------
 
     def _local(self) -> list[Line]:
         rank = self._draw.randrange(3)
@@ -405,18 +444,24 @@ class LineGenerator:
     def _on_one_rank(self) -> str:
         """Return code that one rank may run alone.
 
-        In programs where single ranks create tensors, a branch that creates a shared tensor on different lines follows a barrier.
-        Otherwise a rank could create a tensor alone, and then, without a collective in between, a shared one of the same layout on a
-        line that differs from the other ranks': neither line nor count would identify the shared tensor across ranks. This cannot be
-        distinguished from creating a different tensor, so the error would be no false alarm.
+        In programs where single ranks create tensors, a branch that creates a shared tensor on
+        different lines follows a barrier. Otherwise a rank could create a tensor alone, and then,
+        without a collective in between, a shared one of the same layout on a line that differs from
+        the other ranks': neither line nor count would identify the shared tensor across ranks. This
+        cannot be distinguished from creating a different tensor, so the error would be no false
+        alarm.
         """
         one, two, _ = self._two()
         looks = [
-            f"repr({one}); {one}.to_local(); {one}.grad; {one}.placements", f"copy.deepcopy({one}.detach())", f"extra = {two}.detach() * 2",
-        ]  # fmt: skip
+            f"repr({one}); {one}.to_local(); {one}.grad; {one}.placements",
+            f"copy.deepcopy({one}.detach())",
+            f"extra = {two}.detach() * 2",
+        ]
         makes = [
-            f"extra = {self._tensor()} * 2", f"extra = [{self._tensor()} for _ in range(3)]", f"in_thread(lambda: {self._tensor()} * 2)",
-        ]  # fmt: skip
+            f"extra = {self._tensor()} * 2",
+            f"extra = [{self._tensor()} for _ in range(3)]",
+            f"in_thread(lambda: {self._tensor()} * 2)",
+        ]
         return self._draw.choice(looks + makes * self._creates_local)
 
     def _tensor(self) -> str:

@@ -125,7 +125,8 @@ def classify_verdict(program: RandomProgram, kind: str, named: Sequence[int], vo
     """Return the outcome for a verdict that names these ranks.
 
     Args:
-        voters: number of ranks in the verdict. In a mismatch they are from one group, otherwise maybe from several groups of two.
+        voters: number of ranks in the verdict. In a mismatch they are from one group, otherwise
+            maybe from several groups of two.
     """
     if named:
         return "named" if tuple(named) == (program.outlier,) else "wrong rank"

@@ -11,8 +11,9 @@
             a = torch.tanh(a @ b * 0.1)
         return whole(a, b, c, v, p), t, u
 
-The text is compiled, so its lines are like those of a user's program. Without an outlier it is a healthy program, in which ranks differ
-where they may: they create additional tensors, also in threads and on different lines, and inspect shared ones.
+The text is compiled, so its lines are like those of a user's program. Without an outlier it is a
+healthy program, in which ranks differ where they may: they create additional tensors, also in
+threads and on different lines, and inspect shared ones.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def healthy_program(
         meshes: meshes to choose from.
         length: number of lines and loops after the lines that create its tensors.
         iterations: minimum and maximum for a loop.
-        raw: whether it also calls torch.distributed directly; on all ranks, so the mesh must have all ranks of the world.
+        raw: whether it also calls torch.distributed directly; on all ranks, so the mesh must have
+            all ranks of the world.
     """
     draw = random.Random(seed)
     mesh = draw.choice(meshes)
@@ -201,7 +203,9 @@ def faulty_program(
 
 
 def _places(program: RandomProgram) -> list[tuple[int, tuple[Line, ...], int]]:
-    """Return (number of a line, it and the lines after it in its block, iterations of the block) for all lines."""
+    """Return (number of a line, it and the lines after it in its block, iterations of the block)
+    for all lines.
+    """
     found, first = [], 0
     for block in program.blocks:
         found += [(first + i, block.lines[i:], block.iterations) for i in range(len(block.lines))]

@@ -1,7 +1,8 @@
-"""Random programs for processes, with names such as "wrong argument 17": a kind of divergence and a seed.
+"""Random programs for processes, with names such as "wrong argument 17": a kind of divergence and a
+seed.
 
-"healthy 3" is several correct programs in a row, which return the number of collectives that the rank called. "raw skip 2", "raw
-healthy 3": the program also calls torch.distributed directly.
+"healthy 3" is several correct programs in a row, which return the number of collectives that the
+rank called. "raw skip 2", "raw healthy 3": the program also calls torch.distributed directly.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ def program_of(name: str) -> RandomProgram:
 
 
 def _parsed(name: str) -> tuple[str, bool, int]:
-    """Return the kind of divergence or "healthy", whether the program calls torch.distributed directly, and the seed."""
+    """Return the kind of divergence or "healthy", whether the program calls torch.distributed
+    directly, and the seed.
+    """
     kind, _, seed = name.rpartition(" ")
     return kind.removeprefix("raw "), kind.startswith("raw "), int(seed)
 
 
 def fault_of(name: str) -> Fault:
-    """Return the program as a `Fault`; it returns [each sharded tensor, each plain tensor] as lists of numbers."""
+    """Return the program as a `Fault`; it returns [each sharded tensor, each plain tensor] as lists
+    of numbers.
+    """
     kind, raw, seed = _parsed(name)
     if kind == "healthy":
         return Fault(_healthy(seed, raw))

@@ -1,7 +1,8 @@
-"""The context in which a program of the table runs: one rank with shardmesh, or with torch.distributed alone.
+"""The context in which a program of the table runs: one rank with shardmesh, or with
+torch.distributed alone.
 
-Programs use names that both have: `ctx.d` is `shardmesh.compat` or a namespace of torch, and `ctx.group()` has our collectives on flat
-buffers, which `TorchGroup` provides with torch.
+Programs use names that both have: `ctx.d` is `shardmesh.compat` or a namespace of torch, and
+`ctx.group()` has our collectives on flat buffers, which `TorchGroup` provides with torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class EventLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def add(self, event: str, **more: Any) -> None:
-        """Record an event with the time of the monotonic clock, which all processes of the machine share."""
+        """Record an event with the time of the monotonic clock, which all processes of the machine
+        share.
+        """
         line = json.dumps({"event": event, "when": time.monotonic(), **more}) + "\n"
         os.write(self._file, line.encode())
 
@@ -47,8 +50,8 @@ class RankContext:
     Attributes:
         rank: rank in the world.
         size: size of the world.
-        short_timeout: whether `is_outlier` sets the timeout of collectives to `STALL_S`. Not earlier: on a busy machine ranks start far
-            apart.
+        short_timeout: whether `is_outlier` sets the timeout of collectives to `STALL_S`. Not
+            earlier: on a busy machine ranks start far apart.
         d: `shardmesh.compat`, or a namespace of torch with the same names.
         mesh: the mesh of the fault.
         events: log of this rank's events.
@@ -73,7 +76,9 @@ class RankContext:
         watchdog(warn=STALL_S / 2, timeout=STALL_S)
 
     def is_outlier(self) -> bool:
-        """Return whether this rank must diverge here. The first call on an outlier records the time of the fault."""
+        """Return whether this rank must diverge here. The first call on an outlier records the time
+        of the fault.
+        """
         if self.short_timeout:
             self.set_short_timeout()
         if self._outlier and not self._fault_recorded:
@@ -91,14 +96,18 @@ class RankContext:
 
 
 class TorchRankContext(RankContext):
-    """The context without shardmesh: DTensor, and torch.distributed's collectives with a timeout of a few seconds."""
+    """The context without shardmesh: DTensor, and torch.distributed's collectives with a timeout of
+    a few seconds.
+    """
 
     def __init__(self, rank: int, size: int, outlier: bool, events: EventLog) -> None:
         super().__init__(rank, size, outlier, events)
         self.d = TORCH
 
     def start(self, mesh: Mapping[str, int]) -> None:
-        """Create the mesh. Torch gives a mesh's groups a timeout of 30 minutes: set a short default for all."""
+        """Create the mesh. Torch gives a mesh's groups a timeout of 30 minutes: set a short default
+        for all.
+        """
         dist.set_debug_level_from_env()
         dist.distributed_c10d.default_pg_timeout = timedelta(seconds=TORCH_TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timedelta(seconds=TORCH_TIMEOUT_S))
@@ -112,7 +121,9 @@ class TorchRankContext(RankContext):
 
 
 class TorchGroup:
-    """torch.distributed's collectives over one group, with the names and arguments of `shardmesh.mesh.comm.group.Group`."""
+    """torch.distributed's collectives over one group, with the names and arguments of
+    `shardmesh.mesh.comm.group.Group`.
+    """
 
     def __init__(self, group: Any) -> None:
         self.handle, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

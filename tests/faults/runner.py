@@ -63,7 +63,8 @@ class Outcome:
 
 
 class Runner:
-    """Runs jobs by a fork server; safe for several threads. All its processes have ended when the `with` block is left.
+    """Runs jobs by a fork server; safe for several threads. All its processes have ended when the
+    `with` block is left.
 
     Args:
         table: module with a mapping `FAULTS` of programs by name.
@@ -146,7 +147,8 @@ class Runner:
         while not (folder / "ended.json").exists():
             if self._server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the supervisor of {folder} has ended; exit status of the fork server: {self._server.poll()}"
+                    f"the supervisor of {folder} has ended; exit status of the fork server: "
+                    f"{self._server.poll()}"
                 )
             time.sleep(_POLL_S)
         return json.loads((folder / "ended.json").read_text())

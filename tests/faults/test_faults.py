@@ -1,4 +1,5 @@
-"""Faulty programs on four gloo processes: every surviving rank names the outlier, the difference and the line; nothing hangs.
+"""Faulty programs on four gloo processes: every surviving rank names the outlier, the difference
+and the line; nothing hangs.
 
 Healthy programs, in which ranks do different things, raise no error.
 """
@@ -43,7 +44,9 @@ def _program(item: Any) -> str:
 
 
 def _one_per_outcome(names: list[str]) -> Iterator[Any]:
-    """Yield the programs; of several with the same verdict and end of the outlier, all but the first are slow."""
+    """Yield the programs; of several with the same verdict and end of the outlier, all but the
+    first are slow.
+    """
     seen = set()
     for name in names:
         kind = (FAULTS[name].kinds, FAULTS[name].fields, FAULTS[name].ends)
@@ -63,7 +66,9 @@ def test_no_false_alarm(program: str, outcomes: dict[str, Future[Outcome]]) -> N
 
 
 def test_table() -> None:
-    """Every rank is the outlier in several programs, and every faulty program has an expected error."""
+    """Every rank is the outlier in several programs, and every faulty program has an expected
+    error.
+    """
     assert len(FAULTY) >= 60
     for rank in range(4):
         assert sum(FAULTS[name].outliers == (rank,) for name in FAULTY) >= 10

@@ -29,7 +29,10 @@ def rank(value: Any = 1, text: str = "", status: int | None = 0) -> RankOutcome:
 
 
 HEALTHY = rank()
-REPORT = "Detected mismatch between collectives on ranks. Rank 0 is running collective: A, but Rank 2 is running collective: B"
+REPORT = (
+    "Detected mismatch between collectives on ranks. Rank 0 is running collective: A, but Rank 2 "
+    "is running collective: B"
+)
 BARRIER = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 5000 ms"
 
 

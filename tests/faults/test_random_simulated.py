@@ -20,7 +20,9 @@ CALLS = 8_000
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_outlier_is_named_or_changes_nothing(part: int) -> None:
-    """Every program ends; no result is silently wrong, no correct rank is named, and a majority always names the outlier."""
+    """Every program ends; no result is silently wrong, no correct rank is named, and a majority
+    always names the outlier.
+    """
     found = Counter[str]()
     wrong = []
     for seed in range(part * PROGRAMS // PARTS, (part + 1) * PROGRAMS // PARTS):

@@ -1,4 +1,6 @@
-"""Programs that call torch.distributed alone: they make no mesh, and turn the monitor on by `sm.monitor.start()`."""
+"""Programs that call torch.distributed alone: they make no mesh, and turn the monitor on by
+`sm.monitor.start()`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _start(ctx: RankContext) -> None:
         sm.monitor.start()
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 @fault("deadlock", (0, 1), named=(), mesh={}, says=("recv", "rank 1"))
@@ -68,12 +70,14 @@ def alone_sends_more_in_a_pair(ctx: RankContext) -> Any:
     return received.tolist()
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 @fault("deadlock", (0, 1, 2, 3), named=(), mesh={}, says="all_reduce")
 def alone_groups_in_a_circle(ctx: RankContext) -> Any:
-    """Each rank reduces in the group with the next rank first, then in the one with the rank before"""
+    """Each rank reduces in the group with the next rank first, then in the one with the
+    rank before
+    """
     _start(ctx)
     t = torch.ones(4)
     groups = [dist.new_group([rank, (rank + 1) % 4]) for rank in range(4)]
@@ -116,7 +120,7 @@ def alone_ends_before_a_group_is_made(ctx: RankContext) -> Any:
     return 0
 
 
-# -- a rank that dies, a child that is no rank -------------------------------------------------------------------------
+# -- a rank that dies, a child that is no rank -----------------------------------------------------
 
 
 def _kill_outlier(ctx: RankContext) -> None:
@@ -181,7 +185,9 @@ def _said_by_child(call: Any) -> str:
 
 @healthy(mesh={})
 def alone_groups_of_some_ranks(ctx: RankContext) -> Any:
-    """Groups that all ranks make, one that only its members make, and groups made twice; a child that does not communicate"""
+    """Groups that all ranks make, one that only its members make, and groups made twice; a child
+    that does not communicate
+    """
     _start(ctx)
     t = torch.ones(4)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -1,4 +1,6 @@
-"""Programs that call torch.distributed and the library's collectives; one rank's calls of torch differ, or their order does."""
+"""Programs that call torch.distributed and the library's collectives; one rank's calls of torch
+differ, or their order does.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
 from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
-# -- a call more, or fewer ---------------------------------------------------------------------------------------------
+# -- a call more, or fewer -------------------------------------------------------------------------
 
 
 @fault(("mismatch", "left", "deadlock"), 0, says="all_reduce")
@@ -96,7 +98,7 @@ def torch_skips_a_turn_of_a_loop(ctx: RankContext) -> Any:
     return t.shape[0]
 
 
-# -- .item() and .full_tensor() on one rank ----------------------------------------------------------------------------
+# -- .item() and .full_tensor() on one rank --------------------------------------------------------
 
 
 @fault("deadlock", 0, says=("all_reduce", "barrier"))
@@ -150,7 +152,7 @@ def torch_item_during_a_monitored_barrier(ctx: RankContext) -> Any:
     return 0
 
 
-# -- another order -----------------------------------------------------------------------------------------------------
+# -- another order ---------------------------------------------------------------------------------
 
 
 @fault("mismatch", 2, field="operation", says=("all_reduce", "broadcast"))
@@ -226,7 +228,7 @@ def torch_swaps_groups(ctx: RankContext) -> Any:
     return t.tolist()
 
 
-# -- something else ----------------------------------------------------------------------------------------------------
+# -- something else --------------------------------------------------------------------------------
 
 
 @fault("mismatch", 2, field="reduction", says=("max", "sum"))

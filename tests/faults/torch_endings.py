@@ -1,4 +1,6 @@
-"""Programs in which a rank raises, dies, ends or hangs while the others are in torch.distributed calls."""
+"""Programs in which a rank raises, dies, ends or hangs while the others are in torch.distributed
+calls.
+"""
 
 from __future__ import annotations
 

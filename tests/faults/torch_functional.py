@@ -1,4 +1,6 @@
-"""Programs that call torch's functional collectives: by their functions, their operators, from DTensor and in compiled graphs."""
+"""Programs that call torch's functional collectives: by their functions, their operators, from
+DTensor and in compiled graphs.
+"""
 
 from __future__ import annotations
 

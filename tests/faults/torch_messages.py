@@ -1,4 +1,6 @@
-"""Programs that use the library and torch's groups, messages, object and functional collectives; one rank diverges."""
+"""Programs that use the library and torch's groups, messages, object and functional collectives;
+one rank diverges.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
 from tests.faults.wrong_calls import SQUARE
 
-# -- another group -----------------------------------------------------------------------------------------------------
+# -- another group ---------------------------------------------------------------------------------
 
 
 @fault("deadlock", 2, says="all_reduce")
@@ -50,7 +52,7 @@ def torch_differs_in_a_group_of_two(ctx: RankContext) -> Any:
     return 0
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 @fault(("deadlock", "mismatch", "left"), 0, named=(), says=("send", "rank 1"))
@@ -119,7 +121,7 @@ def torch_sends_to_another(ctx: RankContext) -> Any:
     return t.tolist()
 
 
-# -- objects and functional collectives --------------------------------------------------------------------------------
+# -- objects and functional collectives ------------------------------------------------------------
 
 
 @fault("mismatch", 1, field=("operation", "dtype"), says=("all_gather", "barrier"))

@@ -1,4 +1,6 @@
-"""Programs that use the library and train with torch's DDP or FSDP2; one rank diverges in a step."""
+"""Programs that use the library and train with torch's DDP or FSDP2; one rank diverges in a
+step.
+"""
 
 from __future__ import annotations
 

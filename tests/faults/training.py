@@ -52,7 +52,7 @@ def batches(ctx: RankContext) -> list[Any]:
     return [ctx.put(batch, ctx.d.Shard(0)) for batch in BATCHES]
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
@@ -118,7 +118,7 @@ def skips_a_bad_batch(ctx: RankContext) -> Any:
     return total + model(batches(ctx)[0]).full_tensor().sum().item()
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 @fault("mismatch", field=("shape", "layout", "lineage"), says="all_reduce", in_torch=False)
@@ -210,7 +210,7 @@ def evaluates_alone(ctx: RankContext) -> Any:
     return (y @ model.first.weight.T).sum().to_local().item()  # <- others
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @fault("raised", says=("ValueError", "no such expert"), ends="ValueError")

@@ -1,4 +1,6 @@
-"""Programs in which a rank calls a different collective, or the same one with different arguments."""
+"""Programs in which a rank calls a different collective, or the same one with different
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SQUARE = torch.arange(64.0).reshape(8, 8)
 SQUARE_MESH = {"dp": 2, "tp": 2}
 
 
-# -- one call too few or too many --------------------------------------------------------------------------------------
+# -- one call too few or too many ------------------------------------------------------------------
 
 
 @fault("mismatch", field="operation", says=("all_gather", "all_to_all"))
@@ -125,7 +127,7 @@ def drops_a_layer(ctx: RankContext) -> Any:
     return x.to_local().sum().item()
 
 
-# -- the same call with other arguments --------------------------------------------------------------------------------
+# -- the same call with other arguments ------------------------------------------------------------
 
 
 @fault("mismatch", field=("operation", "layout"), says=("all_gather", "all_to_all"))
@@ -289,7 +291,7 @@ def exchanges_objects_alone(ctx: RankContext) -> Any:
     return x.tolist()
 
 
-# -- equal votes -------------------------------------------------------------------------------------------------------
+# -- equal votes -----------------------------------------------------------------------------------
 
 
 @fault("mismatch", (2, 3), named=(), field="operation", says=("all_gather", "all_to_all"))

@@ -1,4 +1,6 @@
-"""Programs in which a rank calls the right collectives in another order, or on another mesh axis."""
+"""Programs in which a rank calls the right collectives in another order, or on another mesh
+axis.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
 from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
-# -- within one group --------------------------------------------------------------------------------------------------
+# -- within one group ------------------------------------------------------------------------------
 
 
 @fault("mismatch", field="operation", says=("all_gather", "all_to_all"))
@@ -68,7 +70,7 @@ def starts_in_another_order(ctx: RankContext) -> Any:
     return small.tolist()
 
 
-# -- over several groups -----------------------------------------------------------------------------------------------
+# -- over several groups ---------------------------------------------------------------------------
 
 
 @fault("deadlock", mesh=SQUARE_MESH, says="all_reduce")

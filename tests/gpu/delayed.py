@@ -1,4 +1,6 @@
-"""Collectives of simulated ranks that run late, on a stream of their own, as NCCL's do: a missing wait gives other results."""
+"""Collectives of simulated ranks that run late, on a stream of their own, as NCCL's do: a missing
+wait gives other results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from shardmesh.mesh.simulated import simulate
 
 
 class _DelayedWork(Work):
-    """A collective on the side stream; `wait` makes the current stream wait for it. Keeps its buffers until then."""
+    """A collective on the side stream; `wait` makes the current stream wait for it. Keeps its
+    buffers until then.
+    """
 
     def __init__(self, buffers: Any, event: Any) -> None:
         self._buffers, self._event = buffers, event
@@ -28,7 +32,8 @@ class _DelayedWork(Work):
 
 @contextmanager
 def delayed_collectives(cycles: int) -> Iterator[list[int]]:
-    """Run asynchronous collectives of simulated ranks on a side stream, each behind a sleep; yield how many there were, in a list.
+    """Run asynchronous collectives of simulated ranks on a side stream, each behind a sleep; yield
+    how many there were, in a list.
 
     On the CPU they run as they are.
     """

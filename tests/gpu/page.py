@@ -1,4 +1,6 @@
-"""The page that `make gpu-test` writes: device, versions, probes, tests, kernels, training steps."""
+"""The page that `make gpu-test` writes: device, versions, probes, tests, kernels, training
+steps.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def versions(facts: Facts) -> list[tuple[str, str]]:
         "NCCL": devices.nccl or "none",
         "triton": have.triton or "none",
         "Python": have.python,
-        "shardmesh": f"{have.shardmesh}, commit {_said(['git', 'rev-parse', '--short', 'HEAD']) or 'unknown'}",
+        "shardmesh": (
+            f"{have.shardmesh}, commit "
+            f"{_said(['git', 'rev-parse', '--short', 'HEAD']) or 'unknown'}"
+        ),
     }
     checked = {name: findings(facts)[name] for name in ("devices", "torch", "triton")}
     wrong = [

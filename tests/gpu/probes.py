@@ -1,7 +1,9 @@
-"""Short answers of one GPU to what only it can tell: `python -m tests.gpu.probes DEVICE NAME...` prints a line of JSON for each.
+"""Short answers of one GPU to what only it can tell: `python -m tests.gpu.probes DEVICE NAME...`
+prints a line of JSON for each.
 
-`run.py` starts this with a limit for each probe, and again with the rest after one that fails or hangs, since an error of CUDA stays in
-the process. On the CPU the probes that need CUDA say so, and the others run there as they do on a GPU, so that this file is tested without.
+`run.py` starts this with a limit for each probe, and again with the rest after one that fails or
+hangs, since an error of CUDA stays in the process. On the CPU the probes that need CUDA say so, and
+the others run there as they do on a GPU, so that this file is tested without.
 """
 
 from __future__ import annotations
@@ -101,11 +103,13 @@ def replayed(call: Callable[[], Tensor], times: int) -> list[Tensor]:
     return found
 
 
-# -- the probes --------------------------------------------------------------------------------------------------------
+# -- the probes ------------------------------------------------------------------------------------
 
 
 def optimizers(device: str) -> str:
-    """Three steps of AdamW on a ShardedTensor, compared with a plain tensor: for each form of the optimizer."""
+    """Three steps of AdamW on a ShardedTensor, compared with a plain tensor: for each form of the
+    optimizer.
+    """
     mesh, found = sm.init_device_mesh(device, (1,), axis_names=("dp",)), []
     forms: dict[str, dict[str, Any]] = {"fused": {"fused": True}}
     if device == "cuda":
@@ -135,7 +139,9 @@ def optimizers(device: str) -> str:
 
 
 def late_barrier(device: str) -> str:
-    """Barriers of a NCCL group behind a kernel of 300 ms: the host polls, as the monitor does, and the communicator works after it."""
+    """Barriers of a NCCL group behind a kernel of 300 ms: the host polls, as the monitor does, and
+    the communicator works after it.
+    """
     group, waited = nccl_group(device), []
     for barrier in (group._barrier, lambda: poll(dist.barrier(async_op=True))):
         torch.cuda._sleep(300 * _CYCLES_PER_MS)
@@ -146,7 +152,9 @@ def late_barrier(device: str) -> str:
 
 
 def timed_wait(device: str) -> str:
-    """The same with a timeout of 10 ms, which the library never gives to a work of NCCL; the process may be ended by it."""
+    """The same with a timeout of 10 ms, which the library never gives to a work of NCCL; the
+    process may be ended by it.
+    """
     group = nccl_group(device)
     torch.cuda._sleep(300 * _CYCLES_PER_MS)
     try:
@@ -229,7 +237,9 @@ def aligned_products(device: str) -> str:
 
 
 def recomputed_block(device: str) -> str:
-    """A checkpointed block that makes a tensor on the current mesh, which autograd's own thread recomputes."""
+    """A checkpointed block that makes a tensor on the current mesh, which autograd's own thread
+    recomputes.
+    """
     mesh = sm.init_device_mesh(device, (1,), axis_names=("dp",))
     x = sm.distribute_tensor(torch.ones(4, device=device), mesh, P("dp")).requires_grad_()
     with mesh:
@@ -256,7 +266,9 @@ def launches(device: str) -> str:
 
 
 def ring_attention(device: str) -> str:
-    """Ring attention on four simulated ranks, compared with torch's attention on all of the sequence."""
+    """Ring attention on four simulated ranks, compared with torch's attention on all of the
+    sequence.
+    """
     length, dtype = (2048, torch.bfloat16) if device == "cuda" else (32, torch.float32)
     shape = (2, 8, length, 64)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
@@ -279,7 +291,9 @@ def ring_attention(device: str) -> str:
 
 
 def delayed_streams(device: str) -> str:
-    """Twenty FSDP steps with collectives on a side stream behind a sleep of 5 ms: bit for bit those without."""
+    """Twenty FSDP steps with collectives on a side stream behind a sleep of 5 ms: bit for bit those
+    without.
+    """
 
     def losses() -> list[Tensor]:
         return train(device, 20)
@@ -338,7 +352,9 @@ PROBES: dict[str, Probe] = {
 
 
 def main(probes: Mapping[str, Probe], arguments: Sequence[str]) -> None:
-    """Answer the probes in order, each with a line when it starts and one when it ends; end after one that failed."""
+    """Answer the probes in order, each with a line when it starts and one when it ends; end after
+    one that failed.
+    """
     device, *names = arguments
     for name in names:
         print(json.dumps({"probe": name}), flush=True)

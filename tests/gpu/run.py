@@ -1,12 +1,13 @@
-"""Everything that one GPU can tell in twenty minutes, on one page: `make gpu-test`, or `python -m tests.gpu.run`.
+"""Everything that one GPU can tell in twenty minutes, on one page: `make gpu-test`, or
+`python -m tests.gpu.run`.
 
     python -m tests.gpu.run                     writes benchmarks/results/<date>-gpu.md
     python -m tests.gpu.run --minutes 9 --only probes --only "kernels' share"
     python -m tests.gpu.run --whole             all tests, with more examples, and whole benchmarks; takes hours
     python -m tests.gpu.run --stand-in          the same command on a machine without a GPU, which proves the command alone
 
-What matters most comes first. A step that fails or hangs does not end the run: each has a limit, and the page is written after each.
-The exit status is 1 if anything failed.
+What matters most comes first. A step that fails or hangs does not end the run: each has a limit,
+and the page is written after each. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ _ROOT = Path(__file__).parents[2]
 _PROBES = "probes"
 _PROBES_S = 180.0
 _LIBRARY = (
-    "tests/sharding/optim", "tests/sharding/redistribute", "tests/sharding/tensor/test_random.py", "tests/sharding/parallel/data",
-    "tests/sharding/parallel/context", "tests/sharding/ops/test_recomputation.py",
-)  # fmt: skip
+    "tests/sharding/optim",
+    "tests/sharding/redistribute",
+    "tests/sharding/tensor/test_random.py",
+    "tests/sharding/parallel/data",
+    "tests/sharding/parallel/context",
+    "tests/sharding/ops/test_recomputation.py",
+)
 _WITH_GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/sharding/parallel/context")
 _HOURS = 24 * 3600.0
 
@@ -128,7 +133,9 @@ def stand_in_steps(tables: Path) -> list[Step]:
 
 
 def _sanitizer(tool: str, tests: Sequence[str], limit: float) -> Step:
-    """Return a step under compute-sanitizer: no caching allocator, so that accesses beyond a tensor are detected; few examples."""
+    """Return a step under compute-sanitizer: no caching allocator, so that accesses beyond a tensor
+    are detected; few examples.
+    """
     found = shutil.which("compute-sanitizer") or max(
         glob("/usr/local/cuda*/bin/compute-sanitizer"), default=""
     )
@@ -197,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def carry_out(
     steps: Sequence[Step], asks: bool, device: str, seconds: float, page: Path | None, command: str
 ) -> int:
-    """Ask the probes and run the steps, as far as the time goes; write the page after each. Return the exit status."""
+    """Ask the probes and run the steps, as far as the time goes; write the page after each. Return
+    the exit status.
+    """
     start, known = time.monotonic(), facts()
     probes: list[Outcome] = []
     done: list[tuple[Step, Outcome]] = []

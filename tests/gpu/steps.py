@@ -56,7 +56,8 @@ class Outcome:
     """What became of a step or a probe.
 
     Attributes:
-        status: "ok", "failed", "stopped" at its limit, "skipped", "not run" (a probe without its device).
+        status: "ok", "failed", "stopped" at its limit, "skipped", "not run" (a probe without its
+            device).
         found: in one line.
         failures: lines of pytest that name failed tests.
     """
@@ -79,9 +80,15 @@ class Process:
         self.lines: list[str] = []
         self.new_lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None at the end
         self._process = subprocess.Popen(
-            list(command), cwd=_ROOT, env=os.environ | dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
-        )  # fmt: skip
+            list(command),
+            cwd=_ROOT,
+            env=os.environ | dict(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, args=(shown,), daemon=True)
         self._reader.start()
 
@@ -159,7 +166,8 @@ def run_probes(command: Sequence[str], limits: Mapping[str, float], left: float)
     """Ask the probes, in one process until one fails, hangs or ends it, then in another.
 
     Args:
-        command: takes the names of probes as further arguments, and prints lines as `probes.main` does.
+        command: takes the names of probes as further arguments, and prints lines as `probes.main`
+            does.
         limits: seconds, by the probe's name.
         left: seconds for all.
     """
@@ -182,7 +190,9 @@ def run_probes(command: Sequence[str], limits: Mapping[str, float], left: float)
 def _answers(
     process: Process, limits: Mapping[str, float], names: Sequence[str], end: float
 ) -> list[Outcome]:
-    """Return the outcomes of one process; the last one may be that of a probe which has ended it."""
+    """Return the outcomes of one process; the last one may be that of a probe which has
+    ended it.
+    """
     found: list[Outcome] = []
     asked, start = "", time.monotonic()
     while len(found) < len(names):

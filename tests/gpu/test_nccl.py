@@ -1,7 +1,8 @@
-"""NCCL with one rank, the maximum on one GPU: all `Group` calls for every dtype, and a training loop.
+"""NCCL with one rank, the maximum on one GPU: all `Group` calls for every dtype, and a training
+loop.
 
-A `Group` of one rank skips communication, so the tests call its private methods; with one rank every collective is a copy.
-`pytest --device cuda` tests several ranks on one GPU, with gloo.
+A `Group` of one rank skips communication, so the tests call its private methods; with one rank
+every collective is a copy. `pytest --device cuda` tests several ranks on one GPU, with gloo.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def _copies(call: Callable[..., tuple[Any, Tensor]], dtype: torch.dtype, *args: 
 
 
 def _wrong_calls(device_type: str) -> list[str]:
-    """Return the collectives whose results differ from their input, in the default group of this device type."""
+    """Return the collectives whose results differ from their input, in the default group of this
+    device type.
+    """
     sm.init_device_mesh(device_type, (1,))
     wrong = []
     with torch.device(device_type):
@@ -90,7 +93,9 @@ def test_every_collective_on_every_dtype():
 
 
 def _without_tensors(device_type: str) -> tuple[str, list[Any]]:
-    """Call what moves no tensor of the user: a barrier, the rendezvous and objects. Return the backends and the objects."""
+    """Call what moves no tensor of the user: a barrier, the rendezvous and objects. Return the
+    backends and the objects.
+    """
     sm.init_device_mesh(device_type, (1,))
     group: Any = current_world().group([0])
     group._barrier()

@@ -1,4 +1,6 @@
-"""`make gpu-test` on stand-ins: what fails and what hangs is on the page, and everything after it as well."""
+"""`make gpu-test` on stand-ins: what fails and what hangs is on the page, and everything after it
+as well.
+"""
 
 from __future__ import annotations
 

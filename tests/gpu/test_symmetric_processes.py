@@ -1,7 +1,9 @@
-"""Symmetric memory between processes: four ranks on one GPU, over torch's own shared memory and a gloo group.
+"""Symmetric memory between processes: four ranks on one GPU, over torch's own shared memory and a
+gloo group.
 
-The GPU is time-sliced between the processes, so a synchronization of ranks takes milliseconds: these tests check a few values, and no
-times. `tests/kernels/test_symmetric.py` tests the same kernels with ranks that share CPU memory.
+The GPU is time-sliced between the processes, so a synchronization of ranks takes milliseconds:
+these tests check a few values, and no times. `tests/kernels/test_symmetric.py` tests the same
+kernels with ranks that share CPU memory.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def _all_reduces(mesh_shape: tuple[int, ...]) -> None:
 
 
 def _captured(mesh_shape: tuple[int, ...]) -> None:
-    """Check that a CUDA graph replays the launches on new values: no argument changes between calls."""
+    """Check that a CUDA graph replays the launches on new values: no argument changes between
+    calls.
+    """
     peers = _peers(mesh_shape)
     x, out = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
     symmetric.one_shot_all_reduce(peers, x, out)  # compiles before the capture

@@ -2,9 +2,10 @@
 
     CALLS {name: call} ---> assemblies(target) {name: [Assembly of each launch]}
 
-Calls use meta tensors and the library's launcher, so kernels are compiled for the types, alignments and constants of a real run.
-Compilation needs a process without Triton's interpreter: `python -m tests.kernels.compiled sm_90` compiles all calls for a target
-and prints the assemblies as JSON.
+Calls use meta tensors and the library's launcher, so kernels are compiled for the types, alignments
+and constants of a real run. Compilation needs a process without Triton's interpreter:
+`python -m tests.kernels.compiled sm_90` compiles all calls for a target and prints the assemblies
+as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 LIMIT_S = 240
 
-# -- what is compiled --------------------------------------------------------------------------------------------------
+# -- what is compiled ------------------------------------------------------------------------------
 
 RANKS = 8
 Call = Callable[[], object]
@@ -235,7 +236,7 @@ CALLS: dict[str, Call] = {
     **QUANTIZE, **DEQUANTIZE, **DRAWS, **ALL_REDUCES, **RECORDS, **PULLS,
 }  # fmt: skip
 
-# -- what comes out ----------------------------------------------------------------------------------------------------
+# -- what comes out --------------------------------------------------------------------------------
 
 _PTX = re.compile(
     r"(?P<way>ld|st)(\.[\w:]+)*\.global(\.[\w:]+)*?(\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)"
@@ -268,8 +269,8 @@ class Assembly:
 
     @property
     def loads(self) -> Counter[int]:
-        """Bits at a time -> how many loads from global memory; what is the same for all lanes of an AMD wave may be
-        loaded by other instructions, and does not count."""
+        """Bits at a time -> how many loads from global memory; what is the same for all lanes of an
+        AMD wave may be loaded by other instructions, and does not count."""
         return self._widths("l")
 
     @property
@@ -295,7 +296,8 @@ def _bits(parts: dict[str, str]) -> int:
 
 @cache
 def assemblies(target: str) -> dict[str, list[Assembly]] | None:
-    """Return `{name: [Assembly of each launch]}`; None if this Triton does not compile for the target.
+    """Return `{name: [Assembly of each launch]}`; None if this Triton does not compile for the
+    target.
 
     Raises:
         RuntimeError: a call failed.
@@ -318,7 +320,7 @@ def _compiled(target: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# -- in the process that compiles --------------------------------------------------------------------------------------
+# -- in the process that compiles ------------------------------------------------------------------
 
 
 def main() -> None:
@@ -399,10 +401,13 @@ def _read(kernel: Any) -> dict[str, Any]:
         for name, value in constants.items()
     }
     return {
-        "kernel": kernel.name, "arguments": {**types, **plain}, "registers": registers, "local": local,
+        "kernel": kernel.name,
+        "arguments": {**types, **plain},
+        "registers": registers,
+        "local": local,
         "instructions": re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z][\w.:]+)", text, re.MULTILINE),
         "fuses": kernel.metadata.enable_fp_fusion,
-    }  # fmt: skip
+    }
 
 
 def _nvidia_resources(ptx: str) -> tuple[int, int]:

@@ -45,7 +45,9 @@ def chunks(size: int, parts: int) -> list[tuple[int, int]]:
 
 @st.composite
 def grids(draw: Any, shape: Sequence[int]) -> list[Box]:
-    """Draw boxes that tile the tensor: up to two dims split over 1 to 8 ranks, in any order; some uneven or empty."""
+    """Draw boxes that tile the tensor: up to two dims split over 1 to 8 ranks, in any order; some
+    uneven or empty.
+    """
     boxes = [full_box(shape)]
     for dim in draw(st.permutations(range(len(shape))))[:2]:
         cuts = chunks(shape[dim], draw(st.integers(1, 8)))
@@ -55,7 +57,9 @@ def grids(draw: Any, shape: Sequence[int]) -> list[Box]:
 
 @st.composite
 def offsets(draw: Any, boxes: Sequence[Box]) -> list[int] | None:
-    """Draw offsets of the boxes in a buffer: contiguous (None), padded to equal lengths, or with gaps."""
+    """Draw offsets of the boxes in a buffer: contiguous (None), padded to equal lengths, or with
+    gaps.
+    """
     kind = draw(st.sampled_from(["exact", "padded", "gaps"]))
     if kind == "exact":
         return None

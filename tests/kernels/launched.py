@@ -1,11 +1,12 @@
-"""A device that is not there, for Triton's own code of a launch: kernels are compiled for sm_90, loaded and launched as far as their
-arguments go.
+"""A device that is not there, for Triton's own code of a launch: kernels are compiled for sm_90,
+loaded and launched as far as their arguments go.
 
     with device() as launches:      a process without Triton's interpreter
         call()
     launches                        [Launch(grid, function, arguments), ...]
 
-`python -m tests.kernels.launched` prints as JSON what differs between the launches of `KernelLauncher` and those of Triton.
+`python -m tests.kernels.launched` prints as JSON what differs between the launches of
+`KernelLauncher` and those of Triton.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def device(record: Any = None) -> Iterator[list[Launch]]:
         yield launches
 
 
-# -- what the tests ask ------------------------------------------------------------------------------------------------
+# -- what the tests ask ----------------------------------------------------------------------------
 
 
 @cache
@@ -188,9 +189,9 @@ def hooks() -> list[str]:
 
     told: list[str] = []
     hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731 - compared by identity
-    call = lambda x, y, z, stream, function, metadata, given, enter, leave, *args: (
+    call = lambda x, y, z, stream, function, metadata, given, enter, leave, *args: (  # noqa: E731
         enter and enter(given)
-    )  # noqa: E731
+    )
     with device(call):
         CALLS["rows of torch.bfloat16"]()
         CALLS["rows of torch.bfloat16"]()

@@ -1,10 +1,12 @@
-"""Processes that share CPU memory, as ranks of one node's GPUs do: `SharedMemoryRanks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
+"""Processes that share CPU memory, as ranks of one node's GPUs do:
+`SharedMemoryRanks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
 
     file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...     mapped by every rank, anywhere
 
-A group of ranks is a new file and new `Peers`; the processes are started once (forked from a server that has imported torch
-and triton) and serve any number of groups. Kernels run in Triton's interpreter; a rank that polls its signal pad sleeps a
-little after each poll, since there are more ranks than cores.
+A group of ranks is a new file and new `Peers`; the processes are started once (forked from a server
+that has imported torch and triton) and serve any number of groups. Kernels run in Triton's
+interpreter; a rank that polls its signal pad sleeps a little after each poll, since there are more
+ranks than cores.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Workers:
     pipes: list[Connection] = field(default_factory=list)
 
     def __call__(self, calls: Sequence[bytes]) -> list[Any]:
-        """Send one call to each of the first workers; return the replies, which are exceptions where a call raised."""
+        """Send one call to each of the first workers; return the replies, which are exceptions
+        where a call raised.
+        """
         if not self.processes:
             self._start()
         for pipe, call in zip(self.pipes, calls, strict=False):
@@ -68,7 +72,8 @@ class Workers:
             if not ready:
                 self.close()
                 raise RankError(
-                    f"ranks {[self.pipes.index(p) for p in waiting]} did not return within {LIMIT_S} s"
+                    f"ranks {[self.pipes.index(p) for p in waiting]} did not return within "
+                    f"{LIMIT_S} s"
                 )
             replies |= {pipe: pickle.loads(pipe.recv_bytes()) for pipe in ready}  # type: ignore[union-attr]
         return [replies[pipe] for pipe in self.pipes[: len(calls)]]
@@ -131,7 +136,8 @@ class SharedMemoryRanks:
     ) -> list[Any]:
         """Run `fn(peers, *args)` on every rank except those in `without`, whose result is None.
 
-        A `SymmetricMemoryError` is returned, so that a test can check that of every rank; other exceptions are raised.
+        A `SymmetricMemoryError` is returned, so that a test can check that of every rank; other
+        exceptions are raised.
         """
         calls = [
             pickle.dumps((None if r in without else fn, self.shared, args))
@@ -144,7 +150,7 @@ class SharedMemoryRanks:
         return replies
 
 
-# -- in a worker -------------------------------------------------------------------------------------------------------
+# -- in a worker -----------------------------------------------------------------------------------
 
 
 def _serve(pipe: Connection, rank: int) -> None:
@@ -195,7 +201,9 @@ _pause: list[Callable[[], float]] = [lambda: 0.0]
 
 
 def set_pause(seconds: Callable[[], float]) -> None:
-    """Set how long this rank sleeps after each poll of its signal pad, including the last, for the rest of the call."""
+    """Set how long this rank sleeps after each poll of its signal pad, including the last, for the
+    rest of the call.
+    """
     _pause[0] = seconds
 
 
@@ -217,8 +225,8 @@ def sleep_after_polls() -> None:
 def speed_up_interpreter() -> None:
     """Make Triton's interpreter four times as fast.
 
-    Only kernels use Triton's language in these processes, so patch it once rather than at every call of a function in a kernel. Integer
-    overflow is unchecked, as on a device.
+    Only kernels use Triton's language in these processes, so patch it once rather than at every
+    call of a function in a kernel. Integer overflow is unchecked, as on a device.
     """
     from triton.language import standard
     from triton.runtime import interpreter

@@ -1,4 +1,5 @@
-"""The kernels' machine code: wide accesses to memory, no spilled registers, registers that leave room for other programs.
+"""The kernels' machine code: wide accesses to memory, no spilled registers, registers that leave
+room for other programs.
 
 Everything that a call launches is compiled for sm_90 and gfx942 (`compiled.py`); nothing runs.
 """
@@ -35,7 +36,8 @@ TABLES = {
     "gfx942": {32, 64},
 }  # bits at a time in which what a table holds is loaded; the cache has it
 COPIES = {**ALIGNED, **BUCKETS, **WIDE}
-MOST_REGISTERS = {  # of 65,536 for all threads: with 80, six programs of 128 threads are on a multiprocessor at a time
+# of 65,536 for all threads: with 80, six programs of 128 threads are on a multiprocessor at a time
+MOST_REGISTERS = {
     **dict.fromkeys(CALLS, 128),
     **dict.fromkeys({**COPIES, **CASTS, **DRAWS}, 80),
     **dict.fromkeys(SUMS, 104),
@@ -63,7 +65,7 @@ def only(target: str, name: str) -> Assembly:
     return launch
 
 
-# -- registers ---------------------------------------------------------------------------------------------------------
+# -- registers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -74,7 +76,7 @@ def test_register_usage(target, name):
         assert launch.registers <= MOST_REGISTERS[name]
 
 
-# -- accesses to memory ------------------------------------------------------------------------------------------------
+# -- accesses to memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", {**COPIES, **CASTS, **SUMS})
@@ -151,7 +153,7 @@ def test_codes_are_stored_8_at_a_time(target, name):
     assert launch.stores[64] == launch.arguments["LANES"] // (512 * 8)
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -171,9 +173,10 @@ def test_no_approximate_instructions(name):
     assert launch.those(r"\w+\.(approx|full)\..*") == []
 
 
-# -- barriers ----------------------------------------------------------------------------------------------------------
+# -- barriers --------------------------------------------------------------------------------------
 
-# A barrier makes what all threads of a program did before it happen before what one of them does after it.
+# A barrier makes what all threads of a program did before it happen before what one of them does
+# after it.
 BARRIER = {"sm_90": r"bar\.sync|barrier\.sync.*", "gfx942": r"s_barrier"}
 RELEASE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?release\..*", "gfx942": r"buffer_wbl2"}
 ACQUIRE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?acquire\..*", "gfx942": r"buffer_inv"}
@@ -205,7 +208,7 @@ def kind_of(target: str, instruction: str) -> str:
     )
 
 
-# -- the calls themselves ----------------------------------------------------------------------------------------------
+# -- the calls themselves --------------------------------------------------------------------------
 
 
 def test_cases_launch_the_kernels_in_their_names(target):

@@ -1,4 +1,6 @@
-"""pack and unpack compared with indexing on raw bytes, so that every dtype and bit pattern is covered."""
+"""pack and unpack compared with indexing on raw bytes, so that every dtype and bit pattern is
+covered.
+"""
 
 import pytest
 import torch
@@ -48,7 +50,9 @@ def chunks(size, parts):
 
 @st.composite
 def grids(draw, shape):
-    """Draw boxes that tile the tensor: every dim split as in torch.chunk, in any order of the split dims."""
+    """Draw boxes that tile the tensor: every dim split as in torch.chunk, in any order of the split
+    dims.
+    """
     dims = draw(st.permutations(range(len(shape))))
     boxes = [full_box(shape)]
     for dim in dims:
@@ -99,7 +103,9 @@ def same_bytes(a, b):
 
 
 def expected(x, boxes):
-    """Return the specification: x[box] for every box, concatenated (as bytes, since not every dtype has cat)."""
+    """Return the specification: x[box] for every box, concatenated (as bytes, since not every dtype
+    has cat).
+    """
     parts = [raw(x[slices(box)]) for box in boxes]
     return torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).view(x.dtype)
 

@@ -1,4 +1,6 @@
-"""Tables on a CUDA device, with a stand-in for streams, events and memory: what waits for what, from where it is copied, what is kept."""
+"""Tables on a CUDA device, with a stand-in for streams, events and memory: what waits for what,
+from where it is copied, what is kept.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +70,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(device_copies, "_stream_of", lambda device: gpu.stream)
     monkeypatch.setattr(device_copies, "_reserve", device_copies._Reserve())
     plain = torch.empty
-    pinned = lambda size, pin_memory=False, **kwargs: (
+    pinned = lambda size, pin_memory=False, **kwargs: (  # noqa: E731
         Memory(gpu, "pinned", size).pin_memory() if pin_memory else plain(size, **kwargs)
-    )  # noqa: E731
+    )
     monkeypatch.setattr(torch, "empty", pinned)
     return gpu
 
@@ -120,7 +122,10 @@ def test_too_little_reserved_memory(gpu):
     gpu.capturing = True
     with pytest.raises(
         RuntimeError,
-        match=r"64 bytes of pinned memory for its table, and 0 were set aside before: run the step once",
+        match=(
+            r"64 bytes of pinned memory for its table, and 0 were set aside before: run the step "
+            r"once"
+        ),
     ):
         table(gpu).on(CUDA)
     gpu.capturing = False

@@ -10,7 +10,9 @@ PI = np.longdouble("3.14159265358979323846264338327950288")
 
 
 def fractions(bits):
-    """Return fractions m / 2**bits with 0 < m < 2**bits: random ones, the ends and the neighbours of every eighth."""
+    """Return fractions m / 2**bits with 0 < m < 2**bits: random ones, the ends and the neighbours
+    of every eighth.
+    """
     eighths = (np.arange(1, 8)[:, None] * 2 ** (bits - 3) + np.arange(-2, 3)).ravel()
     ends = np.concatenate([np.arange(1, 100), 2**bits - np.arange(1, 100)])
     m = np.concatenate([np.random.default_rng(0).integers(1, 2**bits, 100_000), eighths, ends])

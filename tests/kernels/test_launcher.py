@@ -1,4 +1,6 @@
-"""Launches: by a compiled kernel that is kept, exactly as Triton would launch. Triton's own code runs, on a device that is not there."""
+"""Launches: by a compiled kernel that is kept, exactly as Triton would launch. Triton's own code
+runs, on a device that is not there.
+"""
 
 import pytest
 

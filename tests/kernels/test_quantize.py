@@ -1,4 +1,6 @@
-"""Quantized records: the documented error bound, exact values, and kernels bitwise equal to their definition."""
+"""Quantized records: the documented error bound, exact values, and kernels bitwise equal to their
+definition.
+"""
 
 from itertools import accumulate, pairwise
 
@@ -44,7 +46,7 @@ def on_device():
         yield
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- what is drawn ---------------------------------------------------------------------------------
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(sorted(DTYPES, key=str))
@@ -139,7 +141,7 @@ def same_bits(a, b):
     assert torch.equal(a, b)
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 @few
@@ -243,7 +245,7 @@ def test_kernels_round_to_nearest_even(transport):
         assert torch.equal(quantized(x, transport, 32), flat)
 
 
-# -- the format --------------------------------------------------------------------------------------------------------
+# -- the format ------------------------------------------------------------------------------------
 
 
 def test_record_bytes():
@@ -253,7 +255,9 @@ def test_record_bytes():
 
 @formats
 def test_record_layout(transport):
-    """Codes of two blocks, the second padded with zeros, two scales, and zeros up to a multiple of 16 bytes."""
+    """Codes of two blocks, the second padded with zeros, two scales, and zeros up to a multiple of
+    16 bytes.
+    """
     largest = LARGEST[transport]
     x = torch.tensor(
         [largest, 2.0, -1.0, torch.inf, -torch.inf, torch.nan] + [0.0] * 26 + [8 * largest]
@@ -355,7 +359,7 @@ def test_scale_has_a_floor():
     assert not there_and_back(x, "int8", 32).any()
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 @formats
@@ -409,7 +413,7 @@ def test_empty_input():
             assert out.shape == (0,)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 WHOLE = ((0, 4),)
 

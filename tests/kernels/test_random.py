@@ -1,4 +1,6 @@
-"""Philox against its published vectors, boxes against slices of the whole, and the distributions."""
+"""Philox against its published vectors, boxes against slices of the whole, and the
+distributions.
+"""
 
 import math
 
@@ -103,7 +105,9 @@ DRAWS = {
 
 
 def counted(shape, box, device, mean):
-    """Return parameters that grow with the position from 0 to twice the mean, and numbers drawn with them."""
+    """Return parameters that grow with the position from 0 to twice the mean, and numbers drawn
+    with them.
+    """
     rate = box_index(shape, box, device).to(torch.float64) * (2 * mean / max(1, math.prod(shape)))
     return rate, lambda part: distributions.unit(shape, box, SEED, 1, part, device)
 
@@ -134,7 +138,9 @@ def whole(draw, n, *args, stream=0, seed=0, device="cpu"):
 
 
 def ks_distance(sample, cdf):
-    """Return the Kolmogorov-Smirnov distance: the largest difference between sample and true distribution."""
+    """Return the Kolmogorov-Smirnov distance: the largest difference between sample and true
+    distribution.
+    """
     x, n = np.sort(sample), len(sample)
     theory = cdf(x)
     return max(
@@ -143,7 +149,9 @@ def ks_distance(sample, cdf):
 
 
 def ks_limit(n):
-    """Return the distance that a correct sample exceeds for one seed in a million: 2 exp(-2 x**2) = 1e-6."""
+    """Return the distance that a correct sample exceeds for one seed in a million: 2 exp(-2 x**2) =
+    1e-6.
+    """
     return 2.69 / math.sqrt(n)
 
 

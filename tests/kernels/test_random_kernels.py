@@ -1,4 +1,6 @@
-"""Random numbers drawn by the kernel are bitwise equal to their definition in torch, in one launch."""
+"""Random numbers drawn by the kernel are bitwise equal to their definition in torch, in one
+launch.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -68,7 +70,7 @@ def check(draw: Draw, shape: Shape, box: Box, seed: int = 7, stream: int = 8) ->
     assert torch.equal(bits(found), bits(wanted))
 
 
-# -- any draw, anywhere ------------------------------------------------------------------------------------------------
+# -- any draw, anywhere ----------------------------------------------------------------------------
 
 positive = st.floats(1e-3, 1e3) | st.sampled_from(
     [1.0, 1e-30, 1e30]
@@ -124,7 +126,9 @@ words = (
 
 @st.composite
 def places(draw: st.DrawFn) -> tuple[Shape, Box]:
-    """Draw a small box of 0 to 4 dims, possibly empty, of a tensor whose positions may take more than 32 bits."""
+    """Draw a small box of 0 to 4 dims, possibly empty, of a tensor whose positions may take more
+    than 32 bits.
+    """
     shape, box = [], []
     for _ in range(draw(st.integers(0, 4))):
         start, size = (
@@ -142,7 +146,7 @@ def test_equal_to_the_definition(draw, place, seed, stream):
     check(draw, *place, seed, stream)
 
 
-# -- every way of dividing the work ------------------------------------------------------------------------------------
+# -- every way of dividing the work ----------------------------------------------------------------
 
 EVERY = {
     "uniform": partial(random.uniform, dtype=torch.float32),
@@ -203,7 +207,7 @@ def test_draws_with_parameters_of_each_element(name):
     assert torch.equal(bits(found), bits(wanted))
 
 
-# -- what makes the bits those of every device -------------------------------------------------------------------------
+# -- what makes the bits those of every device -----------------------------------------------------
 
 
 def test_roots_are_correctly_rounded():

@@ -1,4 +1,6 @@
-"""Reductions of contributions: the torch implementation compared with sequential addition, and the kernel with torch."""
+"""Reductions of contributions: the torch implementation compared with sequential addition, and the
+kernel with torch.
+"""
 
 import math
 from unittest import mock
@@ -34,7 +36,9 @@ ONE_AFTER_THE_OTHER = {
 
 @st.composite
 def stacks(draw, shape, at):
-    """Draw boxes of the tensor, each with 1 to 9 contributions at even or uneven distances, and the end of the last one."""
+    """Draw boxes of the tensor, each with 1 to 9 contributions at even or uneven distances, and the
+    end of the last one.
+    """
     found = {}
     for box in dict.fromkeys(draw(grids(shape))):
         count, gap = draw(st.integers(1, 9)), draw(st.sampled_from([0, 0, 3, 8, None]))
@@ -74,7 +78,9 @@ def sprinkled(values):
 @settings(max_examples=examples(60))
 @given(bundles(1), kinds, dtypes, shifts, st.booleans())
 def test_torch_implementation_reduces_in_order(bundle, kind, dtype, shift, special):
-    """For any box size: ranks that hold an element in boxes of different sizes get the same bits."""
+    """For any box size: ranks that hold an element in boxes of different sizes get the same
+    bits.
+    """
     ((shape, boxes),), size = bundle
     values = numbers(size, dtype)
     values = flat(sprinkled(values) if special else values, shift)

@@ -1,4 +1,6 @@
-"""The tables of strided copies, without a kernel: what each program would read and write, computed from their rows."""
+"""The tables of strided copies, without a kernel: what each program would read and write, computed
+from their rows.
+"""
 
 import math
 import random
@@ -19,7 +21,7 @@ from tests.tiers import examples
 TRUE_PLANE = strided_views.MAX_PLANE
 
 
-# -- the kernels' arithmetic, in numpy ---------------------------------------------------------------------------------
+# -- the kernels' arithmetic, in numpy -------------------------------------------------------------
 
 
 def rows_of(table):
@@ -43,7 +45,9 @@ def quotient(n, multiplier, shift):
 
 
 def in_32_bits(offset, inside, table):
-    """Return the offsets; check that they fit into 32 bits unless the table says that they do not."""
+    """Return the offsets; check that they fit into 32 bits unless the table says that they
+    do not.
+    """
     assert table.kind.wide or offset[inside].max(initial=0) < 1 << 31
     return offset
 
@@ -57,7 +61,9 @@ def batch_offsets(row, batch):
 
 
 def elements_of_rows(table, row, index):
-    """(source, destination) of each element that these programs of a row move; so that each is one of a lane's unit."""
+    """(source, destination) of each element that these programs of a row move; so that each is one
+    of a lane's unit.
+    """
     kind, (lanes,) = table.kind, table.lanes
     tile, batch = np.divmod(index, row[11] * row[14] * row[17])
     lane = tile[:, None] * lanes + np.arange(lanes)
@@ -78,7 +84,9 @@ def elements_of_rows(table, row, index):
 
 
 def elements_of_tiles(table, row, index):
-    """Return the same as `elements_of_rows` for tiles; reads and writes are separate, since the units of their sides differ."""
+    """Return the same as `elements_of_rows` for tiles; reads and writes are separate, since the
+    units of their sides differ.
+    """
     kind, (along_i, along_j), run = table.kind, table.lanes, table.kind.run
     unit_i, unit_j = kind.unit // kind.word, kind.dst_unit // kind.word
     batch, tile = np.divmod(index, row[4])
@@ -106,7 +114,9 @@ def elements(table: Table, row, index):
 
 
 def moved(tables):
-    """(tensor, source, destination) of every element that any program of any launch moves, sorted."""
+    """(tensor, source, destination) of every element that any program of any launch moves,
+    sorted.
+    """
     found = [np.zeros((3, 0), dtype=np.int64)]
     for table in tables:
         assert (
@@ -138,7 +148,7 @@ def wanted(placed, to_flat):
     return np.array(sorted(np.concatenate(found).tolist())).reshape(-1, 3)
 
 
-# -- every element once ------------------------------------------------------------------------------------------------
+# -- every element once ----------------------------------------------------------------------------
 
 itemsizes = st.sampled_from([(1, 1), (2, 2), (4, 4), (8, 8), (4, 2), (2, 4), (8, 2)])
 alignments = st.sampled_from([16, 16, 8, 4])
@@ -196,7 +206,7 @@ def test_units_are_contiguous_and_aligned(placed, to_flat, sizes, aligned):
             assert kind.dst_unit <= table.lanes[1] * kind.padded
 
 
-# -- sizes of which nobody has so much memory --------------------------------------------------------------------------
+# -- sizes of which nobody has so much memory ------------------------------------------------------
 
 HUGE = {
     "rows of 6 GB for each peer": ((3 << 20, 8 * 2048), 1, 8),
@@ -236,7 +246,9 @@ def partner(view: View, flat):
 @pytest.mark.parametrize("to_flat", [True, False])
 @pytest.mark.parametrize("case", HUGE)
 def test_huge(case, to_flat):
-    """Each program moves contiguous elements with offsets that fit; together they move every element."""
+    """Each program moves contiguous elements with offsets that fit; together they move every
+    element.
+    """
     view = view_of(*HUGE[case])
     tables = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     assert sum(table.elements for table in tables) == math.prod(view.sizes)
@@ -271,7 +283,7 @@ def test_too_many_programs_raise():
         make_tables([PlacedView(0, view)], True, (4, 4))
 
 
-# -- what the tables are for -------------------------------------------------------------------------------------------
+# -- what the tables are for -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Collectives over shared memory, on processes that share CPU memory, compared with their definition on all ranks' tensors."""
+"""Collectives over shared memory, on processes that share CPU memory, compared with their
+definition on all ranks' tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _workers():
 
 
 def values(seed: int, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Return numbers whose sum depends on the order of addition, zeros of both signs and infinities."""
+    """Return numbers whose sum depends on the order of addition, zeros of both signs and
+    infinities.
+    """
     made = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         return torch.randint(0, 100, shape, generator=made).to(dtype)
@@ -67,13 +71,15 @@ def all_reduce(
 
 
 def use_programs(count: int) -> None:
-    """Limit the grid to this many programs for the rest of the process, to test several rounds with little work."""
+    """Limit the grid to this many programs for the rest of the process, to test several rounds with
+    little work.
+    """
     from shardmesh.kernels.symmetric import symmetric_triton
 
     symmetric_triton.MAX_PROGRAMS = count
 
 
-# -- all_reduce --------------------------------------------------------------------------------------------------------
+# -- all_reduce ------------------------------------------------------------------------------------
 
 CASES = [
     (torch.float32, (1,), torch.float32),
@@ -126,7 +132,7 @@ def test_tensors_larger_than_the_memory(pieces):
         assert ranks(check_rounds) == [[True] * 2] * 3
 
 
-# -- all_reduce, residual sum and norm ---------------------------------------------------------------------------------
+# -- all_reduce, residual sum and norm -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,9 +212,11 @@ def test_definition_of_the_norm_equals_torch():
     assert torch.equal(added, x + residual)
 
 
-# -- all_reduce, as a record -------------------------------------------------------------------------------------------
+# -- all_reduce, as a record -----------------------------------------------------------------------
 
-RECORDS = [  # blocks and scales that end anywhere in a piece; each after larger ones, which leave something in the memory
+# blocks and scales that end anywhere in a piece; each after larger ones, which leave something in
+# the memory
+RECORDS = [
     ((3, 3001), torch.bfloat16, AsRecord("int8")),
     ((2, 2049), torch.float32, AsRecord("fp8", block=1024)),
     ((5, 128), torch.float16, AsRecord("fp8")),
@@ -243,7 +251,9 @@ def check_records(peers: Peers) -> list[str]:
 
 
 def check_normed_records(peers: Peers) -> list[str]:
-    """Return the cases whose records differ from the codes of the values that the same epilogue writes."""
+    """Return the cases whose records differ from the codes of the values that the same epilogue
+    writes.
+    """
     use_programs(2)
     wrong = []
     for seed, (shape, dtype, how) in enumerate(NORMED_RECORDS):
@@ -267,7 +277,7 @@ def test_quantized_sum_equals_quantizing_the_sum(size):
         assert ranks(check_normed_records) == [[]] * size
 
 
-# -- pull --------------------------------------------------------------------------------------------------------------
+# -- pull ------------------------------------------------------------------------------------------
 
 WHOLE = (
     7,
@@ -341,7 +351,9 @@ def cut(box: Box, at: random.Random) -> list[Box]:
 
 
 def check_any_boxes(peers: Peers, seed: int) -> bool:
-    """Check different boxes on each rank, from any peers and places; ranks agree only on the staging areas."""
+    """Check different boxes on each rank, from any peers and places; ranks agree only on the
+    staging areas.
+    """
     staged = [values(seed + r, (500,), torch.bfloat16) for r in range(peers.size)]
     peers.staging(torch.bfloat16)[:500] = staged[peers.rank]
     at = random.Random(1000 * seed + peers.rank)
@@ -364,11 +376,13 @@ def test_any_boxes_from_any_peers():
             assert ranks(check_any_boxes, seed) == [True] * 4
 
 
-# -- call after call ---------------------------------------------------------------------------------------------------
+# -- call after call -------------------------------------------------------------------------------
 
 
 def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
-    """Check operations and sizes in turn, with a rank that is slow at critical points: after synchronizing and before reading."""
+    """Check operations and sizes in turn, with a rank that is slow at critical points: after
+    synchronizing and before reading.
+    """
     use_programs(2)
     alike, own = random.Random(seed), random.Random(seed * 100 + peers.rank)
     set_pause(lambda: own.choice([0.0] * 9 + [0.02]))
@@ -412,7 +426,7 @@ def test_epochs_may_overflow():
         assert ranks(check_many_calls, 6, 1) == [[]] * 2
 
 
-# -- a rank that does not come -----------------------------------------------------------------------------------------
+# -- a rank that does not come ---------------------------------------------------------------------
 
 
 def small_sum(peers: Peers, two_shot: bool = False) -> list[float]:
@@ -451,7 +465,9 @@ def test_several_missing_ranks_are_named():
 
 
 def late_sum(peers: Peers) -> Any:
-    """Call all_reduce on rank 1 after rank 0 has timed out, which rank 0 writes to the end of its buffer."""
+    """Call all_reduce on rank 1 after rank 0 has timed out, which rank 0 writes to the end of its
+    buffer.
+    """
     given_up = ctypes.c_uint8.from_address(int(peers.buffers[0]) + peers.buffer.numel() - 1)
     if peers.rank == 0:
         try:
@@ -477,7 +493,9 @@ def test_late_rank_gets_the_correct_result_and_then_an_error():
 
 
 def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float], list[int], bool]:
-    """Run launches after a timeout, as an accelerator does with work queued before the host noticed."""
+    """Run launches after a timeout, as an accelerator does with work queued before the host
+    noticed.
+    """
     from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_barrier
 
     with pytest.raises(SymmetricMemoryError):
@@ -500,7 +518,7 @@ def test_rank_that_gave_up_does_nothing_more(two_shot):
         )
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -585,7 +603,7 @@ def test_invalid_memory_raises():
             Peers(**given | change)
 
 
-# -- all ranks on one device -------------------------------------------------------------------------------------------
+# -- all ranks on one device -----------------------------------------------------------------------
 
 
 def test_simulated_ranks_use_all_of_their_memory():
@@ -597,7 +615,9 @@ def test_simulated_ranks_use_all_of_their_memory():
 
 
 def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20) -> list[Peers]:
-    """Return ranks whose programs, at most one per multiprocessor, run on the device concurrently."""
+    """Return ranks whose programs, at most one per multiprocessor, run on the device
+    concurrently.
+    """
     from shardmesh.kernels.symmetric import symmetric_triton
 
     most = torch.cuda.get_device_properties(0).multi_processor_count // size

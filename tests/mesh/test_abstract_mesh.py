@@ -118,9 +118,12 @@ def test_errors_subclass_those_of_torch() -> None:
         (lambda m: m.size(2), "axis 2 is out of range"),
         (lambda m: m.flatten(("a", "b"), name="a"), r"'a' is already used for \('a',\)"),
         (lambda m: [m.flatten(axes, name="n") for axes in ("ab", "ba")], "unknown axis 'ab'"),
-        (lambda m: [m.flatten(tuple(axes), name="n") for axes in ("ab", "ba")], r"'n' is already used for \('a', 'b'\)"),
+        (
+            lambda m: [m.flatten(tuple(axes), name="n") for axes in ("ab", "ba")],
+            r"'n' is already used for \('a', 'b'\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(make: object, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         make(AbstractMesh((2, 3), ("a", "b")))  # type: ignore[operator]

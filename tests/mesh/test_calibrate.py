@@ -1,4 +1,6 @@
-"""calibrate: valid numbers, equal on all ranks, kept until the topology is set. (No test checks their values.)"""
+"""calibrate: valid numbers, equal on all ranks, kept until the topology is set. (No test checks
+their values.)
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,10 @@ def test_mesh_of_another_world_is_not_current():
 @every_rank(2)
 def test_setting_a_mesh_of_another_world_raises(mesh):
     with sm.debug.null_world(8):
-        text = r"mesh of another world \(SimulatedWorld of size 2\), and this runs in NullWorld of size 8"
+        text = (
+            r"mesh of another world \(SimulatedWorld of size 2\), and this runs in NullWorld of "
+            r"size 8"
+        )
         with pytest.raises(MeshError, match=text):
             set_mesh(mesh)
         with pytest.raises(MeshError, match=text), mesh:

@@ -1,4 +1,6 @@
-"""DeviceMesh in the simulated world: slices, groups, identity. Real processes are in test_process.py."""
+"""DeviceMesh in the simulated world: slices, groups, identity. Real processes are in
+test_process.py.
+"""
 
 from __future__ import annotations
 
@@ -138,11 +140,23 @@ def test_ranks_outside_a_mesh() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: init_device_mesh("cpu", (2, 8)), r"axis_1=8\) needs 16 ranks, but the world has 6\. Either start 16"),
-        (lambda: init_device_mesh("cpu", (2, 2)), r"needs 4 ranks, but the world has 6.*product is 6.*DeviceMesh\("),
-        (lambda: init_device_mesh("cpu", (2, 3), axis_names=("a",)), "has 2 axes, but the names given are"),
+        (
+            lambda: init_device_mesh("cpu", (2, 8)),
+            r"axis_1=8\) needs 16 ranks, but the world has 6\. Either start 16",
+        ),
+        (
+            lambda: init_device_mesh("cpu", (2, 2)),
+            r"needs 4 ranks, but the world has 6.*product is 6.*DeviceMesh\(",
+        ),
+        (
+            lambda: init_device_mesh("cpu", (2, 3), axis_names=("a",)),
+            "has 2 axes, but the names given are",
+        ),
         (lambda: init_device_mesh("cpu", (2, 3), axis_names=("a", "a")), "used twice"),
-        (lambda: init_device_mesh("cpu", (6,), axis_names=("a",), mesh_dim_names=("b",)), "differ, but both name the axes"),
+        (
+            lambda: init_device_mesh("cpu", (6,), axis_names=("a",), mesh_dim_names=("b",)),
+            "differ, but both name the axes",
+        ),
         (lambda: init_device_mesh("cpu", (-6,)), "positive integers"),
         (lambda: init_device_mesh("gpu", (6,)), "device type 'gpu': must be one that torch knows"),
         (lambda: init_device_mesh("cuda:0", (6,)), "without an index"),
@@ -159,7 +173,7 @@ def test_ranks_outside_a_mesh() -> None:
         (lambda: grid().to_torch(), "no torch process groups"),
         (lambda: DeviceMesh.from_torch(None), "no torch process groups"),
     ],
-)  # fmt: skip
+)
 def test_errors(make: Callable[[], object], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         on_rank(0, 6, make)

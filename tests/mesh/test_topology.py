@@ -175,7 +175,8 @@ def test_topologies_compare_by_value() -> None:
     assert len({one, pickle.loads(pickle.dumps(one))}) == 1
     assert (one.factor("all_to_all"), one.factor("all_reduce")) == (2.0, 1.0)
     assert str(one) == (
-        "nodes of 4 ranks: local 10 us + 400 GB/s, network 30 us + 50 GB/s, memory 1 TB/s, all_gather x1.5, all_to_all x2"
+        "nodes of 4 ranks: local 10 us + 400 GB/s, network 30 us + 50 GB/s, memory 1 TB/s, "
+        "all_gather x1.5, all_to_all x2"
     )
     assert str(nodes_of()).startswith("one node: ")
     assert str(nodes_of(crossing="dp")).startswith("nodes along dp: ")

@@ -97,7 +97,8 @@ def test_muon_of_mixtral_is_that_of_one_process(spread):
             adamw=["*embed*", "lm_head*"],
             adamw_lr=0.001,
             adamw_eps=0.01,
-            ns_dtype=torch.float64,  # AdamW with a small eps makes large steps of gradients that are rounding
+            # AdamW with a small eps makes large steps of gradients that are rounding
+            ns_dtype=torch.float64,
         )
         for _ in range(2):
             made(input_ids=IDS, labels=IDS).loss.backward()
@@ -113,7 +114,8 @@ def test_muon_of_mixtral_is_that_of_one_process(spread):
     assert sum(p.ndim == 3 for p in expected.values()) == 4
     for found in sm.simulate(2)(program)():
         for name, p in expected.items():
-            # After steps of 1e-2 along gradients that have passed a router, which computes in float32.
+            # After steps of 1e-2 along gradients that have passed a router, which computes in
+            # float32.
             torch.testing.assert_close(
                 found[name],
                 p.detach(),
@@ -145,7 +147,9 @@ def test_resizing_comes_before_sharding(spread):
         _shard(made, spread)
         with pytest.raises(
             TypeError,
-            match="resize_token_embeddings, comes before fully_shard, data_parallel and parallelize",
+            match=(
+                "resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"
+            ),
         ):
             made.resize_token_embeddings(70, mean_resizing=False)
         assert made.get_input_embeddings().weight.shape[0] == 64

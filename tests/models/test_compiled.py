@@ -1,4 +1,6 @@
-"""Hugging Face blocks under `torch.compile` with several forms of parallelism, compared with one process."""
+"""Hugging Face blocks under `torch.compile` with several forms of parallelism, compared with one
+process.
+"""
 
 from __future__ import annotations
 

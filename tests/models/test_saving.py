@@ -1,4 +1,6 @@
-"""Parallel Hugging Face models saved for programs without shardmesh, and loaded by `from_pretrained`."""
+"""Parallel Hugging Face models saved for programs without shardmesh, and loaded by
+`from_pretrained`.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ def test_adapters(tmp_path):
 def test_storage_access_raises_and_suggests_saving(tmp_path):
     def program():
         made = shard("llama", model("llama"), _mesh(), "fsdp")
-        advice = r"sm\.checkpoint\.save_safetensors\(model, path\).*sm\.checkpoint\.full_state_dict\(model\)"
+        advice = (
+            r"sm\.checkpoint\.save_safetensors\(model, "
+            r"path\).*sm\.checkpoint\.full_state_dict\(model\)"
+        )
         for save in (
             made.save_pretrained,
             lambda path: torch.export.export(copy.deepcopy(made), (IDS,)),

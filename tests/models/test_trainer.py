@@ -1,4 +1,6 @@
-"""accelerate and Hugging Face's Trainer with a parallelized model, compared with torch's DistributedDataParallel."""
+"""accelerate and Hugging Face's Trainer with a parallelized model, compared with torch's
+DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,17 @@ def test_accelerate(world4):
 def _trained_by_trainer(parallel, folder):
     made = _parallel() if parallel else model("llama")
     settings = transformers.TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=1, max_steps=3, save_strategy="no", report_to=[], logging_steps=1,
-        disable_tqdm=True, max_grad_norm=0.5, learning_rate=1e-2,
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=1,
+        max_steps=3,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+    )
     trainer = transformers.Trainer(
         model=made,
         args=settings,
@@ -72,7 +82,10 @@ def _wrapped_in_ddp():
     ):
         with pytest.raises(
             RuntimeError,
-            match="is parallel already, by shardmesh: call it as it is, without DistributedDataParallel",
+            match=(
+                "is parallel already, by shardmesh: call it as it is, without "
+                "DistributedDataParallel"
+            ),
         ):
             torch.nn.parallel.DistributedDataParallel(made)
 

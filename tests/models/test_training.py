@@ -1,4 +1,5 @@
-"""Hugging Face's Llama, GPT-2 and Mixtral, unmodified, with several forms of parallelism, compared with one process.
+"""Hugging Face's Llama, GPT-2 and Mixtral, unmodified, with several forms of parallelism, compared
+with one process.
 
 Nothing says `implicit_replication`: masks and positions that the models make count as replicated.
 """
@@ -29,7 +30,8 @@ from tests.models.tiny import (
 )
 
 EXACT = 1e-10
-# Llama's norms and Mixtral's router round to float32 what tensor parallelism adds up in another order in float64.
+# Llama's norms and Mixtral's router round to float32 what tensor parallelism adds up in another
+# order in float64.
 TOLERANCES = {
     ("llama", "tp"): 1e-6,
     ("mixtral", "tp"): 1e-6,
@@ -138,7 +140,9 @@ def test_clipping_with_plain_inputs():
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe])
 @pytest.mark.filterwarnings("error:.*no sharding rule")
 def test_experts_with_grouped_mm(make):
-    """The models' own choice of kernel, which takes no float64; router losses count tokens over all ranks."""
+    """The models' own choice of kernel, which takes no float64; router losses count tokens over all
+    ranks.
+    """
 
     def made():
         with torch.random.fork_rng(devices=[]):
@@ -158,7 +162,9 @@ def test_experts_with_grouped_mm(make):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_load_balancing_loss_of_sharded_logits(padded):
-    """transformers' own function: `histc` and `scatter_add_` into plain zeros; the padding mask is sharded like the tokens."""
+    """transformers' own function: `histc` and `scatter_add_` into plain zeros; the padding mask is
+    sharded like the tokens.
+    """
     logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(8) < torch.tensor([[5], [8]])).long() if padded else None
 

@@ -1,4 +1,6 @@
-"""Hugging Face models with a few thousand parameters in float64, and their training, for comparison."""
+"""Hugging Face models with a few thousand parameters in float64, and their training, for
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def loss_of(module: nn.Module, ids: Any) -> Any:
 def train(
     module: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of
 ) -> dict[str, Tensor]:
-    """Train; return the gradients of the first step, and the parameters and the loss of the last."""
+    """Train; return the gradients of the first step, and the parameters and the loss of the
+    last.
+    """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):

@@ -2,8 +2,9 @@
 
     python -m tests.multinode.fork_server FIFO        then one `TorchrunJob` as JSON per line
 
-A job is what `torchrun --nnodes 2 --nproc-per-node 2` runs, with a function instead of a script: an agent in a separate process group
-(so that a test can kill or stop the host's part of the job at once), and two ranks that it forks.
+A job is what `torchrun --nnodes 2 --nproc-per-node 2` runs, with a function instead of a script: an
+agent in a separate process group (so that a test can kill or stop the host's part of the job at
+once), and two ranks that it forks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class TorchrunJob:
     torchrun: list[str]
 
     def file(self, what: str) -> Path:
-        """Return a file of this host's agent: "pid" with its process group, "status" with its exit status, or "log"."""
+        """Return a file of this host's agent: "pid" with its process group, "status" with its exit
+        status, or "log".
+        """
         return Path(self.folder) / f"{os.uname().nodename}.{what}"
 
     def to_json(self) -> str:
@@ -62,7 +65,8 @@ def _run(job: TorchrunJob) -> int:
     for number in (1, 2):
         os.dup2(log, number)
     programs.write(job.file("pid"), str(os.getpid()))
-    logging.disable()  # torch's formatter imports its compiler to log a failed rank, which takes seconds
+    # torch's formatter imports its compiler to log a failed rank, which takes seconds
+    logging.disable()
     try:
         config, *_ = torchrun.config_from_args(torchrun.parse_args([*job.torchrun, "unused.py"]))
         config.start_method = "fork"

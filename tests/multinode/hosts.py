@@ -1,11 +1,13 @@
-"""Two hosts on one machine: namespaces with their own network, hostname, processes and /dev/shm, connected by a veth pair.
+"""Two hosts on one machine: namespaces with their own network, hostname, processes and /dev/shm,
+connected by a veth pair.
 
     lab: user namespace ---+--- host-a 10.77.0.1 [eth0] ---.
                            |                               | veth
                            `--- host-b 10.77.0.2 [eth0] ---'
 
-Nothing is left behind: the first process of a host exits when the pipe to it closes, however the tests end; the other processes of
-the host are killed with it, and the kernel then removes its namespaces and its end of the veth pair.
+Nothing is left behind: the first process of a host exits when the pipe to it closes, however the
+tests end; the other processes of the host are killed with it, and the kernel then removes its
+namespaces and its end of the veth pair.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _LIMIT_S = 60.0  # for a command that takes milliseconds on an idle machine
 _LAB = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
 _HOST = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
 _HOLD = "echo $$ && exec cat"  # runs until the pipe closes
-# The first line reads its process id in the lab from /proc. The shell stays, because unlike cat it reaps orphans.
+# The first line reads its process id in the lab from /proc. The shell stays, because unlike cat it
+# reaps orphans.
 _HOLD_HOST = """
 set -e
 read pid rest < /proc/self/stat
@@ -61,7 +64,9 @@ class Host:
         return ADDRESSES[self.name]
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a program on this host; `options` are those of Popen. Killing it does not kill its children."""
+        """Start a program on this host; `options` are those of Popen. Killing it does not kill its
+        children.
+        """
         enter = [
             "nsenter",
             f"--target={self.init}",

@@ -54,7 +54,9 @@ def fail(folder: str) -> None:
 
 
 def _sum_all(folder: Path) -> bool:
-    """Sum 1 from each rank, first between hosts. Return whether to continue; rank 0 decides, and all ranks agree in the same step."""
+    """Sum 1 from each rank, first between hosts. Return whether to continue; rank 0 decides, and
+    all ranks agree in the same step.
+    """
     mesh = _mesh()
     x = torch.ones(4)
     if mesh.get_rank() == 0 and (folder / STOP).exists():

@@ -1,4 +1,6 @@
-"""A job on two hosts: it equals one process, and if a host is lost, every remaining rank soon raises an error that names it."""
+"""A job on two hosts: it equals one process, and if a host is lost, every remaining rank soon
+raises an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def hosts(lab: Lab) -> Iterator[list[Host]]:
-    """Yield the hosts; after the test, reconnect them and check that no process of its job still runs."""
+    """Yield the hosts; after the test, reconnect them and check that no process of its job still
+    runs.
+    """
     yield lab.hosts
     for host in lab.hosts:
         host.connect()
@@ -174,7 +178,7 @@ def hosts(lab: Lab) -> Iterator[list[Host]]:
             time.sleep(0.05)
 
 
-# -- a healthy job -----------------------------------------------------------------------------------------------------
+# -- a healthy job ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -235,13 +239,15 @@ def test_temporarily_slow_host_is_waited_for(lab: Lab, hosts: list[Host]):
     assert [run.status(host) for host in hosts] == [0, 0]
 
 
-# -- a host is lost ----------------------------------------------------------------------------------------------------
+# -- a host is lost --------------------------------------------------------------------------------
 
 
 def survivors_report(
     run: RunningProgram, fault: Callable[[], None], gone: dict[int, tuple[str, tuple[int, ...]]]
 ) -> dict[int, dict[str, Any]]:
-    """Return the results of the surviving ranks after the fault; `gone` maps each to the host and the ranks that it must name."""
+    """Return the results of the surviving ranks after the fault; `gone` maps each to the host and
+    the ranks that it must name.
+    """
     run.wait_for_steps(3)
     fault()
     results = dict(zip(gone, run.results(list(gone)), strict=True))
@@ -288,7 +294,7 @@ def test_frozen_host_receives_the_verdict(lab: Lab, hosts: list[Host]):
     assert [run.status(host) for host in hosts] == [1, 1]
 
 
-# -- a rank diverges ---------------------------------------------------------------------------------------------------
+# -- a rank diverges -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

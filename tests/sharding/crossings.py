@@ -1,7 +1,8 @@
-"""Random programs that convert between plain and sharded tensors, differentiated three times, on the ranks of a mesh and in one
-process.
+"""Random programs that convert between plain and sharded tensors, differentiated three times, on
+the ranks of a mesh and in one process.
 
-A value is sharded, or plain and the same on every rank, or this rank's part. In one process it is always the full tensor.
+A value is sharded, or plain and the same on every rank, or this rank's part. In one process it is
+always the full tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CrossingProgram:
     Attributes:
         mesh_shape: that of the mesh.
         way: how it is differentiated.
-        even: whether the rows can be cut into equal parts, as collectives in mapped functions want it.
+        even: whether the rows can be cut into equal parts, as collectives in mapped functions want
+            it.
         mesh: the mesh, or None in one process.
     """
 
@@ -73,9 +75,12 @@ class CrossingProgram:
         self.mesh: Any = None
 
     def __str__(self) -> str:
-        return f"Program({self.seed}) on {self.mesh_shape}: {self.shape} by {self.way} from {self.start} {[name for name, _ in self.steps]}"
+        return (
+            f"Program({self.seed}) on {self.mesh_shape}: {self.shape} by {self.way} from "
+            f"{self.start} {[name for name, _ in self.steps]}"
+        )
 
-    # -- where things lie ----------------------------------------------------------------------------------------------
+    # -- where things lie --------------------------------------------------------------------------
 
     def spec(self, draw: random.Random, pending: bool = False) -> P:
         """Return a random spec of a matrix."""
@@ -95,7 +100,9 @@ class CrossingProgram:
         )
 
     def leaves(self, mesh: Any) -> dict[str, Value]:
-        """Return new leaves: `s` (matrix) and `v` (square) are sharded, `p` and `w` are plain, `l` is a local part."""
+        """Return new leaves: `s` (matrix) and `v` (square) are sharded, `p` and `w` are plain, `l`
+        is a local part.
+        """
         self.mesh, draw = mesh, random.Random(self.seed)
         rows, columns = self.shape
         cut = self.spec(draw)
@@ -118,7 +125,7 @@ class CrossingProgram:
             value.x.requires_grad_()
         return found
 
-    # -- from kind to kind ---------------------------------------------------------------------------------------------
+    # -- from kind to kind -------------------------------------------------------------------------
 
     def sharded(self, value: Value, draw: random.Random) -> Value:
         """Return the value as a sharded tensor, converted in one of several ways."""
@@ -158,7 +165,7 @@ class CrossingProgram:
     def as_kind(self, kind: str, value: Value, draw: random.Random) -> Value:
         return {"sharded": self.sharded, "plain": self.plain, "part": self.part}[kind](value, draw)
 
-    # -- the program ---------------------------------------------------------------------------------------------------
+    # -- the program -------------------------------------------------------------------------------
 
     def loss(self, leaves: dict[str, Value]) -> Any:
         """Return a scalar, sharded or plain."""
@@ -174,7 +181,9 @@ class CrossingProgram:
         return sum(found[1:], found[0])
 
     def derivatives(self, mesh: Any) -> list[list[Any]]:
-        """Return the full gradients of all leaves by order; each order differentiates the one before."""
+        """Return the full gradients of all leaves by order; each order differentiates the one
+        before.
+        """
         leaves = self.leaves(mesh)
         return {
             "grad": self._by_grad,
@@ -258,7 +267,7 @@ class CrossingProgram:
             )
             return x.full_tensor()
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def pointwise(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         f = draw.choice(

@@ -12,7 +12,9 @@ WEIGHT = torch.arange(12.0).view(3, 4)
 
 
 def sharded_linear(mesh, spec=None):
-    """Return a linear layer of 4 to 3 features with its weight sharded by rows (unevenly, 3 rows) and its bias replicated."""
+    """Return a linear layer of 4 to 3 features with its weight sharded by rows (unevenly, 3 rows)
+    and its bias replicated.
+    """
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
     return sm.parallel.distribute_module(

@@ -21,7 +21,9 @@ AXES = ("a", "b", "c", "d")
 
 
 def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
-    """Run `program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; return each rank's result."""
+    """Run `program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; return each
+    rank's result.
+    """
 
     def rank() -> Any:
         with on_device():
@@ -52,7 +54,9 @@ def every_rank(*mesh_shape: int) -> Callable[[Callable[[sm.DeviceMesh], Any]], C
 def place(
     mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, grad: bool = False
 ) -> sm.ShardedTensor:
-    """Distribute `tensor`, which is the same on every rank, without communication; replicated without placements."""
+    """Distribute `tensor`, which is the same on every rank, without communication; replicated
+    without placements.
+    """
     x = sm.distribute_tensor(tensor, mesh, list(placements) or None, src_data_rank=None)
     return x.requires_grad_() if grad else x
 
@@ -88,7 +92,9 @@ def same_error(
     *,
     silent: bool = True,
 ) -> str:
-    """Return the text of the error of this kind that `program` raises, the same on every rank, before any collective."""
+    """Return the text of the error of this kind that `program` raises, the same on every rank,
+    before any collective.
+    """
 
     def rank(mesh: sm.DeviceMesh) -> str:
         with collectives() as records:
@@ -108,7 +114,9 @@ def same_error(
 
 
 def run_programs(module: str, names: Sequence[str]) -> int:
-    """Run these programs of a test module on a real rank, each on a mesh of the first ranks; return how many this rank took part in."""
+    """Run these programs of a test module on a real rank, each on a mesh of the first ranks; return
+    how many this rank took part in.
+    """
     taken = 0
     for name in names:
         test = getattr(importlib.import_module(module), name)

@@ -1,6 +1,7 @@
 """Definition of redistribution on full tensors: the oracle of the property tests.
 
-A pending tensor is a stack of contributions, one per rank of the pending axes; its value is their combination.
+A pending tensor is a stack of contributions, one per rank of the pending axes; its value is their
+combination.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ COMBINE = {
 def contributions(
     mesh: sm.AbstractMesh, spec: sm.P, shape: tuple[int, ...], seed: int = 0
 ) -> torch.Tensor:
-    """Return full tensors, one per combination of coordinates on pending axes: [n, *shape], float64, all values different."""
+    """Return full tensors, one per combination of coordinates on pending axes: [n, *shape],
+    float64, all values different.
+    """
     n = math.prod(mesh.size(axis) for axis, _ in spec.unreduced)
     return torch.randn(
         (n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64

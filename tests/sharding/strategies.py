@@ -1,4 +1,6 @@
-"""Hypothesis strategies: meshes, shapes and layouts with uneven, ragged, empty, reordered and pending parts."""
+"""Hypothesis strategies: meshes, shapes and layouts with uneven, ragged, empty, reordered and
+pending parts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def shapes(draw: st.DrawFn, max_dims: int = 4) -> tuple[int, ...]:
 def specs(
     draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, ...] = ("sum",)
 ) -> sm.P:
-    """Draw any spec on these axes: each axis shards a dim, is pending, or is unused; axes of a dim in any order."""
+    """Draw any spec on these axes: each axis shards a dim, is pending, or is unused; axes of a dim
+    in any order.
+    """
     dims: list[list[str]] = [[] for _ in range(ndim)]
     pending = []
     kind = draw(st.sampled_from(kinds)) if kinds else None
@@ -67,7 +71,9 @@ def ragged_specs(
     shape: tuple[int, ...],
     kinds: tuple[str, ...] = ("sum",),
 ) -> sm.P:
-    """Draw any spec on this mesh; some dims are split into parts of any lengths, by one axis or by several jointly."""
+    """Draw any spec on this mesh; some dims are split into parts of any lengths, by one axis or by
+    several jointly.
+    """
     spec = draw(specs(mesh.axis_names, len(shape), kinds))
     sizes = {}
     for axes, size in zip(spec.dims, shape, strict=True):

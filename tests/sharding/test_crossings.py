@@ -19,7 +19,7 @@ X = torch.arange(1.0, 7.0, dtype=torch.float64) / 3
 DIRECTION = torch.arange(6.0, 0.0, -1.0, dtype=torch.float64)
 
 
-# -- random programs ---------------------------------------------------------------------------------------------------
+# -- random programs -------------------------------------------------------------------------------
 
 
 def check_programs(seeds: range) -> None:
@@ -49,7 +49,7 @@ def test_random_programs_on_processes(world4: Any, mesh_shape: tuple[int, ...]) 
     world4(crossings.check_on_this_rank, list(range(8)), mesh_shape)
 
 
-# -- ways to ask for derivatives ---------------------------------------------------------------------------------------
+# -- ways to ask for derivatives -------------------------------------------------------------------
 
 
 def cube(mesh: sm.DeviceMesh) -> Any:
@@ -173,7 +173,7 @@ def test_a_gradient_penalty_by_backward(mesh: sm.DeviceMesh) -> None:
     torch.testing.assert_close(ours.grad, x.grad)
 
 
-# -- what is odd -------------------------------------------------------------------------------------------------------
+# -- what is odd -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
@@ -266,7 +266,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     on_mesh((2,), program)
 
 
-# -- device_put and distribute_tensor ----------------------------------------------------------------------------------
+# -- device_put and distribute_tensor --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [0, 1, None])

@@ -1,4 +1,6 @@
-"""Invalid input raises an error with the values and a replacement, the same on every rank, before any communication."""
+"""Invalid input raises an error with the values and a replacement, the same on every rank, before
+any communication.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_invalid_input_raises(name):
-    """Uneven parts (three rows and two), so that a text that names the rank's own part would differ between ranks."""
+    """Uneven parts (three rows and two), so that a text that names the rank's own part would differ
+    between ranks.
+    """
     program, words = BAD[name]
     text = same_error((2, 2), program, Exception)
     for word in words:

@@ -1,4 +1,6 @@
-"""What the host waits for in a training step, on a stand-in for a GPU: nothing, but for what is listed here."""
+"""What the host waits for in a training step, on a stand-in for a GPU: nothing, but for what is
+listed here.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_the_mode_finds_what_waits(found: dict[str, Any]) -> None:
 
 
 def late() -> list[list[float]]:
-    """Return pinned memory before and after the host has waited for an event that follows the copy."""
+    """Return pinned memory before and after the host has waited for an event that follows
+    the copy.
+    """
     module, x, out = (
         torch.get_device_module(device.NAME),
         torch.ones(2, device=device.NAME),

@@ -1,6 +1,8 @@
-"""On four gloo processes, every program here equals one process or raises the same error on every rank.
+"""On four gloo processes, every program here equals one process or raises the same error on every
+rank.
 
-A program is written once. `put(tensor, spec)` lays a tensor out on the mesh; in the single process it is the tensor itself.
+A program is written once. `put(tensor, spec)` lays a tensor out on the mesh; in the single process
+it is the tensor itself.
 """
 
 from __future__ import annotations
@@ -338,7 +340,7 @@ def test_equal_to_one_process(world4, name):
             )
 
 
-# -- numbers, losses and reductions of the table of traps --------------------------------------------------------------
+# -- numbers, losses and reductions of the table of traps ------------------------------------------
 
 
 LAYOUTS = (
@@ -388,7 +390,7 @@ def test_traps_on_real_processes(world4):
         assert found == pytest.approx([ONE_NUMBER[ask](number)] * 7, rel=1e-12)
 
 
-# -- numbers that are drawn ---------------------------------------------------------------------------------------------
+# -- numbers that are drawn ------------------------------------------------------------------------
 
 DRAWN = {
     "dropout": lambda x: F.dropout(x + 1, 0.4, training=True),
@@ -417,7 +419,7 @@ def test_drawn_numbers_are_the_same_on_any_mesh(world4, name):
     assert all(torch.equal(first, other) for other in others)
 
 
-# -- loud ---------------------------------------------------------------------------------------------------------------
+# -- loud ------------------------------------------------------------------------------------------
 
 
 def _x(mesh, spec=None):
@@ -433,30 +435,50 @@ def _into_a_view(x, part=slice(None)):
 LOUD = {
     "an integer mean": (lambda mesh: _x(mesh).long().mean(), RuntimeError, "floating"),
     "an integer mean over a dim": (lambda mesh: _x(mesh).long().mean(0), RuntimeError, "floating"),
-    "an integer norm": (lambda mesh: torch.linalg.vector_norm(_x(mesh).long()), RuntimeError, "floating"),
+    "an integer norm": (
+        lambda mesh: torch.linalg.vector_norm(_x(mesh).long()),
+        RuntimeError,
+        "floating",
+    ),
     "an integer deviation": (lambda mesh: _x(mesh).long().std(), RuntimeError, "floating"),
     "the truth of many": (lambda mesh: bool(_x(mesh) > 0), RuntimeError, "ambiguous"),
     "an item of many": (lambda mesh: _x(mesh).item(), RuntimeError, "15 elements"),
     "two meshes": (
-        lambda mesh: _x(mesh) + _x(sm.init_device_mesh(DEVICE, (4,), axis_names=("c",)), P("c")), ValueError, "two meshes",
+        lambda mesh: _x(mesh) + _x(sm.init_device_mesh(DEVICE, (4,), axis_names=("c",)), P("c")),
+        ValueError,
+        "two meshes",
     ),
     "a plain tensor": (lambda mesh: _x(mesh) + X, RuntimeError, "distribute_tensor"),
     "growing in place": (lambda mesh: _x(mesh, P())[0].add_(_x(mesh)), RuntimeError, "shape"),
     "exp_ of a pending sum": (
-        lambda mesh: sm.from_local(X, mesh, [Partial(), Partial()]).exp_(), ValueError, "redistribute it first",
+        lambda mesh: sm.from_local(X, mesh, [Partial(), Partial()]).exp_(),
+        ValueError,
+        "redistribute it first",
     ),
     "abs_ beside another layout": (
-        lambda mesh: sm.from_local(X, mesh, [Partial(), Replicate()]).abs_(), ValueError, "redistribute it first",
+        lambda mesh: sm.from_local(X, mesh, [Partial(), Replicate()]).abs_(),
+        ValueError,
+        "redistribute it first",
     ),
-    "sorting in place": (lambda mesh: _x(mesh).resize_(3), NotImplementedError, "works on the memory of a tensor"),
+    "sorting in place": (
+        lambda mesh: _x(mesh).resize_(3),
+        NotImplementedError,
+        "works on the memory of a tensor",
+    ),
     "a pointer": (lambda mesh: _x(mesh).data_ptr(), RuntimeError, "to_local"),
     "a constant pointer": (lambda mesh: _x(mesh).const_data_ptr(), NotImplementedError, "to_local"),
     "out beside gradients": (
-        lambda mesh: torch.add(_x(mesh).requires_grad_(), 1, out=_x(mesh)), RuntimeError, "out= has no gradient",
+        lambda mesh: torch.add(_x(mesh).requires_grad_(), 1, out=_x(mesh)),
+        RuntimeError,
+        "out= has no gradient",
     ),
     "float8 arithmetic": (lambda mesh: _x(mesh).to(torch.float8_e4m3fn) + 1, Exception, "Float8"),
-    "numpy beside gradients": (lambda mesh: np.asarray(_x(mesh).requires_grad_()), RuntimeError, "detach"),
-}  # fmt: skip
+    "numpy beside gradients": (
+        lambda mesh: np.asarray(_x(mesh).requires_grad_()),
+        RuntimeError,
+        "detach",
+    ),
+}
 
 
 def _text(name: str) -> str:
@@ -555,7 +577,10 @@ def test_numbers_that_torch_puts_on_meta_raise():
     def program():
         with pytest.raises(
             RuntimeError,
-            match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler",
+            match=(
+                r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or "
+                r"sm.training.GradScaler"
+            ),
         ):
             _scales_by_a_number_on_the_device_of_results(
                 sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))

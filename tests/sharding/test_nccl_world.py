@@ -1,4 +1,6 @@
-"""A selection of other tests in the world that behaves like NCCL (`tests/mesh/simulated/nccl_world.py`); `pytest --world nccl` runs all."""
+"""A selection of other tests in the world that behaves like NCCL
+(`tests/mesh/simulated/nccl_world.py`); `pytest --world nccl` runs all.
+"""
 
 from __future__ import annotations
 

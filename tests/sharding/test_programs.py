@@ -1,6 +1,8 @@
-"""Random programs of a few operators on tensors of random layouts: values and gradients equal one process.
+"""Random programs of a few operators on tensors of random layouts: values and gradients equal one
+process.
 
-What one operator leaves behind (uneven and ragged parts, empty ones, pending sums, views) is what the next one gets.
+What one operator leaves behind (uneven and ragged parts, empty ones, pending sums, views) is what
+the next one gets.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def _index(x: Any, numbers: list[int]) -> Any:
     )
 
 
-# Name -> least number of dims, and what makes the step from a random dim, a random place in it and the number of its places.
+# Name -> least number of dims, and what makes the step from a random dim, a random place in it and
+# the number of its places.
 STEPS: dict[str, tuple[int, Callable[[int, int, int], Step]]] = {
     "gelu": (0, lambda *_: F.gelu),
     "linear function": (0, lambda *_: lambda x: x * 0.5 + 1),

@@ -1,4 +1,6 @@
-"""Ragged layouts: parts of given sizes, as specs, placements and boxes, and tensors in these layouts."""
+"""Ragged layouts: parts of given sizes, as specs, placements and boxes, and tensors in these
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def layouts(draw, kinds=("sum",)):
     return Layout.of(mesh, draw(ragged_specs(mesh, shape, kinds)), shape, torch.float64)
 
 
-# -- specs and placements ---------------------------------------------------------------------------------------------
+# -- specs and placements --------------------------------------------------------------------------
 
 
 @given(st.data(), meshes(), shapes())
@@ -176,11 +178,13 @@ def test_from_local_with_too_few_sizes():
     assert "write 3 sizes" in text
 
 
-# -- boxes ------------------------------------------------------------------------------------------------------------
+# -- boxes -----------------------------------------------------------------------------------------
 
 
 def cut_by_torch(layout, coordinate):
-    """Return the part that `torch.split` by the sizes and nested `torch.chunk` leave at `coordinate`."""
+    """Return the part that `torch.split` by the sizes and nested `torch.chunk` leave at
+    `coordinate`.
+    """
     mesh, part = layout.mesh, torch.arange(math.prod(layout.shape)).view(layout.shape)
     for dim, cuts in enumerate(layout.spec.cuts):
         for axes, sizes in cuts:
@@ -248,7 +252,7 @@ def test_layouts_survive_pickling(layout):
     assert list(again.boxes()) == list(layout.boxes())
 
 
-# -- equal boxes, equal layouts ---------------------------------------------------------------------------------------
+# -- equal boxes, equal layouts --------------------------------------------------------------------
 
 
 @given(st.data(), meshes(), shapes())
@@ -306,7 +310,7 @@ def test_sizes_are_printed():
     assert layout.placements == (Shard(0, sizes=(3, 0, 5)),)
 
 
-# -- tensors in and out -----------------------------------------------------------------------------------------------
+# -- tensors in and out ----------------------------------------------------------------------------
 
 
 @given(st.data(), meshes(), shapes())
@@ -399,7 +403,7 @@ def test_rank_outside_the_mesh_gets_the_shape_from_the_sizes():
     ]
 
 
-# -- parts that are not cut as torch.chunk cuts -----------------------------------------------------------------------
+# -- parts that are not cut as torch.chunk cuts ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -452,7 +456,7 @@ def test_from_local_of_parts_of_other_sizes_than_stated(lengths):
         assert str([[n, 2] for n in stated]) in text
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)

@@ -1,4 +1,6 @@
-"""Silent errors: cases that could give a wrong number, different numbers on ranks, or no gradient, without an error."""
+"""Silent errors: cases that could give a wrong number, different numbers on ranks, or no gradient,
+without an error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 F = nn.functional
 
 
-# -- numbers out of tensors ------------------------------------------------------------------------------------------
+# -- numbers out of tensors ------------------------------------------------------------------------
 
 ONE_NUMBER = {
     "item": lambda x: x.item(),
@@ -107,7 +109,7 @@ def test_numpy_of_a_tensor_that_requires_grad_raises_as_in_torch():
         assert "detach" in text
 
 
-# -- reductions over uneven and empty parts --------------------------------------------------------------------------
+# -- reductions over uneven and empty parts --------------------------------------------------------
 
 INTEGERS = torch.tensor([-3, -1])
 REDUCTIONS = {
@@ -204,7 +206,7 @@ def test_mean_losses_over_uneven_parts(name, spec):
     on_mesh((3, 2), program)
 
 
-# -- gradients that would be lost ------------------------------------------------------------------------------------
+# -- gradients that would be lost ------------------------------------------------------------------
 
 
 TRANSFORMS = {
@@ -250,7 +252,7 @@ def test_functional_call_works(mesh):
     torch.testing.assert_close(y.full_tensor(), X.sum(1, keepdim=True).expand(5, 2))
 
 
-# -- round the dispatch ----------------------------------------------------------------------------------------------
+# -- round the dispatch ----------------------------------------------------------------------------
 
 ROUND = {
     "data_ptr": lambda x: x.data_ptr(),

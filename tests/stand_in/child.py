@@ -1,4 +1,5 @@
-"""Call a function in a process that has the device "standin": `call(function, *args)`; arguments and result as JSON.
+"""Call a function in a process that has the device "standin": `call(function, *args)`; arguments
+and result as JSON.
 
 python -m tests.stand_in.child module function arguments
 """
@@ -24,7 +25,9 @@ _LIMIT_S = 280
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, called in another process. It must be at the top level of its module."""
+    """Return `function(*args)`, called in another process. It must be at the top level of its
+    module.
+    """
     if shutil.which("g++") is None:
         pytest.skip("the stand-in for a GPU is compiled by g++, which is not here")
     command = [

@@ -1,6 +1,8 @@
-"""The device "standin": a GPU to torch, with autograd's thread for it, streams, events and pinned memory, whose memory is the host's.
+"""The device "standin": a GPU to torch, with autograd's thread for it, streams, events and pinned
+memory, whose memory is the host's.
 
-`register` is for a process of its own (`python -m tests.stand_in.scenarios`): a process has one accelerator.
+`register` is for a process of its own (`python -m tests.stand_in.scenarios`): a process has one
+accelerator.
 """
 
 from __future__ import annotations
@@ -68,11 +70,12 @@ def _compiled() -> Path:
     return made
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 class Stream:
-    """A queue of work. The work runs at once, except for copies to pinned memory, which run when the host waits for them.
+    """A queue of work. The work runs at once, except for copies to pinned memory, which run when
+    the host waits for them.
 
     Attributes:
         seen: for each stream, how much of its work this stream's next work comes after.
@@ -185,9 +188,19 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 def _module() -> ModuleType:
     made = ModuleType(f"torch.{NAME}")
     made.__dict__.update(
-        is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 1, set_device=lambda device: None,
-        is_initialized=lambda: True, _is_in_bad_fork=lambda: False, get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-        manual_seed_all=lambda seed: None, Stream=Stream, Event=Event, current_stream=current_stream, stream=_stream,
-        default_stream=lambda device=None: DEFAULT, synchronize=_synchronize,
-    )  # fmt: skip
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        set_device=lambda device: None,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        manual_seed_all=lambda seed: None,
+        Stream=Stream,
+        Event=Event,
+        current_stream=current_stream,
+        stream=_stream,
+        default_stream=lambda device=None: DEFAULT,
+        synchronize=_synchronize,
+    )
     return made

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardmesh
 from tests.stand_in import device
 
-# Operators whose results' sizes, or errors, depend on values, so that CUDA's kernels read them on the host.
+# Operators whose results' sizes, or errors, depend on values, so that CUDA's kernels read them on
+# the host.
 _READS = frozenset(
-    "_local_scalar_dense equal nonzero masked_select _unique2 unique_dim unique_consecutive bincount histc _linalg_check_errors".split()
+    "_local_scalar_dense equal nonzero masked_select _unique2 unique_dim unique_consecutive "
+    "bincount histc _linalg_check_errors".split()
 )
 _HOME = str(Path(shardmesh.__file__).parents[1])
 _PARTS = tuple(f"{_HOME}/{part}/" for part in ("mesh", "sharding", "kernels"))
@@ -27,8 +29,9 @@ _PARTS = tuple(f"{_HOME}/{part}/" for part in ("mesh", "sharding", "kernels"))
 class HostSyncs(TorchDispatchMode):
     """Record what makes the host wait for the device, in every thread that runs under the mode.
 
-    A copy does so unless it is `non_blocking` and the memory on the host is pinned. Pinned memory has no values until the host has waited
-    for an event after the copy. A tensor that one stream writes and another reads must be waited for in between.
+    A copy does so unless it is `non_blocking` and the memory on the host is pinned. Pinned memory
+    has no values until the host has waited for an event after the copy. A tensor that one stream
+    writes and another reads must be waited for in between.
 
     Attributes:
         found: what, and the line of shardmesh or torch that did it.
@@ -107,7 +110,8 @@ class HostSyncs(TorchDispatchMode):
             non_blocking and host.is_pinned() and src.dtype is dst.dtype
         ):  # torch casts into pageable memory
             self.on_wait(
-                f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}"
+                f"{'pageable' if non_blocking else 'blocking'} copy to the "
+                f"{'device' if host is src else 'host'}"
             )
         elif host is dst:
             values = src.cpu().to(

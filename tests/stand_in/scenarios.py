@@ -1,4 +1,6 @@
-"""Training steps on the device "standin", each run twice, and what the host waits for in the second run."""
+"""Training steps on the device "standin", each run twice, and what the host waits for in the second
+run.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def training(model: nn.Module, x: Any, clip: bool = True, fused: bool | None = N
     return step
 
 
-# -- data parallelism --------------------------------------------------------------------------------------------------
+# -- data parallelism ------------------------------------------------------------------------------
 
 
 def fsdp(*sizes: int, **options: Any) -> Step:
@@ -115,7 +117,7 @@ def accumulated() -> Step:
     return step
 
 
-# -- tensor, sequence, context and expert parallelism ------------------------------------------------------------------
+# -- tensor, sequence, context and expert parallelism ----------------------------------------------
 
 
 def tensor_parallel(stream: P) -> Step:
@@ -163,7 +165,7 @@ def experts(capacity: float | None) -> Step:
     return step
 
 
-# -- operators, redistribution and graphs -----------------------------------------------------------------------------------------
+# -- operators, redistribution and graphs ----------------------------------------------------------
 
 
 def operators() -> Step:

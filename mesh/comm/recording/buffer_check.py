@@ -1,8 +1,9 @@
 """Detect writes to the buffer of a collective that is under way, before `wait` returns.
 
-Every operator that writes raises the version that a tensor shares with its views. So a write to a buffer that alone uses its memory is
-detected at no cost; where other tensors share the memory, the write may have been to those. With
-`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also detects writes through `.data` and NumPy.
+Every operator that writes raises the version that a tensor shares with its views. So a write to a
+buffer that alone uses its memory is detected at no cost; where other tensors share the memory, the
+write may have been to those. With `SHARDMESH_MONITOR=full` every input is compared bit for bit with
+a copy, which also detects writes through `.data` and NumPy.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class Guarded(Work):
             return self._work.wait()
         if self._is_written(self._x):
             self._error = CollectiveError(
-                f"{self._recorder.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
-                "received new values in place of the old ones. Call wait() first, or write to a clone."
+                f"{self._recorder.described(self._number)}: its buffer was written to while it was "
+                "under way, so that ranks may have received new values in place of the old ones. "
+                "Call wait() first, or write to a clone."
             )
         self._x = self._before = None
         self._work.wait()

@@ -1,4 +1,6 @@
-"""The call of a record as text: operation, reduction, dtype, number of elements and layouts, separated by tabs."""
+"""The call of a record as text: operation, reduction, dtype, number of elements and layouts,
+separated by tabs.
+"""
 
 from __future__ import annotations
 

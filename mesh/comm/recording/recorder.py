@@ -1,11 +1,12 @@
 """Record and compare each collective of a rank on one group, in about two microseconds.
 
     enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in the group's row;
-            then read the rows of other ranks: publish before reading, so that on a mismatch at least one rank detects it before moving data
+            then read the rows of other ranks: publish before reading, so that on a mismatch at
+            least one rank detects it before moving data
     leave   the record gets its end time
 
-In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two neighbours: all ranks agree if each agrees
-with its neighbours.
+In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two
+neighbours: all ranks agree if each agrees with its neighbours.
 """
 
 from __future__ import annotations
@@ -47,17 +48,20 @@ _LAST_RECORD = RECORDS - 1
 _COUNT = Header.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW32, _LOW47 = (1 << 32) - 1, (1 << 47) - 1
-# A word of a row: 16 bits of the sequence number | STEP_MARKED | 47 of the call's hash, with those of the
-# marked step mixed into the upper 15, so that the lower 32 tell calls apart whatever the step.
+# A word of a row: 16 bits of the sequence number | STEP_MARKED | 47 of the call's hash, with those
+# of the marked step mixed into the upper 15, so that the lower 32 tell calls apart whatever the
+# step.
 STEP_MARKED = 1 << 47
 _STEPS = 1 << 15
 _HASH = (1 << 16) - 1
 
 
 class CommTag:
-    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks.
+    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared
+    between ranks.
 
-    Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder looks up its data on them.
+    Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder
+    looks up its data on them.
     """
 
     __slots__ = ("text",)
@@ -68,7 +72,9 @@ class CommTag:
     @staticmethod
     @lru_cache(1024)
     def of(text: str) -> CommTag:
-        """Return the tag of this text, the same object each time: for callers that do not keep it."""
+        """Return the tag of this text, the same object each time: for callers that do not
+        keep it.
+        """
         return CommTag(text)
 
     def __repr__(self) -> str:
@@ -80,7 +86,8 @@ class _CachedCall:
 
     Attributes:
         text, fingerprint: of the call.
-        depth: how far above `enter` the library's outermost frame was, 0 if there was none; `code` is what ran there.
+        depth: how far above `enter` the library's outermost frame was, 0 if there was none; `code`
+            is what ran there.
         user, instruction, line: what called that, where, and the text of the line.
     """
 
@@ -102,20 +109,43 @@ class Recorder:
         caller: the thread that is inside one of them; 0 if none is.
         key: a hash that identifies the group in every rank's trace buffer.
         number: of the group in this rank's trace buffer.
-        row: where the group's row begins in this rank's trace buffer, in words; None if there is no room for it.
+        row: where the group's row begins in this rank's trace buffer, in words; None if there is no
+            room for it.
         settled: how many of its collectives all ranks have called.
-        others: of the neighbours that are known so far (words of the trace buffer, where the group's row begins, its slots - 1, where it
-            has how many collectives were called).
-        needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
+        others: of the neighbours that are known so far (words of the trace buffer, where the
+            group's row begins, its slots - 1, where it has how many collectives were called).
+        needs_rendezvous: whether ranks wait for each other before the first collective, for which
+            torch connects them.
         is_channel: whether it is for messages between two ranks.
-        shows_waits: whether a main thread that waits in one of its collectives always publishes that.
-        stream_mark: where a stream waits for the last collective on an accelerator; None before the first one.
+        shows_waits: whether a main thread that waits in one of its collectives always publishes
+            that.
+        stream_mark: where a stream waits for the last collective on an accelerator; None before the
+            first one.
     """
 
     __slots__ = (
-        "_called_at", "_calls", "_comm_context", "_data", "_last", "_number_bits", "_numbers", "buffer", "called", "caller",
-        "group", "key", "monitor", "number", "others", "row", "settled", "stream_mark", "tag", "words", "world",
-    )  # fmt: skip
+        "_called_at",
+        "_calls",
+        "_comm_context",
+        "_data",
+        "_last",
+        "_number_bits",
+        "_numbers",
+        "buffer",
+        "called",
+        "caller",
+        "group",
+        "key",
+        "monitor",
+        "number",
+        "others",
+        "row",
+        "settled",
+        "stream_mark",
+        "tag",
+        "words",
+        "world",
+    )
     needs_rendezvous, is_channel, shows_waits = True, False, True
 
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
@@ -167,7 +197,8 @@ class Recorder:
             call = self._new_call(op, how, dtype, size, tag)
         sequence = self.called
         self.called = sequence + 1
-        # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
+        # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up
+        # the frames is not.)
         context, line, fingerprint = self._comm_context, 0, call.fingerprint
         origin = context.origin
         if origin is not None:
@@ -190,9 +221,17 @@ class Recorder:
         number = next(self._numbers)
         lineage = context.lineage
         _pack_record(
-            self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
-            self._number_bits | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
-        )  # fmt: skip
+            self._data,
+            _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
+            self._number_bits | sequence,
+            call.text,
+            line or self._find_line(call),
+            monotonic_ns(),
+            0,
+            lineage,
+            sent,
+            received,
+        )
         words[_COUNT] = number + 1
         row = self.row
         if row is None:
@@ -229,7 +268,9 @@ class Recorder:
         self.buffer, self.words, self.monitor, self.others = buffer, buffer.words, None, []
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish and compare the splits of an all_to_all that no tag describes. Raises: WatchError where ranks differ."""
+        """Publish and compare the splits of an all_to_all that no tag describes. Raises: WatchError
+        where ranks differ.
+        """
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
@@ -239,7 +280,9 @@ class Recorder:
         self.monitor.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
-        """Return the number of the record of one of the last collectives; that of the newest record of any group where there is no row."""
+        """Return the number of the record of one of the last collectives; that of the newest record
+        of any group where there is no row.
+        """
         if self.row is None:
             return self.words[_COUNT] - 1
         return self.words[self.row + (sequence & self._last) * SLOT_WORDS + 2]
@@ -273,7 +316,9 @@ class Recorder:
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
     def find_neighbours(self, directory: JobDirectory) -> None:
-        """Find the rows of the ranks to compare with, as far as they have called something: all in a small group, else both neighbours."""
+        """Find the rows of the ranks to compare with, as far as they have called something: all in
+        a small group, else both neighbours.
+        """
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
         neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
@@ -307,7 +352,9 @@ class Recorder:
         return call
 
     def _claim_row(self) -> None:
-        """Claim a row in the trace buffer at the first collective: by then the axes of the group are known."""
+        """Claim a row in the trace buffer at the first collective: by then the axes of the group
+        are known.
+        """
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)
@@ -325,7 +372,9 @@ class Recorder:
         return self.world.axes_of(self.group.ranks)
 
     def _find_line(self, call: _CachedCall) -> int:
-        """Find the line of the user's program that calls, and remember it in `call`; return the text's place in the trace buffer."""
+        """Find the line of the user's program that calls, and remember it in `call`; return the
+        text's place in the trace buffer.
+        """
         frame, depth = user_frame(2)
         call.depth, call.code = (
             depth - 1,
@@ -390,10 +439,12 @@ def unlike(one: int, other: int) -> bool:
 def differ(
     one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None
 ) -> bool:
-    """Return whether two recorded lineages belong to different values, given the lines on which both ranks have made tensors.
+    """Return whether two recorded lineages belong to different values, given the lines on which
+    both ranks have made tensors.
 
-    If two ranks have made tensors on different lines, and one on more lines than the other, a value computed from two such tensors
-    may differ in line by the one and in number by the other. Then the operators or layouts must differ as well.
+    If two ranks have made tensors on different lines, and one on more lines than the other, a value
+    computed from two such tensors may differ in line by the one and in number by the other. Then
+    the operators or layouts must differ as well.
     """
     if not unlike(one, other):
         return False

@@ -1,4 +1,5 @@
-"""Events of the streams of accelerators that wait for this rank's last collectives, in the order of the streams.
+"""Events of the streams of accelerators that wait for this rank's last collectives, in the order of
+the streams.
 
 host      G#4   G#5   H#7   x.item()      has called all of them, and stops
 stream    G#4 | G#5 ...                   the event behind G#5 is the first that is pending: the stream has not come further
@@ -44,7 +45,9 @@ class StreamEvents:
         self._marks: deque[Mark] = deque()
 
     def mark(self, number: int, device: torch.device) -> Mark | None:
-        """Record an event in the current stream, behind a collective; None where the device has no streams."""
+        """Record an event in the current stream, behind a collective; None where the device has no
+        streams.
+        """
         module = torch.get_device_module(device.type)
         if not hasattr(module, "current_stream"):  # such as torch.mps
             return None
@@ -61,7 +64,8 @@ class StreamEvents:
     def first_pending(self) -> int | None:
         """Return the number of the record of the first collective that has not completed.
 
-        None where there is none, or where it is not known: several streams are behind, or all collectives that are known are pending.
+        None where there is none, or where it is not known: several streams are behind, or all
+        collectives that are known are pending.
         """
         marks = list(self._marks)
         streams: dict[Any, list[Mark]] = {}

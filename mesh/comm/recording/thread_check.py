@@ -1,4 +1,6 @@
-"""Detect two threads in collectives of one group at the same time: other ranks' threads may run them in another order."""
+"""Detect two threads in collectives of one group at the same time: other ranks' threads may run
+them in another order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) ->
     """Check that another thread is no longer inside a collective of this group.
 
     Args:
-        other: the thread that called the last one and, as far as is known, has not returned from it.
+        other: the thread that called the last one and, as far as is known, has not returned from
+            it.
         op: what this thread is about to call.
         calls: the code of the methods that call collectives.
 
@@ -34,7 +37,9 @@ def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) ->
     file, line = user_line()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     raise CollectiveError(
-        f"two threads are in collectives of the group of ranks {group.ranks} at the same time: {names.get(other, other)!r} in "
-        f"{inside.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}, and {threading.current_thread().name!r} in {op} at "
-        f"{file}:{line}. Ranks may pair them in another order. Let one thread wait for the other."
+        f"two threads are in collectives of the group of ranks {group.ranks} at the same time: "
+        f"{names.get(other, other)!r} in {inside.f_code.co_name} at "
+        f"{frame.f_code.co_filename}:{frame.f_lineno}, and {threading.current_thread().name!r} in "
+        f"{op} at {file}:{line}. Ranks may pair them in another order. Let one thread wait for the "
+        "other."
     )

@@ -1,4 +1,5 @@
-"""The trace buffer of a rank: its activity, in memory that other ranks of its host can read and that a file keeps when it dies.
+"""The trace buffer of a rank: its activity, in memory that other ranks of its host can read and
+that a file keeps when it dies.
 
     header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
     stack      its Python stack, when another rank has asked for it
@@ -8,8 +9,9 @@
     splits     how much its last all_to_alls sent and expected
     text       what records point to: calls, places, groups                         append-only
 
-Only its own rank writes to a trace buffer (except for one word, with which others ask for its stack), so nothing is locked. A reader may
-see a half-written record; it compares the fingerprint, one word that is written last.
+Only its own rank writes to a trace buffer (except for one word, with which others ask for its
+stack), so nothing is locked. A reader may see a half-written record; it compares the fingerprint,
+one word that is written last.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SPLITS = (
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
-# Bits in Header.BLOCKED: a stream of an accelerator waits in the collective, for which the main thread waits; or for which it may not wait.
+# Bits in Header.BLOCKED: a stream of an accelerator waits in the collective, for which the main
+# thread waits; or for which it may not wait.
 ON_DEVICE, MAY_GO_ON = 1 << 63, 1 << 62
 IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
@@ -92,7 +95,9 @@ class Header:
 
 
 class RankState:
-    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be reached."""
+    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be
+    reached.
+    """
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
 
@@ -141,10 +146,12 @@ class TraceBuffer:
         self._texts["?"] = self._append(b"?")
         words[Header.MAGIC] = MAGIC
 
-    # -- writing, by its own rank --------------------------------------------------------------------------------------
+    # -- writing, by its own rank ------------------------------------------------------------------
 
     def text(self, value: str) -> int:
-        """Return where the text is, appending it the first time; the place of "?" when there is no room left."""
+        """Return where the text is, appending it the first time; the place of "?" when there is no
+        room left.
+        """
         found = self._texts.get(value)
         if found is None:
             found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
@@ -188,7 +195,9 @@ class TraceBuffer:
         self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Write how many elements are sent to each rank of the group, and received from it, in the all_to_all with this number."""
+        """Write how many elements are sent to each rank of the group, and received from it, in the
+        all_to_all with this number.
+        """
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         for i, n in enumerate((*sent, *expected)):
             self.words[at + i] = n
@@ -204,7 +213,7 @@ class TraceBuffer:
         self.words[Header.STACK_BYTES] = len(encoded)
         self.words[Header.STACK_GIVEN] = self.words[Header.STACK_WANTED]
 
-    # -- reading, by any rank --------------------------------------------------------------------------------------------
+    # -- reading, by any rank ----------------------------------------------------------------------
 
     def read_text(self, start: int) -> str:
         if not 0 < start < TEXT_BYTES - 4:
@@ -224,7 +233,9 @@ class TraceBuffer:
         )
 
     def ask_for_stack(self, seconds: float) -> str:
-        """Ask the rank's watchdog thread where the main thread is; "" when it does not answer within so many seconds."""
+        """Ask the rank's watchdog thread where the main thread is; "" when it does not answer
+        within so many seconds.
+        """
         self.words[Header.STACK_WANTED] += 1
         deadline = time.monotonic() + seconds
         while self.words[Header.STACK_GIVEN] != self.words[Header.STACK_WANTED]:
@@ -263,9 +274,17 @@ class TraceBuffer:
         at = RING + (number % RECORDS) * RECORD_WORDS
         where, call, place, start, end, lineage, sent, received = self.words[at : at + RECORD_WORDS]
         return Record(
-            number, where >> 48, where & ((1 << 48) - 1), self.read_text(call), self.read_text(place),
-            start, end, lineage, sent, received,
-        )  # fmt: skip
+            number,
+            where >> 48,
+            where & ((1 << 48) - 1),
+            self.read_text(call),
+            self.read_text(place),
+            start,
+            end,
+            lineage,
+            sent,
+            received,
+        )
 
     def records(self) -> Iterator[Record]:
         """Yield the collectives that are still there, the oldest first."""
@@ -286,7 +305,9 @@ class TraceBuffer:
 
     @property
     def stuck(self) -> Record | None:
-        """The collective that the rank's main thread is blocked in, or else one that its device waits in."""
+        """The collective that the rank's main thread is blocked in, or else one that its device
+        waits in.
+        """
         stuck = self.words[Header.BLOCKED] & ~(ON_DEVICE | MAY_GO_ON)
         return self.record(stuck - 1) if stuck else None
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
 
 _LOW32 = (1 << 32) - 1
-_TO_COME_NS = 10_000_000_000  # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
+# how long to wait for ranks whose votes may still decide which of those that differ is the outlier
+_TO_COME_NS = 10_000_000_000
 _TO_END_NS = (
     500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
 )
@@ -49,10 +50,12 @@ _TO_END_NS = (
 def diagnose(
     monitor: Monitor, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True
 ) -> Verdict | None:
-    """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong.
+    """Return the verdict on a collective that this rank has called at the time `since`; None if
+    nothing is known to be wrong.
 
     Args:
-        is_waiting: whether this rank waits for it; False if it may call other collectives meanwhile.
+        is_waiting: whether this rank waits for it; False if it may call other collectives
+            meanwhile.
     """
     found = members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
@@ -77,7 +80,9 @@ def diagnose(
 
 
 def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -> int:
-    """Return the first collective up to this one that one of these ranks has not called: where devices wait while their hosts run ahead."""
+    """Return the first collective up to this one that one of these ranks has not called: where
+    devices wait while their hosts run ahead.
+    """
     buffers = [
         (m.buffer, m.buffer.find_group(recorder.key)) for m in missing if m.buffer is not None
     ]
@@ -87,7 +92,9 @@ def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -
 
 
 def _is_decided(found: Sequence[Member], waited: int) -> bool:
-    """Return True once missing ranks cannot change the majority, will not arrive, or the grace period has expired."""
+    """Return True once missing ranks cannot change the majority, will not arrive, or the grace
+    period has expired.
+    """
     largest = max(map(len, parties(found)))
     if have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS:
         return True
@@ -95,7 +102,9 @@ def _is_decided(found: Sequence[Member], waited: int) -> bool:
 
 
 def _may_come(m: Member) -> bool:
-    """Return whether a rank still runs, as far as is known, and is not blocked in another collective."""
+    """Return whether a rank still runs, as far as is known, and is not blocked in another
+    collective.
+    """
     if m.buffer is None:
         return True
     words = m.buffer.words
@@ -129,7 +138,9 @@ def _gone(
 
 
 def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on all ranks of the job that died or cannot be reached, if there are any."""
+    """Return the verdict on all ranks of the job that died or cannot be reached, if there
+    are any.
+    """
     gone = lost_ranks(monitor.directory)
     return (
         verdict_text.lost(recorder, sequence, members(monitor, recorder, sequence), gone)
@@ -139,7 +150,9 @@ def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
 
 
 def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on messages of this collective that have no sender or no receiver, among the ranks that have arrived."""
+    """Return the verdict on messages of this collective that have no sender or no receiver, among
+    the ranks that have arrived.
+    """
     found = members(monitor, recorder, sequence)
     messages = [(src, dst, _fits(found, src, dst)) for src, dst in _messages(found)]
     if all(fits for *_, fits in messages):
@@ -150,7 +163,9 @@ def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict 
 
 
 def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on ranks of this all_to_all that send what others do not expect, among those that have arrived."""
+    """Return the verdict on ranks of this all_to_all that send what others do not expect, among
+    those that have arrived.
+    """
     found = members(monitor, recorder, sequence)
     shown = {
         place: m.buffer.splits(m.number, len(found))
@@ -171,7 +186,9 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
 
 
 def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:
-    """Return (place of the sender, place of the receiver), as either end states, where both have arrived."""
+    """Return (place of the sender, place of the receiver), as either end states, where both have
+    arrived.
+    """
     said = set()
     for place, m in enumerate(found):
         if m.came and m.route >> 32:
@@ -191,12 +208,16 @@ def _fits(found: Sequence[Member], src: int, dst: int) -> bool:
 
 
 def _wait_cycle(monitor: Monitor, found: Sequence[Member], waited: int) -> Verdict | None:
-    """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on this rank."""
+    """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on
+    this rank.
+    """
     return None if waited < STABLE_NS else _cycle(monitor, [m for m in found if m.came is False])
 
 
 def device_cycle(monitor: Monitor) -> Verdict | None:
-    """Return the verdict on devices that wait for each other, in collectives that the hosts have called in different orders."""
+    """Return the verdict on devices that wait for each other, in collectives that the hosts have
+    called in different orders.
+    """
     if not monitor.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return None
     ahead = awaited(monitor.directory, monitor.directory.rank)
@@ -204,7 +225,9 @@ def device_cycle(monitor: Monitor) -> Verdict | None:
 
 
 def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
-    """Return the verdict on a deadlock if these ranks, which this one waits for, all wait themselves, and so do those they wait for."""
+    """Return the verdict on a deadlock if these ranks, which this one waits for, all wait
+    themselves, and so do those they wait for.
+    """
     reached = {monitor.directory.rank}
     while ahead:
         m = ahead.pop()

@@ -23,15 +23,18 @@ _CachedCall = tuple[Record, _Step, int]  # with the key of the group
 
 
 def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the outliers at the first call in which the ranks' histories differ in operation or axes.
+    """Return the outliers at the first call in which the ranks' histories differ in operation or
+    axes.
 
-    Messages, and calls on groups that the program made of some ranks, are left out: which ranks take part in them differs anyway.
-    If nothing else differs, the outliers may be those that alone do not send or receive a message there.
+    Messages, and calls on groups that the program made of some ranks, are left out: which ranks
+    take part in them differs anyway. If nothing else differs, the outliers may be those that alone
+    do not send or receive a message there.
 
     Args:
         buffers: trace buffer of each rank.
-        stuck: number of the record in which a rank waits. A difference further back did not cause this deadlock:
-            ranks that do not run the same program have always differed. Later calls, of hosts that run ahead of a device, do not count.
+        stuck: number of the record in which a rank waits. A difference further back did not cause
+            this deadlock: ranks that do not run the same program have always differed. Later calls,
+            of hosts that run ahead of a device, do not count.
     """
     most = max(p.words[Header.RECORDS] for p in buffers.values())
     calls = {
@@ -80,7 +83,9 @@ def _is_for_all(buffer: TraceBuffer, call: _CachedCall) -> bool:
 def _since_all_met(
     calls: Mapping[int, list[_CachedCall]], ranks: int
 ) -> dict[int, list[_CachedCall]]:
-    """Return the calls after the last one that all ranks made in one group, in any order; all calls where there is none."""
+    """Return the calls after the last one that all ranks made in one group, in any order; all calls
+    where there is none.
+    """
     places = {
         rank: {(key, record.sequence): at for at, (record, _, key) in enumerate(its)}
         for rank, its in calls.items()

@@ -1,4 +1,6 @@
-"""The state of each rank of a group in one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
+"""The state of each rank of a group in one collective: whether it has reached it, with which
+fingerprint, and what it is blocked on.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ class Member(NamedTuple):
     Attributes:
         rank: global rank.
         buffer: its trace buffer; None when nothing is known of the rank.
-        came: whether it has called the collective; None when that is unknown, because it has called many more since.
-        word: its fingerprint, if it has called; `lineage`, `number` (of the record) and `route` likewise.
+        came: whether it has called the collective; None when that is unknown, because it has called
+            many more since.
+        word: its fingerprint, if it has called; `lineage`, `number` (of the record) and `route`
+            likewise.
     """
 
     rank: int
@@ -80,7 +84,9 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return the state of each rank of the group in the collective `sequence`, in the group's order."""
+    """Return the state of each rank of the group in the collective `sequence`, in the group's
+    order.
+    """
     return [
         member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
     ]
@@ -102,7 +108,9 @@ def parties(found: Iterable[Member]) -> list[list[Member]]:
 
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
-    """Return each rank's word: of those that have marked no step, as in the step of most ranks that call the same."""
+    """Return each rank's word: of those that have marked no step, as in the step of most ranks that
+    call the same.
+    """
     marked = Counter(m.word for m in come if m.word & STEP_MARKED)
     words = {}
     for m in come:
@@ -158,9 +166,11 @@ def is_lost(m: Member) -> bool:
 
 
 def awaited(directory: JobDirectory, rank: int) -> list[Member]:
-    """Return the ranks for which this one, or its device, has been waiting for some time, as they are in the collective in which it waits.
+    """Return the ranks for which this one, or its device, has been waiting for some time, as they
+    are in the collective in which it waits.
 
-    A rank that has not called it is among them, and one that has but whose device waits in an earlier one.
+    A rank that has not called it is among them, and one that has but whose device waits in an
+    earlier one.
     """
     buffer = directory.buffer_of(rank)
     record = None if buffer is None else _stuck_for_long(buffer)
@@ -178,21 +188,27 @@ def awaited(directory: JobDirectory, rank: int) -> list[Member]:
 
 
 def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
-    """Return the ranks for which the main thread of this one has been waiting for some time: on the host, or for its device."""
+    """Return the ranks for which the main thread of this one has been waiting for some time: on the
+    host, or for its device.
+    """
     return (
         [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
     )
 
 
 def may_go_on(buffer: TraceBuffer | None) -> bool:
-    """Return whether a rank may call other collectives, as far as is known, while its device waits."""
+    """Return whether a rank may call other collectives, as far as is known, while its
+    device waits.
+    """
     return buffer is None or bool(buffer.words[Header.BLOCKED] & MAY_GO_ON)
 
 
 def _is_held_up(m: Member) -> bool:
-    """Return whether the rank's stream waits in an earlier collective, so that it cannot start this one, which its host has called.
+    """Return whether the rank's stream waits in an earlier collective, so that it cannot start this
+    one, which its host has called.
 
-    That the one waits for the other is certain only if the host called this one after the stream was made to wait for the earlier one.
+    That the one waits for the other is certain only if the host called this one after the stream
+    was made to wait for the earlier one.
     """
     if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return False

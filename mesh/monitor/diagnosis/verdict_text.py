@@ -27,18 +27,27 @@ _FROZEN_NS = (
     2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
 )
 RULE = "Call the same collectives in the same order on every rank of the group."
-OTHER_VALUES = "Look for a call before that was skipped, repeated or swapped: these look alike, but their values were made differently."
+OTHER_VALUES = (
+    "Look for a call before that was skipped, repeated or swapped: these look alike, but their "
+    "values were made differently."
+)
 OTHER_STEPS = (
-    "Let every rank end a step that fails on one of them: a rank that catches its error alone goes on to the "
-    "next step, while the others are still in theirs."
+    "Let every rank end a step that fails on one of them: a rank that catches its error alone goes "
+    "on to the next step, while the others are still in theirs."
 )
 _ONE_ORDER = "Call the collectives of different groups in one order on every rank."
-_EACH_MESSAGE = "Receive what another rank sends, and call the collectives of different groups in one order on every rank."
+_EACH_MESSAGE = (
+    "Receive what another rank sends, and call the collectives of different groups in one order on "
+    "every rank."
+)
 _MESSAGES = "Let each rank send what its receiver expects, in the same size."
-_LOST = "Look at the end of its own output and at its exit code; a SIGKILL is mostly the system's, short of memory."
+_LOST = (
+    "Look at the end of its own output and at its exit code; a SIGKILL is mostly the system's, "
+    "short of memory."
+)
 _LEFT = (
-    "Let every rank run as many steps as the others; sm.parallel.check_lengths and sm.parallel.uneven_inputs help where batches "
-    "run out."
+    "Let every rank run as many steps as the others; sm.parallel.check_lengths and "
+    "sm.parallel.uneven_inputs help where batches run out."
 )
 
 
@@ -83,7 +92,9 @@ def mismatch(
 
 
 def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
-    """Return advice on values that differ where the ranks' random numbers differ as well; "" if they do not."""
+    """Return advice on values that differ where the ranks' random numbers differ as well; "" if
+    they do not.
+    """
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:
@@ -96,15 +107,30 @@ def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
         f"{ranks_text(members)}: seed {seed}, {count} tensors drawn"
         for (seed, count), members in ranks.items()
     ]
-    return f"Seed every rank alike and draw the same tensors on every rank: their random numbers differ ({'; '.join(states)})."
+    return (
+        "Seed every rank alike and draw the same tensors on every rank: their random numbers "
+        f"differ ({'; '.join(states)})."
+    )
 
 
-_NAMED = {"operation": "operation", "reduction": "reduction", "source": "source", "dtype": "dtype", "shape": "shape",
-          "layout": "layout", "purpose": "purpose", "lineage": "value", "route": "route", "step": "step"}  # fmt: skip
+_NAMED = {
+    "operation": "operation",
+    "reduction": "reduction",
+    "source": "source",
+    "dtype": "dtype",
+    "shape": "shape",
+    "layout": "layout",
+    "purpose": "purpose",
+    "lineage": "value",
+    "route": "route",
+    "step": "step",
+}
 
 
 def _field(here: Sequence[Member], outliers: Sequence[int]) -> str:
-    """Return the first field in which a blamed rank (or any rank, where none is blamed) differs from the others."""
+    """Return the first field in which a blamed rank (or any rank, where none is blamed) differs
+    from the others.
+    """
     usual = next((m for m in here if m.rank not in outliers), here[0])
     for m in here:
         pair = [fields_of(x.record.call) for x in (usual, m) if x.record is not None]
@@ -129,20 +155,26 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
 
 
 def in_step(observation: Observation, step: int | None) -> Observation:
-    """Return what was seen of a rank, with the step in which it called; as it is if that is unknown."""
+    """Return what was seen of a rank, with the step in which it called; as it is if that is
+    unknown.
+    """
     if step is None:
         return observation
     return replace(observation, call=f"{observation.call} in step {step}")
 
 
 def died(gone: Sequence[Member]) -> Verdict:
-    """Return the verdict on ranks that are gone, noticed in a collective that is not the library's."""
+    """Return the verdict on ranks that are gone, noticed in a collective that is not the
+    library's.
+    """
     ranks = tuple(m.rank for m in gone)
     return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
-    """Return the verdict on ranks that ended the program, noticed in a collective that is not the library's."""
+    """Return the verdict on ranks that ended the program, noticed in a collective that is not the
+    library's.
+    """
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
     said = (
@@ -164,10 +196,15 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 def lost(
     recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member]
 ) -> Verdict:
-    """Return the verdict on ranks that died or cannot be reached, while others wait in a collective."""
+    """Return the verdict on ranks that died or cannot be reached, while others wait in a
+    collective.
+    """
     ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
-    said = f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of {group_text(recorder)}."
+    said = (
+        f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of "
+        f"{group_text(recorder)}."
+    )
     return _absent("lost", ranks, said, _LOST, found, gone)
 
 
@@ -180,9 +217,15 @@ def left(
 ) -> Verdict:
     """Return the verdict on ranks that ended the program while others wait in a collective."""
     ranks, waiting = [m.rank for m in gone], _waiting(found)
-    said = f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of {group_text(recorder)}"
+    said = (
+        f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of "
+        f"{group_text(recorder)}"
+    )
     if blamed == tuple(waiting):
-        said = f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the program has ended there"
+        said = (
+            f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the "
+            "program has ended there"
+        )
     return _absent("left", blamed, f"{said}.", _LEFT, found, gone)
 
 
@@ -212,7 +255,8 @@ def _absent(
 def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Verdict:
     """Return the verdict on ranks that wait for each other in different groups.
 
-    At fault are the first ranks to leave the common order of calls, or else those that wait over another axis than most.
+    At fault are the first ranks to leave the common order of calls, or else those that wait over
+    another axis than most.
     """
     buffers = {
         rank: buffer
@@ -230,7 +274,8 @@ def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Ve
     seen = [
         Observation(
             rank,
-            f"{call_text(record.call)} over {_group_text(_buffer(directory, rank).group_text(record.group))}",
+            f"{call_text(record.call)} over "
+            f"{_group_text(_buffer(directory, rank).group_text(record.group))}",
             record.place,
         )
         for rank, record in stuck
@@ -319,19 +364,27 @@ def _route_text(recorder: Recorder, m: Member) -> str:
     dst, src = (m.route >> 32) - 1, (m.route & 0xFFFF_FFFF) - 1
     sent, received = (0, 0) if record is None else (record.sent, record.received)
     to = f"{sent} bytes to rank {ranks[dst]}" if dst >= 0 else "nothing"
-    return f"which sends {to} and expects {f'{received} bytes from rank {ranks[src]}' if src >= 0 else 'nothing'}"
+    return (
+        f"which sends {to} and expects "
+        f"{f'{received} bytes from rank {ranks[src]}' if src >= 0 else 'nothing'}"
+    )
 
 
 def stall(
     monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], waited: int
 ) -> Verdict:
-    """Return the verdict on ranks that keep the others waiting: those at the end of the chain, which do not wait."""
+    """Return the verdict on ranks that keep the others waiting: those at the end of the chain,
+    which do not wait.
+    """
     missing = tuple(m.rank for m in found if m.came is False)
     blamed = _roots(monitor.directory, missing)
     here = _waiting(found)
     have = "has" if len(here) == 1 else "have"
     call = f"number {sequence} of {group_text(recorder)}"
-    said = f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in {call}."
+    said = (
+        f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in "
+        f"{call}."
+    )
     where = f"where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}"
     advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
     seen = [_seen(m.rank, m.record) for m in found if m.came]

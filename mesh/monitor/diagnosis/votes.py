@@ -12,7 +12,8 @@ T = TypeVar("T")
 def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
     """Return the connected components of `items` under the relation `alike`.
 
-    The relation need not be transitive: two ranks may know a value by different hashes, and a third may share one with each.
+    The relation need not be transitive: two ranks may know a value by different hashes, and a third
+    may share one with each.
     """
     parties: list[list[T]] = []
     for item in items:
@@ -42,7 +43,9 @@ def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all ranks outside the largest party, in order; none if two parties tie for the largest."""
+    """Return all ranks outside the largest party, in order; none if two parties tie for the
+    largest.
+    """
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) < 2 or len(ordered[0]) == len(ordered[1]):
         return ()
@@ -52,11 +55,13 @@ def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def worst_correspondent(
     ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]
 ) -> tuple[int, ...]:
-    """Return the rank with the largest share of mismatched messages; of several, the one with most of them; none if ranks tie.
+    """Return the rank with the largest share of mismatched messages; of several, the one with most
+    of them; none if ranks tie.
 
     Args:
         ranks: by place in the group.
-        messages: (place of the sender, place of the receiver, whether both describe the message alike).
+        messages: (place of the sender, place of the receiver, whether both describe the message
+            alike).
     """
     shares = []
     for place in range(len(ranks)):

@@ -1,4 +1,5 @@
-"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of this host.
+"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like
+those of this host.
 
 buffer of rank 2 on host-b                         copy on host-a
 header | table | rows | ring | text     ----->     header | table | rows | ring | text
@@ -55,7 +56,9 @@ _OWN = (
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) in bytes of all parts in use, those with references before their targets."""
+    """Yield (start, length) in bytes of all parts in use, those with references before their
+    targets.
+    """
     words = buffer.words
     groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
@@ -98,7 +101,9 @@ def checked_header(data: bytes, rank: int, size: int) -> None:
 
 
 def _last_parts(count: int, length: int, size: int) -> list[int]:
-    """Return which parts of a ring of this size hold the last of `count` records; each part holds `length`."""
+    """Return which parts of a ring of this size hold the last of `count` records; each part holds
+    `length`.
+    """
     first = max(0, count - min(_SENT_RECORDS, size)) // length
     last = -(-count // length)
     return list(dict.fromkeys(part % (size // length) for part in range(first, last)))
@@ -171,7 +176,8 @@ class BufferCopy:
 
 
 def make_copy(path: Path) -> BufferCopy:
-    """Return an empty copy in a file, or the copy that is there. Where hosts share the folder, the buffer itself is there and is kept.
+    """Return an empty copy in a file, or the copy that is there. Where hosts share the folder, the
+    buffer itself is there and is kept.
 
     Raises: OSError where no file can be made.
     """

@@ -1,15 +1,18 @@
-"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its store.
+"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its
+store.
 
     host-a   buffers of ranks 0, 1  --- publish --->   store   --- fetch --->   copies of ranks 0, 1    host-b
              copies of ranks 2, 3   <--- fetch ----           <--- publish ---  buffers of ranks 2, 3
 
-One rank of each host publishes for it, the lowest that is alive, over a separate connection: a request to an unreachable store is
-never answered. Copies are read like the buffers of this host, so that everything else works between hosts as it does within one,
-a tenth of a second or two later. A host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
+One rank of each host publishes for it, the lowest that is alive, over a separate connection: a
+request to an unreachable store is never answered. Copies are read like the buffers of this host, so
+that everything else works between hosts as it does within one, a tenth of a second or two later. A
+host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
 every rank as soon as a rank waits for one of its ranks.
 
-In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK the state of the host whose lowest rank this
-is; page/RANK/START a part of a trace buffer. Each host reads what all others write, so from 8 hosts on they exchange less often.
+In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK the state
+of the host whose lowest rank this is; page/RANK/START a part of a trace buffer. Each host reads
+what all others write, so from 8 hosts on they exchange less often.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ class Host:
         beat: changes with each state that it publishes.
         heard: when it last did, on the clock of exchanges.
         is_notified: whether it has received a verdict.
-        asked: requests for stacks by rank: the count of requests in the rank's buffer, and the host's number of the request.
+        asked: requests for stacks by rank: the count of requests in the rank's buffer, and the
+            host's number of the request.
     """
 
     name: str
@@ -131,13 +135,16 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
+    """Publish for this host when this rank has to, and compare with the neighbours on other
+    hosts.
+    """
 
     def __init__(
         self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
     ) -> None:
         self._monitor, self._directory, self._address = monitor, monitor.directory, address
-        self._shares_store = shares_store  # the thread makes a connection of its own, which takes long where names are not resolved
+        # the thread makes a connection of its own, which takes long where names are not resolved
+        self._shares_store = shares_store
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
@@ -169,7 +176,7 @@ class Relay:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.5 * _FAREWELL_S)
 
-    # -- the thread of the store ---------------------------------------------------------------------------------------
+    # -- the thread of the store -------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._store = self._store.clone()
@@ -254,7 +261,9 @@ class Relay:
         self._spoke, self._answered = now, self._felt
 
     def _publish_last(self) -> None:
-        """Publish the last state of a host. If the job has failed its store may end with it, so not before the others know why."""
+        """Publish the last state of a host. If the job has failed its store may end with it, so not
+        before the others know why.
+        """
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
         while (
@@ -303,7 +312,8 @@ class Relay:
             return
         parts: dict[str, bytes] = {}
         while missing := [key for key in self._missing(host, said) if key not in parts]:
-            # Read together with the head: if that has changed, so may have parts that were not asked for.
+            # Read together with the head: if that has changed, so may have parts that were not
+            # asked for.
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
             if (newer := self._said(host, data))["beat"] != said["beat"]:
@@ -346,7 +356,9 @@ class Relay:
         return found
 
     def _check_part(self, key: str, data: bytes, rank: int, start: int) -> None:
-        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace buffer."""
+        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace
+        buffer.
+        """
         try:
             if not is_part(start, len(data)):
                 raise ValueError("no trace buffer has such a part")
@@ -379,7 +391,7 @@ class Relay:
         if host.is_notified and self._monitor.standing() is None:
             self._monitor.fail(said["verdict"])
 
-    # -- questions for stacks ------------------------------------------------------------------------------------------
+    # -- questions for stacks ----------------------------------------------------------------------
 
     def _wanted(self) -> dict[int, int]:
         """Return which stacks ranks of this host ask for from other hosts' ranks."""
@@ -412,10 +424,12 @@ class Relay:
             for host in self._others
         }
 
-    # -- silence and differences, called by the watchdog ---------------------------------------------------------------
+    # -- silence and differences, called by the watchdog -------------------------------------------
 
     def look(self) -> None:
-        """Mark hosts that are silent, and compare this rank's collectives with those of its neighbours on other hosts."""
+        """Mark hosts that are silent, and compare this rank's collectives with those of its
+        neighbours on other hosts.
+        """
         now = time.monotonic()
         self._felt += min(now - self._looked, _LONGEST_STEP_S)
         self._looked = now
@@ -432,12 +446,14 @@ class Relay:
             if unanswered > self.lost_after_s:
                 self._lose(
                     host,
-                    f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so knows nothing of {host.text}",
+                    f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so "
+                    f"knows nothing of {host.text}",
                 )
             elif silent > self.lost_after_s:
                 self._lose(
                     host,
-                    f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}",
+                    f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while "
+                    f"{store} answers {self._name}",
                 )
 
     def _lose(self, host: Host, reason: str) -> None:
@@ -450,7 +466,9 @@ class Relay:
             copy.mark_lost()
 
     def _compare(self, recorder: Recorder) -> None:
-        """Compare a group's collectives with copies: what main threads compared with when they called was older than that."""
+        """Compare a group's collectives with copies: what main threads compared with when they
+        called was older than that.
+        """
         for neighbour in recorder.others:
             words = neighbour[0]
             if words[Header.PID_SPACE] or recorder.row is None:
@@ -501,7 +519,9 @@ def _checked_state(said: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]
 def _first_difference(
     recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int
 ) -> int | None:
-    """Return the first collective from `first` on, of those that both have called and still have, in which a neighbour differs."""
+    """Return the first collective from `first` on, of those that both have called and still have,
+    in which a neighbour differs.
+    """
     theirs, row, last, _ = neighbour
     ours, start, kept = recorder.words, recorder.row or 0, slots_of(recorder.number)
     for sequence in range(

@@ -1,4 +1,6 @@
-"""The command `python -m shardmesh ledger`: show what the ranks of a job on this host have called, running or crashed."""
+"""The command `python -m shardmesh ledger`: show what the ranks of a job on this host have called,
+running or crashed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Export the ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read: a pickle per rank.
+"""Export the ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools
+read: a pickle per rank.
 
 trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
 rank_0.json   rank_1.json  ...      the same as JSON, under a name that it ignores
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry
 
 _VERSION = "2.10"
-# Operations that torch has, too. Others are exported as an all_to_all of the bytes that move, as far as torchfrtrace can compare that.
+# Operations that torch has, too. Others are exported as an all_to_all of the bytes that move, as
+# far as torchfrtrace can compare that.
 _KNOWN = frozenset(
     {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}
 )
@@ -36,13 +38,17 @@ def save(ledger: Ledger, folder: str | Path) -> None:
 
 
 def dumps(ledger: Ledger) -> dict[int, dict[str, Any]]:
-    """Return by rank what torch would have dumped there. The backend is always called gloo, since the ledger does not record it."""
+    """Return by rank what torch would have dumped there. The backend is always called gloo, since
+    the ledger does not record it.
+    """
     names = _names(ledger)
     return {rank: _dump(found.entries, names) for rank, found in ledger.ranks.items()}
 
 
 def _names(ledger: Ledger) -> dict[int, str]:
-    """Return the names of groups, the same for all ranks, though a mesh may have been made on only some of them before the first call."""
+    """Return the names of groups, the same for all ranks, though a mesh may have been made on only
+    some of them before the first call.
+    """
     names: dict[int, str] = {}
     for found in ledger.ranks.values():
         for entry in found.entries:
@@ -119,7 +125,9 @@ def _profiling_name(entry: LedgerEntry) -> str:
 
 
 def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
-    """Return the flat sizes of input and output; of an all_to_all without the part that stays, so that sums over ranks agree."""
+    """Return the flat sizes of input and output; of an all_to_all without the part that stays, so
+    that sums over ranks agree.
+    """
     size, n = entry.elements or 0, len(entry.ranks)
     if not _is_known(entry) or entry.elements is None:
         item = _item_bytes(entry.dtype)
@@ -134,7 +142,9 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
 
 
 def _frame(entry: LedgerEntry) -> dict[str, Any]:
-    """Return the user's line. The function's name holds what torch's format has no field for: reduction and layouts."""
+    """Return the user's line. The function's name holds what torch's format has no field for:
+    reduction and layouts.
+    """
     file, _, line = entry.place.rpartition(":")
     return {"name": entry.text, "filename": file, "line": whole_number(line) or 0}
 

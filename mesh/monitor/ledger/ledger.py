@@ -1,4 +1,5 @@
-"""The ledger: every collective of every rank, read from the trace buffers while the program runs or after it has crashed.
+"""The ledger: every collective of every rank, read from the trace buffers while the program runs or
+after it has crashed.
 
     ledger()               this rank's trace buffer, and on request those of the other ranks
     Ledger.read(folder)    the trace buffers that the ranks of a job have left
@@ -36,7 +37,8 @@ from ..verdict import Verdict
 from . import flight_recorder, trace_export
 
 _LAST = 20  # entries in a table
-# In a trace buffer's header, for each marked step: its number, the number of the next record, the time.
+# In a trace buffer's header, for each marked step: its number, the number of the next record, the
+# time.
 _MARKS, _MARKS_END, _MARK_WORDS = 32, 128, 3
 _HEADINGS = ("time", "ms", "number", "over", "collective", "sent", "received", "line")
 _NUMBERS = (1, 2, 5, 6)  # columns that are aligned to the right
@@ -48,9 +50,11 @@ class LedgerEntry(NamedTuple):
     Attributes:
         rank: that called it.
         record: how many collectives the rank had called before, on any group.
-        group: the mesh axes of the group, "dp" or "dp,tp"; "ranks 0,2" where it is not along axes of a mesh.
+        group: the mesh axes of the group, "dp" or "dp,tp"; "ranks 0,2" where it is not along axes
+            of a mesh.
         ranks: the group's, global.
-        group_key, sequence: which collective it is: the same pair on all ranks. `sequence` counts those of the group, from 0.
+        group_key, sequence: which collective it is: the same pair on all ranks. `sequence` counts
+            those of the group, from 0.
         op: name of the `Group` method.
         reduction: "sum", "max" ...; "src=0" of a broadcast; else "".
         dtype: "float32".
@@ -59,7 +63,8 @@ class LedgerEntry(NamedTuple):
         lineage: a hash of how the value was computed; 0 if that is unknown.
         bytes_sent, bytes_received: as in `CollectiveRecord`.
         place: file:line in the user's program.
-        start, end: seconds since 1970; `end` is None while it is under way. On CUDA these are times of the host.
+        start, end: seconds since 1970; `end` is None while it is under way. On CUDA these are times
+            of the host.
         step: the step marked by `mark_step`; None before the first mark that is still known.
     """
 
@@ -107,8 +112,8 @@ class RankLedger:
     Attributes:
         rank, size: the rank, and the number of ranks.
         host, pid: where it runs.
-        state: "alive", "dead", "stopped" (by a signal), "raised" (an error), "ended", "lost" (its host cannot be reached); "unknown"
-            in another container.
+        state: "alive", "dead", "stopped" (by a signal), "raised" (an error), "ended", "lost" (its
+            host cannot be reached); "unknown" in another container.
         doing: what the rank reports to be doing, or why it is lost.
         seen: time of its last sign of life, in seconds since 1970.
         blocked: the collective that it is blocked in, if any.
@@ -142,14 +147,18 @@ class RankLedger:
         said = f" ({self.doing})" if self.doing else ""
         step = f", in step {self.steps[-1].number}" if self.steps else ""
         heard = "" if self.state == "alive" else f", last sign of life {_clock(self.seen)}"
-        return f"rank {self.rank} of {self.size}{where}: {self.state}{said}{step}{heard}, {len(self.entries)} collectives"
+        return (
+            f"rank {self.rank} of {self.size}{where}: {self.state}{said}{step}{heard}, "
+            f"{len(self.entries)} collectives"
+        )
 
     def _waiting(self) -> list[str]:
         if self.blocked is None or self.blocked_since is None:
             return []
         entry, waited = self.blocked, max(0.0, self.seen - self.blocked_since)
         return [
-            f"waiting for {waited:.1f} s in number {entry.sequence} over {entry.group}: {entry.text} at {entry.place}"
+            f"waiting for {waited:.1f} s in number {entry.sequence} over {entry.group}: "
+            f"{entry.text} at {entry.place}"
         ]
 
     def __str__(self) -> str:
@@ -179,10 +188,12 @@ class Ledger:
 
     @staticmethod
     def read(folder: str | Path) -> Ledger:
-        """Ledger.read(folder) -> Ledger of a job that runs or has run on this host, from the folder with its trace buffers.
+        """Ledger.read(folder) -> Ledger of a job that runs or has run on this host, from the folder
+        with its trace buffers.
 
         Args:
-            folder: for example /dev/shm/shardmesh-1000-5f3a0c, as `python -m shardmesh ledger` shows it. It stays after a crash.
+            folder: for example /dev/shm/shardmesh-1000-5f3a0c, as `python -m shardmesh ledger`
+                shows it. It stays after a crash.
 
         Raises: FileNotFoundError when there are no trace buffers in it.
         Communication: none.
@@ -192,22 +203,26 @@ class Ledger:
         if not found:
             others = " that only you can write" if paths else ""
             raise FileNotFoundError(
-                f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace ...){others}: "
-                "give the folder of a job of yours."
+                f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace "
+                f"...){others}: give the folder of a job of yours."
             )
         ledger = Ledger({buffer.words[Header.RANK]: buffer for buffer in found.values()})
         try:
             ledger.verdict = read_verdict(Path(folder))
         except (OSError, ValueError) as error:
-            ledger.damage = f"{shortened(str(folder))}/verdict.json cannot be read ({type(error).__name__}: {shortened(str(error))})"
+            ledger.damage = (
+                f"{shortened(str(folder))}/verdict.json cannot be read ({type(error).__name__}: "
+                f"{shortened(str(error))})"
+            )
         return ledger
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
-        """rank -> its collectives, for all ranks whose trace buffers are on this host; read on first access.
+        """rank -> its collectives, for all ranks whose trace buffers are on this host; read on
+        first access.
 
-        Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives may be missing. In simulated and
-        null worlds there is only the caller's rank.
+        Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives
+        may be missing. In simulated and null worlds there is only the caller's rank.
         """
         found = {
             rank: read_buffer(buffer)
@@ -220,7 +235,9 @@ class Ledger:
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """This rank's collectives, the oldest first; those of all ranks in a ledger that was read from a folder."""
+        """This rank's collectives, the oldest first; those of all ranks in a ledger that was read
+        from a folder.
+        """
         if self._own is not None:
             return self._own.entries
         return tuple(
@@ -230,7 +247,9 @@ class Ledger:
         )
 
     def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
-        """Yield each collective as a dict from rank to its entry, for the ranks that have called it."""
+        """Yield each collective as a dict from rank to its entry, for the ranks that have called
+        it.
+        """
         found: dict[tuple[int, int], dict[int, LedgerEntry]] = {}
         for rank, its in self.ranks.items():
             for entry in its.entries:
@@ -247,13 +266,15 @@ class Ledger:
     def save_trace(self, path: str | Path) -> None:
         """Write the collectives of all ranks as a trace for ui.perfetto.dev or chrome://tracing.
 
-        A rank is a process there, a group a thread. Arrows lead from the rank that arrived last to those that waited for it. Call it on one
-        rank, which writes the collectives of all.
+        A rank is a process there, a group a thread. Arrows lead from the rank that arrived last to
+        those that waited for it. Call it on one rank, which writes the collectives of all.
         """
         trace_export.save_trace(self, path)
 
     def save_flight_recorder(self, folder: str | Path) -> None:
-        """Write a file per rank in the format of torch's Flight Recorder, for `torchfrtrace <folder>`, and the same as JSON."""
+        """Write a file per rank in the format of torch's Flight Recorder, for
+        `torchfrtrace <folder>`, and the same as JSON.
+        """
         flight_recorder.save(self, folder)
 
     def __str__(self) -> str:
@@ -264,10 +285,12 @@ class Ledger:
 
 
 def ledger() -> Ledger:
-    """ledger() -> Ledger of the collectives that this rank has called so far and, on request, of those of the other ranks.
+    """ledger() -> Ledger of the collectives that this rank has called so far and, on request, of
+    those of the other ranks.
 
-    Call it at any time, also on another thread, or where an error was caught. `print(sm.monitor.ledger())` shows the last 20;
-    `.entries` has the last 4096, `.ranks` those of the job's other ranks, `.save_trace(path)` writes all of them for Perfetto.
+    Call it at any time, also on another thread, or where an error was caught.
+    `print(sm.monitor.ledger())` shows the last 20; `.entries` has the last 4096, `.ranks` those of
+    the job's other ranks, `.save_trace(path)` writes all of them for Perfetto.
 
     Communication: none; trace buffers of other ranks are in memory that the host shares.
 
@@ -293,17 +316,20 @@ def ledger() -> Ledger:
 
 
 def mark_step(step: int | None = None, *, compare: bool = True) -> None:
-    """mark_step(step): mark the start of a step or request; later collectives of this rank belong to it.
+    """mark_step(step): mark the start of a step or request; later collectives of this rank belong
+    to it.
 
-    Ranks that meet in a collective must be in the same step: if one of them skips a step, or leaves it by an
-    error that it catches alone, all raise a `CollectiveMismatchError` that names the ranks, their steps and
-    lines, where they would otherwise exchange values of different steps. Compared are the collectives of the
-    thread that marks, not messages between two ranks; a rank that has marked no step may be in any. The straggler
-    report, the trace and the table of `python -m shardmesh ledger` show steps, too.
+    Ranks that meet in a collective must be in the same step: if one of them skips a step, or leaves
+    it by an error that it catches alone, all raise a `CollectiveMismatchError` that names the
+    ranks, their steps and lines, where they would otherwise exchange values of different steps.
+    Compared are the collectives of the thread that marks, not messages between two ranks; a rank
+    that has marked no step may be in any. The straggler report, the trace and the table of
+    `python -m shardmesh ledger` show steps, too.
 
     Args:
         step: its number; by default one more than that of the last.
-        compare: False where ranks count different things, as actors and a learner that meet now and then.
+        compare: False where ranks count different things, as actors and a learner that meet now and
+            then.
 
     Raises: ValueError for a negative number.
     Communication: none. About 5 us.
@@ -330,7 +356,7 @@ def mark_step(step: int | None = None, *, compare: bool = True) -> None:
         torch_recorder.mark_step(world.monitor, origin)
 
 
-# -- reading a trace buffer --------------------------------------------------------------------------------------------
+# -- reading a trace buffer ------------------------------------------------------------------------
 
 
 def read_buffer(buffer: TraceBuffer) -> RankLedger:
@@ -363,7 +389,9 @@ def read_buffer(buffer: TraceBuffer) -> RankLedger:
 
 
 def _records(buffer: TraceBuffer) -> list[Record]:
-    """Return the records with a call. Copies of other hosts' buffers lack the oldest ones, as does a buffer without room for more text."""
+    """Return the records with a call. Copies of other hosts' buffers lack the oldest ones, as does
+    a buffer without room for more text.
+    """
     found = list(buffer.records())
     oldest = buffer.words[Header.RECORDS] - RECORDS
     kept = [record for record in found if record.number >= oldest and record.call]
@@ -373,7 +401,9 @@ def _records(buffer: TraceBuffer) -> list[Record]:
 
 
 def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
-    """Return (step, number of its first record, time) of the steps that are still known, the oldest first."""
+    """Return (step, number of its first record, time) of the steps that are still known, the oldest
+    first.
+    """
     words = buffer.words[_MARKS:_MARKS_END].tolist()
     found = zip(words[::3], words[1::3], words[2::3], strict=True)
     return sorted((mark for mark in found if mark[2]), key=lambda mark: mark[2])
@@ -436,9 +466,21 @@ class _Reader:
             (record.end + self._clock) / 1e9 if record.end else None,
         )
         return LedgerEntry(
-            self._rank, record.number, axes, ranks, key, record.sequence, *self._call(record.call), record.lineage, record.sent,
-            record.received, record.place, start, end, self._step(record.number),
-        )  # fmt: skip
+            self._rank,
+            record.number,
+            axes,
+            ranks,
+            key,
+            record.sequence,
+            *self._call(record.call),
+            record.lineage,
+            record.sent,
+            record.received,
+            record.place,
+            start,
+            end,
+            self._step(record.number),
+        )
 
     def _call(self, text: str) -> tuple[str, str, str, int | None, str]:
         found = self._calls.get(text)
@@ -451,7 +493,7 @@ class _Reader:
         return self._steps[bisect_right(self._firsts, number)]
 
 
-# -- as text -----------------------------------------------------------------------------------------------------------
+# -- as text ---------------------------------------------------------------------------------------
 
 
 def table(entries: Sequence[LedgerEntry]) -> list[str]:

@@ -14,7 +14,9 @@ _NOTHING = nullcontext()  # may be entered many times
 
 
 def named(tag: CommTag) -> AbstractContextManager[object]:
-    """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does nothing while no profiler runs."""
+    """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does
+    nothing while no profiler runs.
+    """
     if not profiler._is_profiler_enabled:
         return _NOTHING
     return profiler.record_function(f"shardmesh::redistribute {tag.text}")

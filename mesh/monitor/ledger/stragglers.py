@@ -79,9 +79,11 @@ class StragglerReport:
     Attributes:
         ranks: those that are known.
         all: the waits of all steps.
-        steps: step -> the waits in it; the step None is before the first `mark_step` that is still known.
+        steps: step -> the waits in it; the step None is before the first `mark_step` that is still
+            known.
         lines: (file:line, collective) -> the waits there, the longest first.
-        left_out: number of collectives that are not counted, as not all ranks have called them, or trace buffers are missing.
+        left_out: number of collectives that are not counted, as not all ranks have called them, or
+            trace buffers are missing.
     """
 
     def __init__(self, ranks: list[int], waits: list[Wait], left_out: int) -> None:
@@ -111,7 +113,8 @@ class StragglerReport:
         )
 
     def report(self) -> str:
-        """Return three tables in milliseconds: each step; who waited for whom in all of them; the lines with the longest waits.
+        """Return three tables in milliseconds: each step; who waited for whom in all of them; the
+        lines with the longest waits.
 
         Of more than 16 ranks, only those that were waited for longest have columns.
         """
@@ -166,7 +169,9 @@ class StragglerReport:
 
 
 def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
-    """Return each rank's wait for the last one to arrive; a rank that left before that (the source of a broadcast) waited until it left."""
+    """Return each rank's wait for the last one to arrive; a rank that left before that (the source
+    of a broadcast) waited until it left.
+    """
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
         Wait(
@@ -199,14 +204,17 @@ def _ms(seconds: float) -> str:
 
 
 def straggler_report() -> StragglerReport:
-    """straggler_report() -> StragglerReport: which rank waited for which in the last collectives, in ms, step by step.
+    """straggler_report() -> StragglerReport: which rank waited for which in the last collectives,
+    in ms, step by step.
 
-    In each collective the others wait for the rank that arrives last; a rank waits from its own arrival until then.
-    Call `mark_step` at the top of the training loop to separate steps; else there is only one. It counts what the ledger
-    still has: the last 4096 collectives of each rank, in the last 32 steps.
+    In each collective the others wait for the rank that arrives last; a rank waits from its own
+    arrival until then. Call `mark_step` at the top of the training loop to separate steps; else
+    there is only one. It counts what the ledger still has: the last 4096 collectives of each rank,
+    in the last 32 steps.
 
-    Computation between the start and the end of an asynchronous collective counts as waiting, too. On CUDA it is the hosts
-    that wait, which run ahead of their devices: use torch.profiler there. Between hosts it is as exact as their clocks agree.
+    Computation between the start and the end of an asynchronous collective counts as waiting, too.
+    On CUDA it is the hosts that wait, which run ahead of their devices: use torch.profiler there.
+    Between hosts it is as exact as their clocks agree.
 
     Communication: none; see `ledger`. In simulated and null worlds there are no other ranks' times.
 

@@ -1,12 +1,14 @@
-"""Delete what jobs of this user have left whose processes are gone, while other processes do the same.
+"""Delete what jobs of this user have left whose processes are gone, while other processes do the
+same.
 
     a job ends well                 its last rank deletes the folder                  `JobDirectory.leave`
     Ctrl-C, SIGTERM, SIGHUP         the same; under `launch` its parent does it       `remove_jobs_of`
     a job fails, or is killed       its folder shows why: the newest is kept          `sweep`, at the start of every job
     python -m shardmesh doctor --fix                                                  `remove_left`
 
-Containers may share a folder, and process ids of one mean nothing in another. So a process counts as gone only if it can be looked up
-from here: by its id, its start time and the namespace of its id.
+Containers may share a folder, and process ids of one mean nothing in another. So a process counts
+as gone only if it can be looked up from here: by its id, its start time and the namespace of its
+id.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _LONGEST_S = 0.5  # per start; the next start continues
 
 
 def sweep(parent: Path) -> None:
-    """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at most about half a second."""
+    """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at
+    most about half a second.
+    """
     kept, folders = 0, sorted(job_folders(parent), reverse=True)
     began = time.monotonic()
     for changed, folder in folders:
@@ -49,7 +53,9 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_jobs_of(pids: Collection[int]) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these processes, which have ended."""
+    """Delete the folders of jobs whose ranks on this host were all among these processes, which
+    have ended.
+    """
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
@@ -62,7 +68,8 @@ def remove_jobs_of(pids: Collection[int]) -> None:
 
 
 def is_left(folder: Path, changed: float) -> bool:
-    """Return whether a job has left this folder: it is over, and no rank of it can still be starting.
+    """Return whether a job has left this folder: it is over, and no rank of it can still be
+    starting.
 
     Args:
         changed: time of the folder's last change, in seconds since 1970.
@@ -77,7 +84,9 @@ def is_left(folder: Path, changed: float) -> bool:
 
 
 def is_over(folder: Path) -> bool:
-    """Return whether all processes of the job in this folder are gone, as far as can be seen: not those of another container."""
+    """Return whether all processes of the job in this folder are gone, as far as can be seen: not
+    those of another container.
+    """
     return _are_gone(_headers(folder))
 
 
@@ -87,7 +96,9 @@ def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
 
 
 def _has_left(header: TraceBuffer) -> bool:
-    """Return whether the rank has ended its part in the job; one that has raised may still be ending."""
+    """Return whether the rank has ended its part in the job; one that has raised may still be
+    ending.
+    """
     return header.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
 
 

@@ -1,9 +1,11 @@
-"""The monitor's files: which folder they are in, and memory for them that is allocated before it is mapped.
+"""The monitor's files: which folder they are in, and memory for them that is allocated before it is
+mapped.
 
-Folders such as /dev/shm are shared with other users, so only files and folders that this user alone can write are used, and only
-those are deleted whose names are the monitor's.
+Folders such as /dev/shm are shared with other users, so only files and folders that this user alone
+can write are used, and only those are deleted whose names are the monitor's.
 
-A sparse file on a file system that fills up later can be mapped, and the first write to it kills the process with SIGBUS.
+A sparse file on a file system that fills up later can be mapped, and the first write to it kills
+the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _start_folder = os.getcwd()  # a program may change its folder before it makes i
 
 
 def parent_folder(needed: int = 0) -> Path:
-    """Return the folder in which jobs have their folders: shared memory if it is writable and has room, else the temporary folder.
+    """Return the folder in which jobs have their folders: shared memory if it is writable and has
+    room, else the temporary folder.
 
     Args:
         needed: bytes.
@@ -67,13 +70,15 @@ def folder_prefix() -> str:
 
 
 def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Open a file that only this user can have written; return its descriptor. A link is not followed, a FIFO not waited for.
+    """Open a file that only this user can have written; return its descriptor. A link is not
+    followed, a FIFO not waited for.
 
     Args:
         flags: as those of `os.open`.
         folder: the descriptor of the folder that a relative path is in.
 
-    Raises: OSError, PermissionError where the file is not a plain file, or others could have written it.
+    Raises: OSError, PermissionError where the file is not a plain file, or others could have
+    written it.
     """
     file = os.open(path, flags | _NO_FOLLOW, 0o600, dir_fd=folder)
     found = os.fstat(file)
@@ -95,8 +100,8 @@ def is_own(found: os.stat_result) -> bool:
 def make_own_folder(path: Path) -> None:
     """Make a folder that nobody else can enter, unless this user has one there.
 
-    Raises: OSError, PermissionError where a folder, a link or a file of somebody else has that name, or where everybody may
-        rename what is in its parent.
+    Raises: OSError, PermissionError where a folder, a link or a file of somebody else has that
+        name, or where everybody may rename what is in its parent.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     above = os.stat(path.parent)
@@ -124,7 +129,9 @@ def is_own_folder(path: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a job's folder: the files that the monitor makes, one by one, then the folder if it is empty. Raises: OSError."""
+    """Remove a job's folder: the files that the monitor makes, one by one, then the folder if it is
+    empty. Raises: OSError.
+    """
     if not is_own_folder(path):
         return
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
@@ -148,7 +155,9 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
-    """Yield (time of the last change, folder) of the user's jobs, without those of others and those that another process deletes."""
+    """Yield (time of the last change, folder) of the user's jobs, without those of others and those
+    that another process deletes.
+    """
     prefix = folder_prefix()
     try:
         entries = list(os.scandir(parent))
@@ -198,7 +207,9 @@ def make_file(path: Path, size: int) -> Path:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map a file of this user, which nobody else can cut. Raises: OSError, or ValueError where the file is shorter."""
+    """Map a file of this user, which nobody else can cut. Raises: OSError, or ValueError where the
+    file is shorter.
+    """
     file = open_own(path, os.O_RDWR)
     try:
         return mmap.mmap(file, size)
@@ -207,7 +218,9 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a small file of this user. Raises: OSError, or ValueError where it is longer than `most` bytes."""
+    """Read a small file of this user. Raises: OSError, or ValueError where it is longer than `most`
+    bytes.
+    """
     file = open_own(path)
     try:
         if os.fstat(file).st_size > most:

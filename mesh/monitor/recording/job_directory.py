@@ -1,4 +1,5 @@
-"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the job.
+"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the
+job.
 
 /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
     rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
@@ -63,8 +64,8 @@ class Alarm:
 class JobDirectory:
     """What the ranks of one job share on this host.
 
-    Everything that a running job needs is mapped memory of files that were allocated beforehand, so it keeps working when the folder is
-    deleted or its file system is full.
+    Everything that a running job needs is mapped memory of files that were allocated beforehand, so
+    it keeps working when the folder is deleted or its file system is full.
 
     Attributes:
         folder: where the files are.
@@ -112,7 +113,9 @@ class JobDirectory:
 
     @property
     def file_id(self) -> str:
-        """An identifier that is equal on two ranks exactly if they see the same files, whatever the names of their folders."""
+        """An identifier that is equal on two ranks exactly if they see the same files, whatever the
+        names of their folders.
+        """
         found = os.fstat(self._alarm_file)
         return f"{found.st_dev}:{found.st_ino}"
 
@@ -144,7 +147,9 @@ class JobDirectory:
         self.alarm[1] = len(encoded)
 
     def _save(self, verdict: Verdict) -> None:
-        """Write the verdict for later readers. Without room, or without the folder, the ranks still have it in the alarm."""
+        """Write the verdict for later readers. Without room, or without the folder, the ranks still
+        have it in the alarm.
+        """
         unfinished = self.folder / f"verdict.{os.getpid()}"
         try:
             file = open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -161,7 +166,9 @@ class JobDirectory:
         return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]).decode())
 
     def give_up(self) -> bool:
-        """Let the ranks of this host go on without the monitor. Return whether this call decided so; False after a verdict."""
+        """Let the ranks of this host go on without the monitor. Return whether this call decided
+        so; False after a verdict.
+        """
         with self._locked():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
@@ -191,7 +198,9 @@ class JobDirectory:
         return True
 
     def leave(self, state: int) -> None:
-        """Set this rank's final state; the last rank on this host deletes the folder, unless the job has failed."""
+        """Set this rank's final state; the last rank on this host deletes the folder, unless the
+        job has failed.
+        """
         self.buffer.words[Header.STATE] = state
         verdict = self.verdict()
         if verdict is not None and not verdict.is_interruption:
@@ -209,7 +218,9 @@ class JobDirectory:
 
 
 def ranks_here(size: int) -> int:
-    """Return how many ranks of a job of this size are on this host, according to the launcher; all if it does not say."""
+    """Return how many ranks of a job of this size are on this host, according to the launcher; all
+    if it does not say.
+    """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return whole_number(told) or size
 
@@ -224,7 +235,8 @@ def open_buffer(path: Path) -> TraceBuffer | None:
 
 
 def open_header(path: Path) -> TraceBuffer | None:
-    """Map the header alone of the trace buffer in this file, also one that another version of the library has made; None if there is none.
+    """Map the header alone of the trace buffer in this file, also one that another version of the
+    library has made; None if there is none.
 
     Its words up to `Header.PID_SPACE` have the same places in all versions.
     """
@@ -236,7 +248,9 @@ def open_header(path: Path) -> TraceBuffer | None:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """Return the verdict that a job has left; None if it has left none. Raises: OSError, ValueError if the file is damaged."""
+    """Return the verdict that a job has left; None if it has left none. Raises: OSError, ValueError
+    if the file is damaged.
+    """
     try:
         return Verdict.from_json(read_file(folder / "verdict.json", _MOST_VERDICT).decode())
     except FileNotFoundError:
@@ -264,7 +278,9 @@ def pid_space() -> int:
 
 @cache
 def boot_id() -> str:
-    """Return a text that is the same for all processes of this host, in whatever container, and of no other host."""
+    """Return a text that is the same for all processes of this host, in whatever container, and of
+    no other host.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -272,7 +288,9 @@ def boot_id() -> str:
 
 
 def _has_own_proc() -> bool:
-    """Return whether /proc, if there is one, shows the processes of this namespace: one of a parent has other numbers for them."""
+    """Return whether /proc, if there is one, shows the processes of this namespace: one of a parent
+    has other numbers for them.
+    """
     try:
         return os.readlink("/proc/self") == str(os.getpid())
     except OSError:
@@ -280,7 +298,9 @@ def _has_own_proc() -> bool:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
+    """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead
+    ...; None when there is none.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

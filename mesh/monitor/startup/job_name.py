@@ -1,4 +1,5 @@
-"""Find a name for the job of a default process group in the group's store, without waiting for other ranks.
+"""Find a name for the job of a default process group in the group's store, without waiting for
+other ranks.
 
 shardmesh/job/0           the name, chosen by the first rank
 shardmesh/job/0/rank2     the rank info of the process that is rank 2
@@ -21,7 +22,8 @@ _joined: Counter[str] = Counter()
 
 
 def find_name(store: Any, rank: int) -> tuple[str, str] | None:
-    """Return the name, and the key that is set if the name turns out to be an earlier attempt's; None if the store keeps nothing.
+    """Return the name, and the key that is set if the name turns out to be an earlier attempt's;
+    None if the store keeps nothing.
 
     Raises: StoreValueError for values that no rank of the job has written.
     Communication: a few questions to the store; waits for no rank.
@@ -33,7 +35,9 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
             name = parsed(record, store.compare_set(record, "", secrets.token_hex(8)), job_name)
             if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
                 _joined[name] += (
-                    1  # a store that is used for several default groups keeps the name, but not the trace buffers
+                    # a store that is used for several default groups keeps the name, but not the
+                    # trace buffers
+                    1
                 )
                 return (
                     name if _joined[name] == 1 else f"{name}-{_joined[name]}"
@@ -55,7 +59,9 @@ def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Return whether a process of this host that used the name has ended. Only torchrun uses a store again."""
+    """Return whether a process of this host that used the name has ended. Only torchrun uses a
+    store again.
+    """
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     here = f"{record}/{machine()}"

@@ -1,4 +1,6 @@
-"""What a rank publishes at start-up: which process it is, and everything that must be the same on every rank."""
+"""What a rank publishes at start-up: which process it is, and everything that must be the same on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from ..diagnosis.votes import minority, parties_by
 from ..recording.job_directory import boot_id, born, pid_space, process_state
 from ..store_values import MOST_RANKS, checked, has_fields, json_object, parsed, whole
 
-# Variables that change what ranks send each other, or how they connect: where they differ, ranks hang or compute different
-# bits. Names of interfaces, devices and files are not among them: those differ from host to host in healthy jobs.
+# Variables that change what ranks send each other, or how they connect: where they differ, ranks
+# hang or compute different bits. Names of interfaces, devices and files are not among them: those
+# differ from host to host in healthy jobs.
 ALIKE = (
     "TORCH_DISTRIBUTED_DEBUG",  # DETAIL adds collectives of its own
     "TORCH_DIST_INIT_BARRIER",
@@ -139,18 +142,24 @@ def own_rank_info(
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """Return the launcher's name for the job. torchrun's static rendezvous calls every job "none"."""
+    """Return the launcher's name for the job. torchrun's static rendezvous calls every job
+    "none".
+    """
     name = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
 def machine() -> str:
-    """Return a text that is the same for processes that can look each other up by their process numbers."""
+    """Return a text that is the same for processes that can look each other up by their process
+    numbers.
+    """
     return f"{boot_id()}/{pid_space()}"
 
 
 def file_store_fault(store: Any, rank: int) -> str:
-    """Return what is wrong if a file store knows another process as this rank (a killed job's, or a second one); else ""."""
+    """Return what is wrong if a file store knows another process as this rank (a killed job's, or a
+    second one); else "".
+    """
     mine = own_rank_info(rank, {}, 0, os.environ)
     key = f"shardmesh/file/{rank}"
     holder = parsed(key, store.compare_set(key, "", mine.to_json()), RankInfo.from_json)
@@ -162,7 +171,8 @@ def file_store_fault(store: Any, rank: int) -> str:
         else "has the same rank"
     )
     return (
-        f"rank {rank} ({mine.place}) is already registered in the file store of init_process_group: {holder.place} {was}. Remove the "
+        f"rank {rank} ({mine.place}) is already registered in the file store of "
+        f"init_process_group: {holder.place} {was}. Remove the "
         'file before each start, or let torchrun find the ranks (init_method="env://").'
     )
 
@@ -203,7 +213,10 @@ def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:
     outliers = {rank for name in differing for rank in _outliers(infos, name)}
     who = "the ranks do not agree"
     if outliers:
-        who = f"{ranks_text(sorted(outliers))} {'does' if len(outliers) == 1 else 'do'} not fit the others"
+        who = (
+            f"{ranks_text(sorted(outliers))} {'does' if len(outliers) == 1 else 'do'} not fit the "
+            "others"
+        )
     processes = [f"  rank {info.rank} is {info.place}" for info in infos if info.rank in outliers][
         :_NAMED
     ]
@@ -231,8 +244,8 @@ def shared_device(infos: Sequence[RankInfo]) -> str:
 
 
 _ONE_DEVICE_EACH = (
-    "Start at most as many processes on a machine as it has devices, each with its own LOCAL_RANK, and set CUDA_VISIBLE_DEVICES to the "
-    "same devices for all of them or to one device for each."
+    "Start at most as many processes on a machine as it has devices, each with its own LOCAL_RANK, "
+    "and set CUDA_VISIBLE_DEVICES to the same devices for all of them or to one device for each."
 )
 _ADVICE = (
     "Start every rank with the same number of ranks, versions, device type, backend and settings."
@@ -252,7 +265,8 @@ def _line(infos: Sequence[RankInfo], name: str) -> str:
     for party in _parties(infos, name):
         value = party[0].alike.get(name)
         said.append(
-            f"{ranks_text([info.rank for info in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}"
+            f"{ranks_text([info.rank for info in party])} {'has' if len(party) == 1 else 'have'} "
+            f"{value or 'nothing'}"
         )
     tie = "" if _outliers(infos, name) else " (no majority)"
     return f"  {name}: {', '.join(said)}{tie}"

@@ -76,9 +76,10 @@ _meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
 def compare(mesh: DeviceMesh) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
-    Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the group's store is a file that
-        another job has left.
-    Communication: two messages to the store of the default group, for each new mesh; does not wait unless ranks differ.
+    Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
+        group's store is a file that another job has left.
+    Communication: two messages to the store of the default group, for each new mesh; does not wait
+    unless ranks differ.
     """
     world = mesh.world
     if world.size == 1 or settings().mode == "off":
@@ -110,7 +111,9 @@ def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _store_of(world: World) -> Any:
-    """Return a part of the default group's store for one world; None without a group, or with torch's fake store."""
+    """Return a part of the default group's store for one world; None without a group, or with
+    torch's fake store.
+    """
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:
         return None
@@ -175,8 +178,8 @@ def _diagnosed(made: list[MeshCall], number: int) -> Verdict:
         for party in parties
     ]
     advice = (
-        "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
-        "DeviceMesh(device_type, array_of_ranks), which only those need."
+        "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over "
+        "some of the ranks is DeviceMesh(device_type, array_of_ranks), which only those need."
     )
     observed = tuple(Observation(one.rank, one.text, one.place) for one in seen)
     return Verdict("mesh", outliers, field, observed, composed(said, advice, lines))

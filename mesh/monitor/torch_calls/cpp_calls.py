@@ -1,15 +1,18 @@
-"""Intercept collectives that torch calls from C++ on a process group, where wrapped Python methods are bypassed.
+"""Intercept collectives that torch calls from C++ on a process group, where wrapped Python methods
+are bypassed.
 
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
     functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's functional collectives, DTensor's, and those
                    in compiled graphs
 
-Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU, which replaces the name of the group and
-calls torch's own; what is traced, or on another device, does not come there.
+Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU,
+which replaces the name of the group and calls torch's own; what is traced, or on another device,
+does not come there.
 
-They get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
-real group, whose methods are wrapped. The work that it returns is a subclass as well, so that C++ waits for it through Python.
+They get another group with the same backends, of a Python subclass whose collectives C++ asks
+Python for; it forwards them to the real group, whose methods are wrapped. The work that it returns
+is a subclass as well, so that C++ waits for it through Python.
 
 Only groups that are on the CPU alone are replaced.
 """
@@ -29,10 +32,21 @@ from torch.distributed import distributed_c10d
 
 _PREFIX = "monitored_"
 _METHODS = (
-    "allgather", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "allreduce", "allreduce_coalesced", "all_to_all_single",
-    "alltoall_base", "barrier", "broadcast", "reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "send",
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "send",
     "recv",
-)  # fmt: skip
+)
 
 _OPERATORS = "_c10d_functional"
 _GROUP = "group_name"  # what the operators call their group
@@ -94,12 +108,16 @@ class InnerGroup(_ProcessGroup):
         return InnerWork(work)
 
     def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which `wait_tensor` waits."""
+        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which
+        `wait_tensor` waits.
+        """
         _register_work(out, self._call("_allgather_base", (out, x)))
         return out
 
     def _wait_before_backward_ends(self, work: Any) -> None:
-        """Wait before backward ends: DDP waits there for futures, in C++, and a callback that runs before it waits in Python."""
+        """Wait before backward ends: DDP waits there for futures, in C++, and a callback that runs
+        before it waits in Python.
+        """
         try:
             Variable._execution_engine.queue_callback(work.wait)
         except RuntimeError:  # not inside backward
@@ -151,7 +169,9 @@ def install(
 
 
 def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
-    """Let torch's functional collectives of tensors on the CPU run on the groups that stand in for monitored ones."""
+    """Let torch's functional collectives of tensors on the CPU run on the groups that stand in for
+    monitored ones.
+    """
     global _kernels
     if not hasattr(dist, "_functional_collectives"):
         return
@@ -226,7 +246,9 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Restore the operators and forget the groups. C++ code that still holds one continues to use it, unmonitored."""
+    """Restore the operators and forget the groups. C++ code that still holds one continues to use
+    it, unmonitored.
+    """
     global _kernels
     if _kernels is not None:
         _kernels._destroy()

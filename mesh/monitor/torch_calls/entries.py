@@ -1,7 +1,8 @@
-"""Record a call on one of torch's process groups: what must be the same on all ranks of the group, and the bytes.
+"""Record a call on one of torch's process groups: what must be the same on all ranks of the group,
+and the bytes.
 
-What may differ between ranks is left out: the tensors of a scatter or gather, the splits of an all_to_all, what a rank that is not
-the root passes.
+What may differ between ranks is left out: the tensors of a scatter or gather, the splits of an
+all_to_all, what a rank that is not the root passes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _REDUCTIONS = {int(kind): name.lower() for name, kind in _KINDS.items()}
 
 
 def _reduction(options: Any) -> str:
-    """Return the name of a reduction. The hash of a ReduceOp is its number: comparing it or asking its name takes four times as long."""
+    """Return the name of a reduction. The hash of a ReduceOp is its number: comparing it or asking
+    its name takes four times as long.
+    """
     try:
         return _REDUCTIONS.get(hash(options.reduceOp), "?")
     except AttributeError:  # a ReduceOp itself
@@ -78,7 +81,9 @@ def all_gather_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = No
 
 
 def all_gather_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
-    """Record an all_gather of several tensors; of one, as the functional all_gather calls it, as that of the tensor."""
+    """Record an all_gather of several tensors; of one, as the functional all_gather calls it, as
+    that of the tensor.
+    """
     if len(ins) == 1:
         return all_gather_flat(recorder, None, ins[0])
     moved = (recorder.size - 1) * _bytes(ins)
@@ -121,7 +126,9 @@ def reduce_scatter_flat(
 def reduce_scatter_coalesced(
     recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM
 ) -> int:
-    """Record a reduce_scatter of several tensors; of one, as the functional reduce_scatter calls it, as that of the tensor."""
+    """Record a reduce_scatter of several tensors; of one, as the functional reduce_scatter calls
+    it, as that of the tensor.
+    """
     if len(outs) == 1:
         return reduce_scatter_flat(recorder, outs[0], None, options)
     moved = (recorder.size - 1) * _bytes(outs)

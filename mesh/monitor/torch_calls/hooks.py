@@ -1,12 +1,15 @@
-"""Wrap torch.distributed so that the program's own calls are recorded and compared like the library's.
+"""Wrap torch.distributed so that the program's own calls are recorded and compared like the
+library's.
 
     dist.all_reduce(x)   FSDP2   object collectives   batch_isend_irecv      Python calls a method of ProcessGroup      wrapped here
     DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see cpp_calls.py
     work.wait()                                                              Python calls the method of Work            wrapped here
 
-Everything that torch.distributed does in Python goes through some twenty methods of one class: `dist.all_reduce(x, group=g)` is
-`g.allreduce([x], options)`. They are wrapped from the first mesh over all ranks on, which is at the same place in the program of all
-ranks, so that calls have the same numbers, until the monitor ends. The library's own groups and groups of one rank are passed through.
+Everything that torch.distributed does in Python goes through some twenty methods of one class:
+`dist.all_reduce(x, group=g)` is `g.allreduce([x], options)`. They are wrapped from the first mesh
+over all ranks on, which is at the same place in the program of all ranks, so that calls have the
+same numbers, until the monitor ends. The library's own groups and groups of one rank are passed
+through.
 """
 
 from __future__ import annotations
@@ -44,13 +47,16 @@ _ref = weakref.ref
 _IN_TIME = timedelta(milliseconds=200)  # for torch to report who is missing, after the time is over
 
 _installed: _Installed | None = None
-# id of a work -> (sequence number; a reference to the work; recorder; number of the record), until somebody waits for it
+# id of a work -> (sequence number; a reference to the work; recorder; number of the record), until
+# somebody waits for it
 _pending: dict[int, tuple[int, Callable[[], Any], TorchRecorder, int]] = {}
 _has_shared = False  # whether `as_ours` has been called
 
 
 def monitor_calls(monitor: Monitor | None) -> None:
-    """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
+    """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if
+    the settings turn it off.
+    """
     if (
         monitor is None
         or not _settings.torch_calls
@@ -73,7 +79,8 @@ def stop(monitor: Monitor | None = None) -> None:
 
 
 def refuse_calls() -> None:
-    """Make calls on the groups that exist raise: this process is a forked child of a rank. Groups that it starts itself are its own.
+    """Make calls on the groups that exist raise: this process is a forked child of a rank. Groups
+    that it starts itself are its own.
 
     No-op if calls are not monitored.
     """
@@ -91,15 +98,19 @@ def refuse_calls() -> None:
 def _refused_in_child(
     original: Callable[..., Any], name: str, rank: int, groups: set[int]
 ) -> Callable[..., Any]:
-    """Return a method of ProcessGroup that raises on the rank's groups, which `keep_groups` keeps, so that their ids stay theirs."""
+    """Return a method of ProcessGroup that raises on the rank's groups, which `keep_groups` keeps,
+    so that their ids stay theirs.
+    """
     parent = os.getppid()
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if id(group) not in groups:
             return original(group, *args, **kwargs)
         raise CollectiveError(
-            f"{name} in process {os.getpid()}, which rank {rank} (process {parent}) has forked: the child has none of the threads that "
-            "communicate, so the collective would hang. Call it in the rank itself; a child that must communicate needs to be started "
+            f"{name} in process {os.getpid()}, which rank {rank} (process {parent}) has forked: "
+            f"the child has none of the threads that "
+            "communicate, so the collective would hang. Call it in the rank itself; a child that "
+            "must communicate needs to be started "
             'by the "spawn" method of multiprocessing, with a process group of its own.'
         )
 
@@ -107,7 +118,9 @@ def _refused_in_child(
 
 
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch's for the library, which has recorded it, on a group that it shares with the program."""
+    """Call a function of torch's for the library, which has recorded it, on a group that it shares
+    with the program.
+    """
     global _has_shared
     _has_shared = thread_context.own_torch_call = True
     try:
@@ -120,7 +133,8 @@ class _Installed:
     """What is wrapped, and the recorders.
 
     Attributes:
-        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None if it is not monitored).
+        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None
+            if it is not monitored).
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -278,7 +292,8 @@ def _started(
 
 
 def _refused(recorder: TorchRecorder, sequence: int, number: int, error: BaseException) -> None:
-    """Record a call that torch did not start. It is counted, since other ranks may still make the call that was refused here.
+    """Record a call that torch did not start. It is counted, since other ranks may still make the
+    call that was refused here.
 
     Raises: WatchError where another rank is the reason.
     """
@@ -342,7 +357,9 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which blocks in C++."""
+    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which
+    blocks in C++.
+    """
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         recorder = _recorder_of(group)

@@ -1,8 +1,10 @@
-"""Record where the program makes groups of torch: `dist.new_group([0, 1])`, torch's `init_device_mesh`.
+"""Record where the program makes groups of torch: `dist.new_group([0, 1])`, torch's
+`init_device_mesh`.
 
-Gloo connects the ranks of a new group inside of C++, where nothing can be checked or interrupted. So a rank records that it makes a group,
-waits until all ranks of it have come, and calls torch then. Ranks that are not in the group are not waited for: torch wants them to
-call as well, and goes on without them.
+Gloo connects the ranks of a new group inside of C++, where nothing can be checked or interrupted.
+So a rank records that it makes a group, waits until all ranks of it have come, and calls torch
+then. Ranks that are not in the group are not waited for: torch wants them to call as well, and goes
+on without them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class CreationRecorders:
         self._by_ranks: dict[tuple[int, ...], CreationRecorder] = {}
 
     def of(self, ranks: Sequence[int] | None) -> CreationRecorder | None:
-        """Return the recorder for a new group of these ranks; None if making it waits for nobody, or fails."""
+        """Return the recorder for a new group of these ranks; None if making it waits for nobody,
+        or fails.
+        """
         directory = self._monitor.directory
         members = tuple(range(directory.size)) if ranks is None else tuple(sorted(ranks))
         if (
@@ -61,7 +65,8 @@ class CreationRecorders:
 def waiting_for_members(
     original: Callable[..., Any], recorders: CreationRecorders
 ) -> Callable[..., Any]:
-    """Return torch's function that makes a group, as one that waits until all members of the group have called it.
+    """Return torch's function that makes a group, as one that waits until all members of the group
+    have called it.
 
     Raises: WatchError where one of them never will.
     """

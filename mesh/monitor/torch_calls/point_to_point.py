@@ -1,8 +1,9 @@
-"""Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
+"""Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`,
+`dist.recv(x, 0)`, `batch_isend_irecv`.
 
-Torch delivers the messages of one sender, receiver and tag in order, so each such channel is counted separately: number 3 of the
-sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so publishes that it does; nothing is
-compared with it.
+Torch delivers the messages of one sender, receiver and tag in order, so each such channel is
+counted separately: number 3 of the sender is number 3 of the receiver. A receiver that takes
+messages from any rank breaks that, and so publishes that it does; nothing is compared with it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class MessageRecorder(TorchRecorder):
     def wait(
         self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]
     ) -> Any:
-        """Wait as in a collective. Gloo can only wait for messages without interruption, so the other rank must have called first."""
+        """Wait as in a collective. Gloo can only wait for messages without interruption, so the
+        other rank must have called first.
+        """
         monitor = self.monitor
         if monitor is None or not self.on_cpu or self.row is None:
             return plainly(work) if timeout is None else plainly(work, timeout)
@@ -90,7 +93,9 @@ class MessageRecorder(TorchRecorder):
         return any(buffer is not None and buffer.words[Header.UNMATCHED] for buffer in buffers)
 
     def compare(self, sequence: int) -> None:
-        """Compare a message, if both ranks have called. Raises: WatchError where more is sent than fits, which would abort gloo."""
+        """Compare a message, if both ranks have called. Raises: WatchError where more is sent than
+        fits, which would abort gloo.
+        """
         monitor = self.monitor
         if monitor is None or self._is_unmatched():
             return

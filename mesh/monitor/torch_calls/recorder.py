@@ -1,7 +1,8 @@
 """Record the collectives that the program itself calls on one of torch's process groups.
 
-Nothing waits here before torch has started the call, not even a group's first one: programs may start something asynchronous
-in one group before calls of another group, and rank 0 may have scattered long before the others ask for their parts.
+Nothing waits here before torch has started the call, not even a group's first one: programs may
+start something asynchronous in one group before calls of another group, and rank 0 may have
+scattered long before the others ask for their parts.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ class TorchRecorder(Recorder):
     Attributes:
         size: of the group.
         label: what the group is called in messages.
-        on_cpu: whether its calls can be waited for in slices: those of gloo, which the host waits for.
+        on_cpu: whether its calls can be waited for in slices: those of gloo, which the host waits
+            for.
         timeout_ns: torch's own timeout of the group.
-        under_way: (sequence number; torch's work, by a reference, or None while it is waited for; recorder; number of the record) of the
-            last calls.
+        under_way: (sequence number; torch's work, by a reference, or None while it is waited for;
+            recorder; number of the record) of the last calls.
     """
 
     __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
@@ -85,7 +87,7 @@ class TorchRecorder(Recorder):
         self.timeout_ns = _timeout_ns(handle)
         self.under_way = [_NONE] * SLOTS
 
-    # -- a call --------------------------------------------------------------------------------------------------------
+    # -- a call ------------------------------------------------------------------------------------
 
     def begin(self, sequence: int) -> None:
         """Mark a call as under way until `end`, even if its work is done."""
@@ -96,7 +98,9 @@ class TorchRecorder(Recorder):
         self.leave(number)
 
     def is_open(self, sequence: int) -> bool:
-        """Return whether this rank's part in the call is under way: one that has broadcast need not wait for those who receive."""
+        """Return whether this rank's part in the call is under way: one that has broadcast need not
+        wait for those who receive.
+        """
         latest, work, _, number = self.under_way[sequence & _LAST]
         if latest != sequence:
             return False
@@ -137,7 +141,9 @@ class TorchRecorder(Recorder):
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
-        """Wait until all ranks have made the call; return whether they have, in this time. Raises: WatchError."""
+        """Wait until all ranks have made the call; return whether they have, in this time. Raises:
+        WatchError.
+        """
         monitor = self.monitor
         return monitor is None or monitor.wait_until(
             self,
@@ -153,16 +159,20 @@ class TorchRecorder(Recorder):
             self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Record on an error of torch's that other ranks had not arrived, as when torch's own timeout has expired."""
+        """Record on an error of torch's that other ranks had not arrived, as when torch's own
+        timeout has expired.
+        """
         if self.monitor is not None and any(
             m.came is False for m in members(self.monitor, self, sequence)
         ):
             error.__dict__[_NOT_COME] = self, sequence
 
-    # -- the row -------------------------------------------------------------------------------------------------------
+    # -- the row -----------------------------------------------------------------------------------
 
     def find_neighbours(self, directory: JobDirectory) -> None:
-        """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier when this one called."""
+        """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier
+        when this one called.
+        """
         super().find_neighbours(directory)
         monitor = self.monitor
         if monitor is not None and not agree(members(monitor, self, self.called - 1)):
@@ -173,7 +183,9 @@ class TorchRecorder(Recorder):
 
 
 def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None:
-    """Return the verdict on missing ranks, where torch's own time for a call ran out and this error, or one of its causes, says so."""
+    """Return the verdict on missing ranks, where torch's own time for a call ran out and this
+    error, or one of its causes, says so.
+    """
     while error is not None and _NOT_COME not in error.__dict__:
         error = error.__cause__ or error.__context__
     if error is None:

@@ -1,7 +1,8 @@
 """Collectives of torch's process groups, called as their methods.
 
-`torch.distributed.all_reduce` and its like first look for function modes, coalescing and ranks outside of the group, which takes longer
-than starting the collective (2.7 us, 1.2 us as a method). Tensors have a dtype that backends know, and one dim where they are split.
+`torch.distributed.all_reduce` and its like first look for function modes, coalescing and ranks
+outside of the group, which takes longer than starting the collective (2.7 us, 1.2 us as a method).
+Tensors have a dtype that backends know, and one dim where they are split.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _NEW_NAMES = hasattr(
 
 
 def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
-    """Start an all_gather; return torch's work, None without `async_op`, when it has completed (on CUDA: on the current stream)."""
+    """Start an all_gather; return torch's work, None without `async_op`, when it has completed (on
+    CUDA: on the current stream).
+    """
     call = group.all_gather_single if _NEW_NAMES else group._allgather_base
     return _started(call(out, x, _options("AllgatherOptions", async_op)), async_op)
 
@@ -74,7 +77,9 @@ def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
 
 
 def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
-    """Start the barrier of the group's backend for this device, which `dist.barrier` does not let its caller choose."""
+    """Start the barrier of the group's backend for this device, which `dist.barrier` does not let
+    its caller choose.
+    """
     options = distributed_c10d.BarrierOptions()
     options.asyncOp, options.device = async_op, device
     if device.index is not None:

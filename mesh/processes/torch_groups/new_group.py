@@ -29,7 +29,8 @@ def new_group(
     backends: str | None = None,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """Return a new process group; called by these ranks only. NCCL runs on streams of high priority, so that it overlaps with computation.
+    """Return a new process group; called by these ranks only. NCCL runs on streams of high
+    priority, so that it overlaps with computation.
 
     Args:
         job: a name of the default group.
@@ -57,7 +58,9 @@ def new_group(
 
 
 def _options(backends: str, timeout: timedelta | None) -> Any:
-    """Return torch's options of NCCL, None for groups without it; torch warns if their timeout is another than the group's."""
+    """Return torch's options of NCCL, None for groups without it; torch warns if their timeout is
+    another than the group's.
+    """
     if "nccl" not in [part.rpartition(":")[2] for part in backends.split(",")]:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -67,7 +70,8 @@ def _options(backends: str, timeout: timedelta | None) -> Any:
 
 
 def without_host(backends: str) -> str | None:
-    """Return the backends without gloo for the CPU, None if they are not gloo there and others elsewhere.
+    """Return the backends without gloo for the CPU, None if they are not gloo there and others
+    elsewhere.
 
     >>> without_host("cpu:gloo,cuda:nccl"), without_host("gloo"), without_host("cuda:nccl")
     ('cuda:nccl', None, None)
@@ -103,7 +107,8 @@ def _by_device(backends: str) -> dict[str, Any]:
 
 
 def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Add gloo for tensors on the CPU to a process group without it, as torch does for "cpu:gloo" (2.13: _new_process_group_helper).
+    """Add gloo for tensors on the CPU to a process group without it, as torch does for "cpu:gloo"
+    (2.13: _new_process_group_helper).
 
     Gloo connects each rank with each other at once. Most groups of a job on GPUs never need it.
 
@@ -124,8 +129,9 @@ def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def _no_bound_device() -> Iterator[None]:
     """Make torch create a communicator of its own for a new group.
 
-    If the default group has a bound device (`init_process_group(device_id=)`), torch splits its communicator instead (2.13:
-    distributed_c10d._get_split_source), which all ranks of the default group must call.
+    If the default group has a bound device (`init_process_group(device_id=)`), torch splits its
+    communicator instead (2.13: distributed_c10d._get_split_source), which all ranks of the default
+    group must call.
     """
     default = dist.group.WORLD
     bound = getattr(default, "bound_device_id", None)
@@ -143,10 +149,11 @@ def _no_bound_device() -> Iterator[None]:
 def _names_from_ranks(job: str) -> Iterator[None]:
     """Make torch give a new group the same name on all of its ranks.
 
-    Torch names a group made with `use_local_synchronization` after its ranks and the number of groups that this rank has
-    made so far (2.13: distributed_c10d._hash_ranks_to_str). Ranks that differ in that number, as on meshes over parts
-    of the world, would wait for each other under different names and hang. Here the name uses the number of groups made of
-    these same ranks, on which they agree.
+    Torch names a group made with `use_local_synchronization` after its ranks and the number of
+    groups that this rank has made so far (2.13: distributed_c10d._hash_ranks_to_str). Ranks that
+    differ in that number, as on meshes over parts of the world, would wait for each other under
+    different names and hang. Here the name uses the number of groups made of these same ranks, on
+    which they agree.
     """
     if not hasattr(distributed_c10d, "_hash_ranks_to_str"):
         yield

@@ -1,4 +1,6 @@
-"""Works of torch.distributed, and how the host waits for them while the monitor checks the other ranks."""
+"""Works of torch.distributed, and how the host waits for them while the monitor checks the other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 def mark_stream(recorder: Recorder | None, device: torch.device, number: int | None = None) -> None:
-    """Record an event where the current stream waits for a collective, from which the watchdog knows whether it has completed.
+    """Record an event where the current stream waits for a collective, from which the watchdog
+    knows whether it has completed.
 
     Args:
         number: of its record; None for the last one of the recorder.
@@ -73,7 +76,9 @@ class WatchedWork(TorchWork):
 
 
 class PolledWork(WatchedWork):
-    """A collective on an accelerator that the host waits for, as for a barrier: NCCL aborts its communicator if a timed wait expires."""
+    """A collective on an accelerator that the host waits for, as for a barrier: NCCL aborts its
+    communicator if a timed wait expires.
+    """
 
     __slots__ = ()
 
@@ -82,7 +87,9 @@ class PolledWork(WatchedWork):
 
 
 class WatchedMessages(WatchedWork):
-    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first wait, monitored, for the other ranks."""
+    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first
+    wait, monitored, for the other ranks.
+    """
 
     __slots__ = ("_places",)
 

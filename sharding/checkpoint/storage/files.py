@@ -30,7 +30,8 @@ from .crc import crc32_combine
 
 _BUFFER = 1 << 20
 _TOKEN_BYTES = 8  # of the random part of a temporary name
-_LEFT_S = 60.0  # a temporary file of this age that nobody has locked was left by a process that was killed
+# a temporary file of this age that nobody has locked was left by a process that was killed
+_LEFT_S = 60.0
 _LONGEST_NAME = 255  # bytes, of a file's name
 _COMBINED = (
     1 << 16
@@ -40,8 +41,8 @@ _COMBINED = (
 class Sink:
     """A new file, written sequentially; `sync` returns when it is on disk.
 
-    The file must not exist, also not as a link. Errors of `write` are raised by `sync`, since `torch.save`, which calls
-    `write`, would replace them by another error.
+    The file must not exist, also not as a link. Errors of `write` are raised by `sync`, since
+    `torch.save`, which calls `write`, would replace them by another error.
 
     Attributes:
         position: bytes written so far.
@@ -84,8 +85,8 @@ class Sink:
     def save(self, x: Tensor) -> None:
         """Write a host tensor with `torch.save`.
 
-        `torch.save` computes the CRC-32 of the elements, which takes most of the time, and writes it after them; `crc` reuses it instead
-        of reading the elements again.
+        `torch.save` computes the CRC-32 of the elements, which takes most of the time, and writes
+        it after them; `crc` reuses it instead of reading the elements again.
         """
         self._elements = (
             x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
@@ -131,7 +132,9 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _crc_after(data: Any, length: int) -> int | None:
-    """Return the CRC-32 in a zip data descriptor after that many bytes; None if the data is not one."""
+    """Return the CRC-32 in a zip data descriptor after that many bytes; None if the data is not
+    one.
+    """
     signature, crc, size = (
         struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
     )
@@ -169,7 +172,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a path with a random name in the same folder, for a file that will be renamed to `path`."""
+    """Return a path with a random name in the same folder, for a file that will be renamed to
+    `path`.
+    """
     suffix = f".{os.urandom(_TOKEN_BYTES).hex()}.unfinished"
     fits = len(os.fsencode(path.name + suffix)) <= _LONGEST_NAME
     return path.with_name((path.name if fits else "") + suffix)
@@ -188,7 +193,9 @@ def removed_on_error(paths: Iterable[Path]) -> Iterator[None]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove the temporary files of `path` that killed processes left: old ones that no process has locked."""
+    """Remove the temporary files of `path` that killed processes left: old ones that no process has
+    locked.
+    """
     pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.unfinished")
     for name in filter(pattern.fullmatch, os.listdir(path.parent)):
         with contextlib.suppress(OSError):
@@ -211,7 +218,9 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder where its file system has locks, so that sets of files are renamed one after the other."""
+    """Hold the lock of a folder where its file system has locks, so that sets of files are renamed
+    one after the other.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -232,7 +241,9 @@ def torch_save(value: Any, file: Any) -> None:
 
 @contextlib.contextmanager
 def own_interrupt() -> Iterator[None]:
-    """Raise the KeyboardInterrupt, SystemExit or MemoryError that the block replaced by another error."""
+    """Raise the KeyboardInterrupt, SystemExit or MemoryError that the block replaced by another
+    error.
+    """
     before = sys.exc_info()[1]
     try:
         yield
@@ -279,7 +290,8 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_into(path: Path, offset: int, views: Iterable[memoryview]) -> int:
-    """Fill the views, one after the other, with a file's bytes from `offset`; return their number, less at the end of the file.
+    """Fill the views, one after the other, with a file's bytes from `offset`; return their number,
+    less at the end of the file.
 
     Raises:
         OSError: the file is missing, or not a regular file.

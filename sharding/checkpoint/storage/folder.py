@@ -1,4 +1,5 @@
-"""The folder of checkpoints: one folder per step, renamed when complete; newest, retired and unfinished ones.
+"""The folder of checkpoints: one folder per step, renamed when complete; newest, retired and
+unfinished ones.
 
     checkpoints/
       step-00000100/                   complete: renamed when everything in it was on disk
@@ -60,7 +61,9 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def complete(folder: Path) -> dict[int, Checkpoint]:
-    """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the new one is renamed."""
+    """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the
+    new one is renamed.
+    """
     found: dict[int, Checkpoint] = {}
     for step, state, path in sorted(_entries(folder), key=lambda entry: entry[1] == "old"):
         if state in ("", "old") and step not in found and (path / MANIFEST).is_file():
@@ -95,7 +98,9 @@ def name(step: int, state: str = "") -> str:
 
 
 def clean_up(folder: Path) -> None:
-    """Clean up before a save, holding the lease: remove unfinished folders, restore a checkpoint that was being replaced."""
+    """Clean up before a save, holding the lease: remove unfinished folders, restore a checkpoint
+    that was being replaced.
+    """
     for step, state, path in _entries(folder):
         final = folder / name(step)
         if state == "old" and not final.exists() and (path / MANIFEST).is_file():
@@ -105,7 +110,9 @@ def clean_up(folder: Path) -> None:
 
 
 def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
-    """Rename a folder to the name of its step's checkpoint. Return the one that it replaces, if any, renamed for removal."""
+    """Rename a folder to the name of its step's checkpoint. Return the one that it replaces, if
+    any, renamed for removal.
+    """
     folder = unfinished.parent
     final, replaced = folder / name(step), folder / name(step, f"old-{nonce}")
     sync_folder(unfinished)
@@ -117,7 +124,9 @@ def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
 
 
 def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
-    """Rename for removal all but `keep` complete checkpoints: that of `step` and the newest others. Return the renamed ones."""
+    """Rename for removal all but `keep` complete checkpoints: that of `step` and the newest others.
+    Return the renamed ones.
+    """
     others = sorted(
         (found for found in complete(folder).values() if found.step != step), reverse=True
     )
@@ -125,7 +134,9 @@ def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
 
 
 def mark_for_removal(path: Path) -> Path:
-    """Rename a folder before removal, so that a half-removed one is never taken for a checkpoint."""
+    """Rename a folder before removal, so that a half-removed one is never taken for a
+    checkpoint.
+    """
     if ".gone-" in path.name:
         return path
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")
@@ -151,8 +162,8 @@ def _is_folder(path: Path) -> bool:
 def remove_share(paths: Iterable[Path], rank: int, world: int) -> None:
     """Remove this rank's share of the files in retired folders, and each folder once it is empty.
 
-    Unlinking large files takes time comparable to writing them. Rank r removes the files that rank r wrote, so that shares do not
-    depend on the progress of other ranks.
+    Unlinking large files takes time comparable to writing them. Rank r removes the files that rank
+    r wrote, so that shares do not depend on the progress of other ranks.
     """
     for path in paths:
         with contextlib.suppress(OSError):  # the next save tries again

@@ -1,11 +1,12 @@
-"""Check what an index of torch.distributed.checkpoint says: the boxes of each tensor, and where their bytes are.
+"""Check what an index of torch.distributed.checkpoint says: the boxes of each tensor, and where
+their bytes are.
 
     Metadata    state_dict_metadata    "w": shape, dtype, chunks at their offsets     inside of the shape
                 storage_data           ("w", offset): file, offset, length            a plain name; no two share bytes
                 planner_data           "w": its path in the tree
 
-An index may come from anyone, so nothing in it is believed. What a tensor's boxes leave out or have twice is an error once it is loaded
-(`check_tiling`); part of a checkpoint can be loaded.
+An index may come from anyone, so nothing in it is believed. What a tensor's boxes leave out or have
+twice is an error once it is loaded (`check_tiling`); part of a checkpoint can be loaded.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ LARGEST = 2**63 - 1
 DEEPEST = 200  # levels of a tree
 _MOST_DIMS = 64
 _CORNERS = 1 << 22  # corners of boxes that are compared for one tensor
-_PER_BYTE = 16  # items that an index may have for each of its bytes: a list that stands in many places counts each time
+# items that an index may have for each of its bytes: a list that stands in many places counts each
+# time
+_PER_BYTE = 16
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PATHS = {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 _CLASSES = {
-    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
-    "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-}  # fmt: skip
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+}
 # The only names that an index may refer to.
 _KNOWN = {
     _METADATA: _CLASSES,
@@ -52,7 +61,9 @@ class Damage(ValueError):
 
 
 class IndexedLeaf:
-    """A leaf of an index: shape and dtype, None for a value, and its pieces as (box, file, offset, length)."""
+    """A leaf of an index: shape and dtype, None for a value, and its pieces as (box, file, offset,
+    length).
+    """
 
     def __init__(self, shape: torch.Size | None, dtype: torch.dtype | None) -> None:
         self.shape, self.dtype = shape, dtype
@@ -109,12 +120,14 @@ def _described(
         origin, sizes = _size(parts.get("offsets"), budget), _size(parts.get("sizes"), budget)
         if not len(origin) == len(sizes) == len(shape):
             raise Damage(
-                f"{_quoted(name)} has {len(shape)} dims, but a box of {len(origin)} and {len(sizes)}"
+                f"{_quoted(name)} has {len(shape)} dims, but a box of {len(origin)} and "
+                f"{len(sizes)}"
             )
         box = tuple((start, start + size) for start, size in zip(origin, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise Damage(
-                f"{_quoted(name)} has the shape {brief(list(shape))}, but a box {brief(box)} outside of it"
+                f"{_quoted(name)} has the shape {brief(list(shape))}, but a box {brief(box)} "
+                "outside of it"
             )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
             raise Damage(f"{_quoted(name)} has two boxes at {brief(origin)}")
@@ -136,7 +149,8 @@ def _add_piece(
         raise Damage(f"it has the bytes of {_quoted(name)}, which it does not describe")
     if info.get("transform_descriptors"):
         raise Damage(
-            f"{_quoted(name)} is stored transformed ({brief(info['transform_descriptors'])}): load it with torch's own tools"
+            f"{_quoted(name)} is stored transformed ({brief(info['transform_descriptors'])}): load "
+            "it with torch's own tools"
         )
     leaf, box = leaves[name], None
     if leaf.shape is not None:
@@ -157,7 +171,8 @@ def _add_piece(
         raise Damage(f"{_quoted(name)} is at {brief(offset)} with {brief(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(
-            f"{_quoted(name)} has {length} bytes for the box {brief(box)} of {leaf.dtype}, which needs more"
+            f"{_quoted(name)} has {length} bytes for the box {brief(box)} of {leaf.dtype}, which "
+            "needs more"
         )
     leaf.pieces.append((box, file, offset, length))
 
@@ -197,8 +212,9 @@ def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
 def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Check that boxes inside of a shape have each element exactly once.
 
-    The corners of a box, with alternating signs, are the finite differences of its indicator function. So the sum over all boxes
-    is that of the whole tensor if and only if the boxes tile it: exact in any number of dims, and linear in the number of boxes.
+    The corners of a box, with alternating signs, are the finite differences of its indicator
+    function. So the sum over all boxes is that of the whole tensor if and only if the boxes tile
+    it: exact in any number of dims, and linear in the number of boxes.
 
     Raises:
         Damage: they overlap, or leave some out.
@@ -221,7 +237,9 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
-    """Check boxes in pairs, where they are split along so many dims that they have too many corners."""
+    """Check boxes in pairs, where they are split along so many dims that they have too many
+    corners.
+    """
     if len(boxes) ** 2 > _CORNERS:
         raise Damage(f"{_quoted(name)} has {len(boxes)} boxes, split along too many dims")
     for number, box in enumerate(boxes):
@@ -229,7 +247,7 @@ def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
             raise Damage(f"the boxes of {_quoted(name)} overlap")
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def whole_number(value: Any, what: str) -> int:
@@ -337,7 +355,8 @@ def _pairs(value: Any, what: str) -> Iterator[tuple[Any, Any]]:
 def _expect(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
         raise Damage(
-            f"{brief(what)} is {brief(_kind(value))}, not a {kind.__name__.replace('Pairs', 'dict')}"
+            f"{brief(what)} is {brief(_kind(value))}, not a "
+            f"{kind.__name__.replace('Pairs', 'dict')}"
         )
     return value
 

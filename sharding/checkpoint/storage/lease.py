@@ -3,10 +3,11 @@
     checkpoints/
       .owner-00000007.json     host, process, start time and job of its rank 0; the highest number counts
 
-A lease is taken by creating the file of the next number, which only one process can do; so two jobs that find a dead owner at the same
-time cannot both replace it. On the same machine an owner is alive while its process is. On another machine that cannot be looked up:
-an owner touches its file while it saves, and a waiting job checks whether the file changes, without comparing clocks. An owner on another
-machine that is not saving is replaced; it raises when it saves again.
+A lease is taken by creating the file of the next number, which only one process can do; so two jobs
+that find a dead owner at the same time cannot both replace it. On the same machine an owner is
+alive while its process is. On another machine that cannot be looked up: an owner touches its file
+while it saves, and a waiting job checks whether the file changes, without comparing clocks. An
+owner on another machine that is not saving is replaced; it raises when it saves again.
 """
 
 from __future__ import annotations
@@ -133,14 +134,16 @@ class Lease:
 
 
 def take_lease(folder: Path, kept: bool) -> Lease:
-    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to end.
+    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to
+    end.
 
     Args:
         folder: an existing folder.
         kept: see `Lease`.
 
     Raises:
-        CheckpointError: another job that is alive has the folder, or has taken it from this one; the text has the job.
+        CheckpointError: another job that is alive has the folder, or has taken it from this one;
+            the text has the job.
     """
     folder = folder.resolve()
     with _lock:
@@ -154,7 +157,8 @@ def take_lease(folder: Path, kept: bool) -> Lease:
 
 
 def _is_valid(lease: Lease) -> bool:
-    """Return whether a lease of this process is still valid; False if its file was removed and there is no other owner.
+    """Return whether a lease of this process is still valid; False if its file was removed and
+    there is no other owner.
 
     Raises:
         CheckpointError: another job has taken the folder.
@@ -191,7 +195,9 @@ class _OwnerObserver:
         self._since = time.monotonic()
 
     def is_free(self, number: int, owner: Owner | None) -> bool:
-        """Return whether the owner has ended, or is on another machine and not known to be alive."""
+        """Return whether the owner has ended, or is on another machine and not known to be
+        alive.
+        """
         card = self._mine.owner.card
         if not number or (owner is None and not _is_file(self._mine.folder, number)):
             return True
@@ -229,7 +235,9 @@ def _file(folder: Path, number: int) -> Path:
 
 
 def _numbers(folder: Path) -> dict[int, bool]:
-    """Return the numbers of owners, and whether each is a file; a folder or a link of that name only takes the number."""
+    """Return the numbers of owners, and whether each is a file; a folder or a link of that name
+    only takes the number.
+    """
     numbers = {}
     for name in os.listdir(folder):
         match = _NAME.fullmatch(name)
@@ -300,15 +308,15 @@ def _in_use_text(mine: Lease, owner: Owner | None) -> str:
         else f"another job ({owner or 'its file cannot be read'})"
     )
     return (
-        f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at a time can save into a folder: "
-        "end the other job, or use another folder"
+        f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at "
+        "a time can save into a folder: end the other job, or use another folder"
     )
 
 
 def _lost_text(folder: Path, owner: Owner) -> str:
     return (
-        f"save: another job ({owner}) has taken {folder} from this one; one job at a time can save into a folder: "
-        "end one of them, or use another folder"
+        f"save: another job ({owner}) has taken {folder} from this one; one job at a time can save "
+        "into a folder: end one of them, or use another folder"
     )
 
 

@@ -1,4 +1,6 @@
-"""The index of a checkpoint in torch.distributed.checkpoint's format, and the manifest with checksums."""
+"""The index of a checkpoint in torch.distributed.checkpoint's format, and the manifest with
+checksums.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's leaves by name, their structure and the sizes of its files; `step` is None if torch wrote it."""
+    """A checkpoint's leaves by name, their structure and the sizes of its files; `step` is None if
+    torch wrote it.
+    """
 
     folder: Path
     entries: dict[str, StoredLeaf]
@@ -73,13 +77,15 @@ class Stored:
     step: int | None
 
 
-# -- write -------------------------------------------------------------------------------------------------------------
+# -- write -----------------------------------------------------------------------------------------
 
 
 def index_of(
     entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]
 ) -> bytes:
-    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and their files."""
+    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and
+    their files.
+    """
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -113,7 +119,9 @@ def manifest_of(
     structure: Structure,
     files: Mapping[str, tuple[int, list[tuple[int, int, int]]]],
 ) -> bytes:
-    """Return the manifest: the size of each file and `(offset, length, CRC-32)` of its pieces, with a checksum of itself."""
+    """Return the manifest: the size of each file and `(offset, length, CRC-32)` of its pieces, with
+    a checksum of itself.
+    """
     manifest = {
         "format": _FORMAT,
         "step": step,
@@ -132,7 +140,7 @@ def _crc_of(manifest: Mapping[str, Any]) -> int:
     )
 
 
-# -- read --------------------------------------------------------------------------------------------------------------
+# -- read ------------------------------------------------------------------------------------------
 
 
 def read_index(folder: Path) -> tuple[bytes | None, bytes]:
@@ -144,7 +152,8 @@ def read_index(folder: Path) -> tuple[bytes | None, bytes]:
     manifest, index = folder / MANIFEST, folder / METADATA
     if not os.path.lexists(index):
         raise CheckpointError(
-            f"{index} is missing: {folder} is not a complete checkpoint; load another step, or restore the file"
+            f"{index} is missing: {folder} is not a complete checkpoint; load another step, or "
+            "restore the file"
         )
     return (_bytes_of(manifest) if os.path.lexists(manifest) else None), _bytes_of(index)
 
@@ -170,7 +179,8 @@ def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
             described = _parse_manifest(folder / MANIFEST, manifest)
         if zlib.crc32(index) != described.crcs[METADATA, 0][1]:
             raise CheckpointError(
-                f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step"
+                f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load "
+                "another step"
             )
     with _names(folder / METADATA, "damaged, or not an index of torch.distributed.checkpoint"):
         indexed, paths = read_entries(index)
@@ -200,7 +210,9 @@ def _names(path: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by file and offset."""
+    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by
+    file and offset.
+    """
 
     step: int
     structure: Structure
@@ -233,7 +245,8 @@ def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
                 or whole_number(crc, "a CRC-32") >= 1 << 32
             ):
                 raise Damage(
-                    f"a piece of {file} is at {offset} with {length} bytes and the CRC-32 {crc}, but the file has {size} bytes"
+                    f"a piece of {file} is at {offset} with {length} bytes and the CRC-32 {crc}, "
+                    f"but the file has {size} bytes"
                 )
             crcs[at] = length, crc
     if (METADATA, 0) not in crcs:
@@ -285,7 +298,9 @@ def check_structure(structure: Any, depth: int = 0) -> None:
 
 
 def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> StoredLeaf:
-    """Return a leaf of the index with the checksums of the manifest, which must have the same pieces."""
+    """Return a leaf of the index with the checksums of the manifest, which must have the same
+    pieces.
+    """
     pieces = []
     for box, file, offset, length in leaf.pieces:
         crc = None
@@ -293,7 +308,8 @@ def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> S
             listed, crc = described.crcs.get((file, offset), (None, None))
             if listed != length:
                 raise Damage(
-                    f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} does not list"
+                    f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} "
+                    "does not list"
                 )
         pieces.append(StoredPiece(name, box, file, offset, length, crc))
     if leaf.shape is None and not pieces:

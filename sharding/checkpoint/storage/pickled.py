@@ -1,4 +1,5 @@
-"""Read the pickle of an index as data: no class is imported, made or called, and no attribute of one is set.
+"""Read the pickle of an index as data: no class is imported, made or called, and no attribute of
+one is set.
 
     torch.Size((4, 2))                   PickledObject("torch.Size", args=((4, 2),))
     MetadataIndex, state {"fqn": "w"}    PickledObject("torch...MetadataIndex", state=Pairs([("fqn", "w")]))

@@ -1,4 +1,5 @@
-"""Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their CRC-32 is checked.
+"""Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their
+CRC-32 is checked.
 
 torch.save's container      | data.pkl, byteorder, ... | the elements, in memory order         | version, directory |
                               head, to a buffer          to the loaded tensor                    tail, to a buffer
@@ -92,7 +93,9 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
 
 
 def _start_of_elements(head: bytes) -> int | None:
-    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for another form."""
+    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for
+    another form.
+    """
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
     if (
@@ -126,7 +129,8 @@ def _loaded(data: bytes, **settings: Any) -> Any:
     """Return what `torch.save` wrote, without running code from it.
 
     Raises:
-        ValueError: it is no such file, or needs more memory than it has bytes: `torch.save` does not compress.
+        ValueError: it is no such file, or needs more memory than it has bytes: `torch.save` does
+            not compress.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = archive.infolist()
@@ -156,7 +160,10 @@ def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryvie
 
 def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
-    return f"{path}, which has part of {brief(piece.name)!r}, cannot be read ({brief(error)}); load another step"
+    return (
+        f"{path}, which has part of {brief(piece.name)!r}, cannot be read ({brief(error)}); load "
+        "another step"
+    )
 
 
 def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
@@ -167,7 +174,9 @@ def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
-    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is one."""
+    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is
+    one.
+    """
     crc = 0
     for part in parts if piece.crc is not None else ():
         crc = zlib.crc32(part, crc)
@@ -181,7 +190,10 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
 
 
 def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
-    return f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: {how}; load another step"
+    return (
+        f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: "
+        f"{how}; load another step"
+    )
 
 
 def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:

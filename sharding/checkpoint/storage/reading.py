@@ -1,10 +1,12 @@
-"""Reading boxes: each piece of a file is read once per node, by a rank that needs it and sends the other ranks their parts.
+"""Reading boxes: each piece of a file is read once per node, by a rank that needs it and sends the
+other ranks their parts.
 
     stored   rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
     wanted   ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
 
-Reading proceeds in rounds of a bounded number of bytes. All ranks compute the same plan; a rank that cannot read reports it before the
-others wait for data. A rank that shares with no other (over gloo) reads all that it needs in the same way.
+Reading proceeds in rounds of a bounded number of bytes. All ranks compute the same plan; a rank
+that cannot read reports it before the others wait for data. A rank that shares with no other (over
+gloo) reads all that it needs in the same way.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class LoadedParts:
     values: dict[str, bytes] = field(default_factory=dict)
 
     def memory_of(self, reading: PieceRead, rank: int) -> Tensor | None:
-        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the host."""
+        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the
+        host.
+        """
         box, name = reading.parts.get(rank), reading.piece.name
         if box is None or box != reading.piece.box:
             return None
@@ -88,7 +92,9 @@ def plan_reads(
     values: Mapping[str, Sequence[int]],
     ranks: Sequence[int],
 ) -> list[PieceRead]:
-    """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values` with the ranks that need them."""
+    """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values`
+    with the ranks that need them.
+    """
     load, boxes, found = dict.fromkeys(ranks, 0), {}, []
     for name, layout in wanted.items():
         entry = stored.entries[name]
@@ -116,7 +122,9 @@ def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
 def _reading(
     piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]
 ) -> list[PieceRead]:
-    """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if no rank needs it."""
+    """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if
+    no rank needs it.
+    """
     if not parts:
         return []
     reader = min(parts, key=load.__getitem__)
@@ -124,7 +132,7 @@ def _reading(
     return [PieceRead(piece, dtype, parts, reader)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def read(
@@ -143,7 +151,8 @@ def read(
     Raises:
         CheckpointError: a file is missing, short or damaged; the text has the file and the leaf.
 
-    Communication: for each round in which ranks need the same pieces, one all_gather of small objects and one all_to_all.
+    Communication: for each round in which ranks need the same pieces, one all_gather of small
+    objects and one all_to_all.
     """
     loaded = LoadedParts({}, {})
     failure = _failure(
@@ -197,7 +206,9 @@ def _read_mine(
     sends: list[list[Tensor]],
     failure: Exception | None,
 ) -> None:
-    """Read this rank's pieces: its own part goes to its memory, those of others to `sends`. Raise an earlier failure."""
+    """Read this rank's pieces: its own part goes to its memory, those of others to `sends`. Raise
+    an earlier failure.
+    """
     if failure is not None:
         raise failure
     for reading in these:

@@ -3,7 +3,8 @@
     operator      max(flops / rate, bytes read and written / memory)       views and numbers: nothing
     collective    latency + max(bytes / local, network bytes / network) x factor
 
-Latencies and bandwidths are those of the mesh's `Topology`. The time that the host takes to launch a node is not counted.
+Latencies and bandwidths are those of the mesh's `Topology`. The time that the host takes to launch
+a node is not counted.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from ...jit.collectives import OPERATORS, WAIT
 from ...jit.inspection.step_graph import StepGraph, bytes_of, flops_of, ranks_of
 from ...jit.passes.alias import is_view, owner_of, writes
 
-# NVIDIA H100 SXM (data sheet, without sparsity); float32 as torch multiplies it by default, without TF32.
+# NVIDIA H100 SXM (data sheet, without sparsity); float32 as torch multiplies it by default, without
+# TF32.
 _H100 = {torch.float16: 989e12, torch.bfloat16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
-# torch.mm of 1024 x 1024 on one core of a server (AMD EPYC): 100 in float32, 55 in float64, 470 in bfloat16.
+# torch.mm of 1024 x 1024 on one core of a server (AMD EPYC): 100 in float32, 55 in float64, 470 in
+# bfloat16.
 _CORE = {torch.float16: 1e11, torch.bfloat16: 4.7e11, torch.float32: 1e11, torch.float64: 5.5e10}
 _READ_PARTS = ("embedding", "index", "gather")  # of the first operand as much as they return
 _OVERWRITE = ("copy_", "fill_", "zero_")
@@ -53,7 +56,9 @@ class Durations:
         )
 
     def operator(self, node: fx.Node) -> float:
-        """Return the seconds of a node that computes; 0 for one that only makes a view or a number."""
+        """Return the seconds of a node that computes; 0 for one that only makes a view or a
+        number.
+        """
         if (
             node.op != "call_function"
             or node.target is WAIT

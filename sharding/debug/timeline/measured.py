@@ -16,14 +16,16 @@ from ...jit.program import compile_eagerly
 
 
 def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, tuple[float, float]]:
-    """Run a call, and return for each node when it began and ended, in seconds since the start of the graph.
+    """Run a call, and return for each node when it began and ended, in seconds since the start of
+    the graph.
 
     Raises: ValueError if the graph is not one that the function runs, or the call has not run it.
     """
     entry = graph.entry if isinstance(graph, CompiledGraph) else None
     if entry is None:
         raise ValueError(
-            "timeline(measure=...): only a graph that a call has made can run; give the jitted function, or f.recorded[i]"
+            "timeline(measure=...): only a graph that a call has made can run; give the jitted "
+            "function, or f.recorded[i]"
         )
     stopwatch = _Stopwatch(graph.graph)
     before, entry.runner = entry.runner, stopwatch
@@ -33,7 +35,8 @@ def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, t
         entry.runner = before
     if stopwatch.times is None:
         raise ValueError(
-            "timeline(measure=...): the call has not run this graph; call the function with arguments like those that made it"
+            "timeline(measure=...): the call has not run this graph; call the function with "
+            "arguments like those that made it"
         )
     return stopwatch.times
 

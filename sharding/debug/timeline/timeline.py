@@ -83,7 +83,9 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long operators wait for collectives, and collectives go on after the last operator."""
+        """How long operators wait for collectives, and collectives go on after the last
+        operator.
+        """
         return self.seconds - self.seconds_of("operator")
 
     def seconds_of(self, kind: str, lane: str | None = None) -> float:
@@ -95,7 +97,9 @@ class Timeline:
         )
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the events in Chrome's trace format: a thread for each lane, and arrows from collectives to what waits for them."""
+        """Return the events in Chrome's trace format: a thread for each lane, and arrows from
+        collectives to what waits for them.
+        """
         threads = {lane: i for i, lane in enumerate(self.lanes)}
         how = "measured" if self.measured else "predicted"
         found = [_named("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
@@ -130,7 +134,8 @@ class Timeline:
         return found
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the trace for ui.perfetto.dev and chrome://tracing if the path ends in .json, else a picture: .png, .svg, .pdf.
+        """Write the trace for ui.perfetto.dev and chrome://tracing if the path ends in .json, else
+        a picture: .png, .svg, .pdf.
 
         Raises: ImportError, ValueError as `picture`.
         """
@@ -140,9 +145,11 @@ class Timeline:
             self.picture(path)
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Return a matplotlib figure with a row for each lane, and write it to a file if a path is given.
+        """Return a matplotlib figure with a row for each lane, and write it to a file if a path is
+        given.
 
-        Raises: ImportError without matplotlib; ValueError for a file format that matplotlib does not know.
+        Raises: ImportError without matplotlib; ValueError for a file format that matplotlib does
+        not know.
         """
         return timeline_picture(self, path)
 
@@ -150,7 +157,10 @@ class Timeline:
         how = "measured" if self.measured else "predicted"
         share = f"{self.exposed_seconds / self.seconds:.0%}" if self.seconds else "0%"
         exposed = f"{seconds_text(self.exposed_seconds)} ({share})"
-        head = f"rank {self.rank}, {how}: {seconds_text(self.seconds)}, of which {exposed} without operators"
+        head = (
+            f"rank {self.rank}, {how}: {seconds_text(self.seconds)}, of which {exposed} without "
+            "operators"
+        )
         return "\n".join([head, *map(self._lane_text, self.lanes)])
 
     def _lane_text(self, lane: str) -> str:
@@ -162,7 +172,10 @@ class Timeline:
             by_name[event.name] = by_name.get(event.name, 0.0) + event.duration
         most = sorted(by_name.items(), key=lambda item: -item[1])[:3]
         names = "".join(f"; {name} {seconds_text(seconds)}" for name, seconds in most)
-        return f"{lane}: {seconds_text(sum(by_name.values()))} in {len(events)} {kind}{'s' * (len(events) != 1)}{names}"
+        return (
+            f"{lane}: {seconds_text(sum(by_name.values()))} in {len(events)} "
+            f"{kind}{'s' * (len(events) != 1)}{names}"
+        )
 
 
 def timeline(
@@ -173,24 +186,31 @@ def timeline(
     measure: Callable[[], Any] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Timeline:
-    """timeline(compiled) -> Timeline: when the operators and collectives of one graph run on this rank.
+    """timeline(compiled) -> Timeline: when the operators and collectives of one graph run on this
+    rank.
 
-    Operators run one after the other, collectives over the same axes too; collectives over other axes run next to them, and a wait
-    lasts until its collective has completed. Durations are predicted from flops, bytes and the topology of the mesh, which
-    `sm.topology.calibrate(mesh)` measures; kernels launched by the host, and links shared by two collectives, are not modelled.
+    Operators run one after the other, collectives over the same axes too; collectives over other
+    axes run next to them, and a wait lasts until its collective has completed. Durations are
+    predicted from flops, bytes and the topology of the mesh, which `sm.topology.calibrate(mesh)`
+    measures; kernels launched by the host, and links shared by two collectives, are not modelled.
 
     Args:
-        compiled: what `f.lower(...)`, `.compile()` or `f.recorded[i]` returns, or a jitted function, of which it is the newest graph.
-        flops: operations per second of matrix products, one number or one for each dtype. By default those of an H100 (data sheet)
-            for "cuda" and abstract meshes, and of one core for "cpu".
+        compiled: what `f.lower(...)`, `.compile()` or `f.recorded[i]` returns, or a jitted
+            function, of which it is the newest graph.
+        flops: operations per second of matrix products, one number or one for each dtype. By
+            default those of an H100 (data sheet) for "cuda" and abstract meshes, and of one core
+            for "cpu".
         topology: links and memory, by default those of `mesh.topology`.
-        measure: a function without arguments that calls the jitted function so that this graph runs. Its nodes are timed: this is a
-            call like any other, on generated Python (`backend="eager"`). A collective lasts until it was waited for.
-        path: a file to write: .json for a trace (ui.perfetto.dev), .png, .svg or .pdf for a picture.
+        measure: a function without arguments that calls the jitted function so that this graph
+            runs. Its nodes are timed: this is a call like any other, on generated Python
+            (`backend="eager"`). A collective lasts until it was waited for.
+        path: a file to write: .json for a trace (ui.perfetto.dev), .png, .svg or .pdf for a
+            picture.
 
     Raises:
         TypeError: `compiled` is something else.
-        ValueError: a function that has no graph yet, a rate that is not positive, or `measure` has not run this graph.
+        ValueError: a function that has no graph yet, a rate that is not positive, or `measure` has
+            not run this graph.
         ImportError: a picture without matplotlib.
 
     Communication: none; with `measure` that of the call.
@@ -224,7 +244,8 @@ def _graph_of(x: Any) -> StepGraph:
         return x
     if not isinstance(x, JitFunction):
         raise TypeError(
-            f"timeline({type(x).__name__}): give a function of sm.jit, or what its lower(...) or recorded[i] returns"
+            f"timeline({type(x).__name__}): give a function of sm.jit, or what its lower(...) or "
+            "recorded[i] returns"
         )
     if not x.recorded:
         raise ValueError(f"timeline({x!r}): it has no graph yet; call it, or give {x!r}.lower(...)")
@@ -235,11 +256,12 @@ def _check_rates(flops: Any) -> None:
     for rate in flops.values() if isinstance(flops, Mapping) else () if flops is None else (flops,):
         if not isinstance(rate, int | float) or not 0 < rate < float("inf"):
             raise ValueError(
-                f"timeline(flops={rate!r}): must be a positive number of operations per second, such as 989e12"
+                f"timeline(flops={rate!r}): must be a positive number of operations per second, "
+                "such as 989e12"
             )
 
 
-# -- predicted -----------------------------------------------------------------------------------------------------------
+# -- predicted -------------------------------------------------------------------------------------
 
 
 def _events(
@@ -294,21 +316,23 @@ def _wait(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
 def _operator(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
     is_operator = isinstance(node.target, torch._ops.OpOverload)
     name = (
-        node.target._schema.name.partition("::")[2]
+        node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
         if is_operator
         else getattr(node.target, "__name__", "call")
-    )  # type: ignore[union-attr]
+    )
     details = {"bytes": moved_bytes(node), "flops": flops_of(node) if is_operator else 0}
     return TimelineEvent(name, "operator", COMPUTE, start, seconds, node.name, details)
 
 
-# -- measured ------------------------------------------------------------------------------------------------------------
+# -- measured --------------------------------------------------------------------------------------
 
 
 def _measured_events(
     graph: StepGraph, times: Mapping[fx.Node, tuple[float, float]]
 ) -> Iterator[TimelineEvent]:
-    """Yield events from when each node ran: a collective from its launch, or from the end of that before in its lane, until its wait."""
+    """Yield events from when each node ran: a collective from its launch, or from the end of that
+    before in its lane, until its wait.
+    """
     free: dict[str, float] = {}
     ends = {
         node.args[0]: times[node][1] for node in reversed(graph.graph.nodes) if node.target is WAIT

@@ -1,4 +1,5 @@
-"""Apply a collective to a tensor, a sharded tensor, a number, or a tree of them, synchronously or asynchronously.
+"""Apply a collective to a tensor, a sharded tensor, a number, or a tree of them, synchronously or
+asynchronously.
 
 A collective consists of its effect on values (an `op`) and its effect on types (a `TypingRule`).
 """
@@ -77,14 +78,21 @@ class TypingRule(NamedTuple):
         where = f"{user_location()}: {self.name} over {axes} of a value"
         if self.pends:
             since = tag.since(tag.type.varying & frozenset(axes.names))
-            return f"{where} that {tag.type}{since}; return it under unreduced= unchanged, and it is summed"
-        return f"{where} that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of a sum; psum or psum_scatter it first"
+            return (
+                f"{where} that {tag.type}{since}; return it under unreduced= unchanged, and it is "
+                "summed"
+            )
+        return (
+            f"{where} that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of a "
+            "sum; psum or psum_scatter it first"
+        )
 
 
 def resolve_axes(
     name: AxisName, rule: TypingRule, groups: Groups, equal: bool = False
 ) -> tuple[Axes, TypingRule]:
-    """Return the axes that a collective names, or this rank's group along them, and its typing rule: a result in groups varies.
+    """Return the axes that a collective names, or this rank's group along them, and its typing
+    rule: a result in groups varies.
 
     Args:
         equal: whether groups must be of one size.
@@ -96,7 +104,8 @@ def resolve_axes(
     axes = bound_groups(name, groups)
     if equal and len(set(axes.sizes)) > 1:
         raise ValueError(
-            f"{rule.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one size"
+            f"{rule.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups "
+            "of one size"
         )
     return axes, rule._replace(varies=True, takes_pending=False)
 
@@ -162,7 +171,8 @@ def is_starting() -> bool:
 
 
 def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """async_start(psum, x, axis) -> Future: launch a collective without waiting; the future's `wait()` returns the result.
+    """async_start(psum, x, axis) -> Future: launch a collective without waiting; the future's
+    `wait()` returns the result.
 
         coming = sm.async_start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -174,8 +184,8 @@ def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
 
     Raises: what the collective raises for its arguments.
 
-    Communication: the collective's. Every rank must start and wait in the same order. Backward, and a collective inside a transform, is
-        synchronous.
+    Communication: the collective's. Every rank must start and wait in the same order. Backward, and
+        a collective inside a transform, is synchronous.
     """
     before, thread_context.starts_async = thread_context.starts_async, True
     try:
@@ -199,7 +209,7 @@ class Future:
         )
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
 def map_collective(x: Any, call: CollectiveCall) -> Any:
@@ -210,7 +220,9 @@ def map_collective(x: Any, call: CollectiveCall) -> Any:
 
 
 def map_bucketed(x: Any, call: CollectiveCall) -> Any:
-    """Apply an elementwise collective to every tensor of a tree, to all tensors of one dtype at once."""
+    """Apply an elementwise collective to every tensor of a tree, to all tensors of one dtype at
+    once.
+    """
     if isinstance(x, Tensor):
         return _apply_one(x, call)
     parts, tree = flatten_tree(x)
@@ -262,7 +274,7 @@ def _cut_later(out: AsyncResult, cut: Callable[[Tensor], list[Tensor]], count: i
     return [AsyncResult(lambda i=i: pieces.wait()[i]) for i in range(count)]
 
 
-# -- one tensor --------------------------------------------------------------------------------------------------------
+# -- one tensor ------------------------------------------------------------------------------------
 
 
 def _apply_one(x: Any, call: CollectiveCall) -> Any:
@@ -281,7 +293,9 @@ def _apply_one(x: Any, call: CollectiveCall) -> Any:
 
 
 def current_checker() -> Any:
-    """Return the type checker; None in a backward pass, which recomputes pieces, except in the backward of a custom function."""
+    """Return the type checker; None in a backward pass, which recomputes pieces, except in the
+    backward of a custom function.
+    """
     env = current_axis_env()
     if (
         env is None
@@ -297,7 +311,8 @@ def _tag_after(checker: Any, x: Tensor, call: CollectiveCall) -> Tag:
 
 
 def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
-    """Check that all ranks pass parts of one shape: arguments are uneven, and a collective of unequal parts aborts or hangs.
+    """Check that all ranks pass parts of one shape: arguments are uneven, and a collective of
+    unequal parts aborts or hangs.
 
     Raises: ValueError, on every rank, if they differ.
 
@@ -312,8 +327,9 @@ def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
             for r, there in zip(group.ranks, everyone, strict=True)
         )
         raise ValueError(
-            f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and they are {listing}. The arguments are "
-            "split unevenly: pad them, or pass sizes= to a collective that takes it"
+            f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and "
+            f"they are {listing}. The arguments are split unevenly: pad them, or pass sizes= to a "
+            "collective that takes it"
         )
 
 
@@ -365,13 +381,16 @@ def _after(out: Tensor, after: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _on_sharded(x: ShardedTensor, call: CollectiveCall) -> Any:
-    """Apply the collective to the local tensor of a `ShardedTensor` on the other axes of the mesh."""
+    """Apply the collective to the local tensor of a `ShardedTensor` on the other axes of
+    the mesh.
+    """
     layout, local = x._layout, x._local
     prepared = _prepare(local, call)
     _check_dims(x, call, prepared)
     if layout.pending and not call.rule.linear:
         raise ShardingTypeError(
-            f"{call.rule.name} of {layout}, which is pending over {sorted(layout.pending)}: redistribute it first"
+            f"{call.rule.name} of {layout}, which is pending over {sorted(layout.pending)}: "
+            "redistribute it first"
         )
 
     def wrap(out: Tensor) -> ShardedTensor:
@@ -393,13 +412,16 @@ def _check_dims(x: ShardedTensor, call: CollectiveCall, prepared: Prepared) -> N
     split = [d for d in dims if x._layout.spec.dims[d]]
     if split:
         raise NotImplementedError(
-            f"{call.rule.name} over {call.axes} along dims {list(prepared.dims)} of {x._layout}: dim {split[0]} is split over axes that "
-            "are not manual here; redistribute it so that the dim is whole, or make those axes manual too"
+            f"{call.rule.name} over {call.axes} along dims {list(prepared.dims)} of {x._layout}: "
+            f"dim {split[0]} is split over axes that are not manual here; redistribute it so that "
+            "the dim is whole, or make those axes manual too"
         )
 
 
 def _number(x: Any, call: CollectiveCall) -> Any:
-    """Apply the collective to a number. Raises: TypeError for anything else, or if the collective takes tensors only."""
+    """Apply the collective to a number. Raises: TypeError for anything else, or if the collective
+    takes tensors only.
+    """
     if call.number is None or not isinstance(x, (int, float, complex)):
         raise TypeError(
             f"{call.rule.name} over {call.axes} takes tensors, or a tree of them, and got {x!r}"

@@ -27,7 +27,8 @@ def canonical_word(name: str, to: str, known: Any) -> str:
 def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(
-            f"{name}: {argument}={dim} is out of range for a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}"
+            f"{name}: {argument}={dim} is out of range for a tensor of {ndim} dims; write one from "
+            f"{-ndim} to {ndim - 1}"
         )
     return dim % ndim
 
@@ -35,8 +36,9 @@ def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:
 def check_one_each(name: str, argument: str, axes: Axes, part: Tensor, dim: int) -> None:
     if part.shape[dim] != axes.size:
         raise ValueError(
-            f"{name} over {axes} of {axes.size} ranks: dim {dim} ({argument}) of {list(part.shape)} must have {axes.size} elements, one "
-            "for each rank; to split it into longer parts, pass tiled=True"
+            f"{name} over {axes} of {axes.size} ranks: dim {dim} ({argument}) of "
+            f"{list(part.shape)} must have {axes.size} elements, one for each rank; to split it "
+            "into longer parts, pass tiled=True"
         )
 
 
@@ -56,8 +58,9 @@ def lengths_along(
     lengths = tuple(int(n) for n in sizes)
     if len(lengths) != axes.size or lengths[axes.index] != part.shape[dim]:
         raise ValueError(
-            f"{name} over {axes} of {axes.size} ranks: sizes={lengths} must hold the length of every rank's part along dim {dim}; the part "
-            f"of rank {axes.index} is {list(part.shape)}"
+            f"{name} over {axes} of {axes.size} ranks: sizes={lengths} must hold the length of "
+            f"every rank's part along dim {dim}; the part of rank {axes.index} is "
+            f"{list(part.shape)}"
         )
     return lengths
 
@@ -67,7 +70,7 @@ def checked_pairs(name: str, axes: Axes, perm: Sequence[Any]) -> tuple[tuple[int
     for side in zip(*pairs, strict=True):
         if len(set(side)) < len(side) or not all(0 <= place < axes.size for place in side):
             raise ValueError(
-                f"{name} over {axes}: perm={list(pairs)} must be pairs (source, destination) of indices from 0 to {axes.size - 1}, none "
-                "twice on one side"
+                f"{name} over {axes}: perm={list(pairs)} must be pairs (source, destination) of "
+                f"indices from 0 to {axes.size - 1}, none twice on one side"
             )
     return pairs

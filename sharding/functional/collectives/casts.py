@@ -15,15 +15,18 @@ from .linear_maps import KeepFirstMap, apply
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """axis_size(axis) -> int: return the number of ranks along the axis; of a tuple, the product. Communication: none."""
+    """axis_size(axis) -> int: return the number of ranks along the axis; of a tuple, the product.
+    Communication: none.
+    """
     return bound_axes(axis_name).size
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """axis_index(axis) -> S: return this rank's place along the axis, a 0-d int64 tensor; places of a tuple count major to minor.
+    """axis_index(axis) -> S: return this rank's place along the axis, a 0-d int64 tensor; places of
+    a tuple count major to minor.
 
-    It is a tensor, so that values computed from it are known to vary. After `int(axis_index(...))` every later result of the function
-    counts as varying.
+    It is a tensor, so that values computed from it are known to vary. After `int(axis_index(...))`
+    every later result of the function counts as varying.
 
     Communication: none.
     """
@@ -53,10 +56,12 @@ def _same(x: Tensor, op: Any, grad_dtype: Any, ready: Any) -> Tensor:
 
 
 def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
-    """pcast(x: R | S, axis, to="sharded") -> S, pcast(x: R, axis, to="unreduced") -> U: change the type of a value.
+    """pcast(x: R | S, axis, to="sharded") -> S, pcast(x: R, axis, to="unreduced") -> U: change the
+    type of a value.
 
-    "sharded" ("varying"): the same data, which from now on counts as each rank's own. "unreduced" ("pending"): the first rank keeps
-    the data and the others have zeros, so that the sum is the value.
+    "sharded" ("varying"): the same data, which from now on counts as each rank's own. "unreduced"
+    ("pending"): the first rank keeps the data and the others have zeros, so that the sum is the
+    value.
 
     Raises: ValueError for another word.
 
@@ -75,5 +80,7 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
 
 
 def pvary(x: Any, axis_name: AxisName) -> Any:
-    """pvary(x: R | S, axis) -> S: `pcast(x, axis, to="varying")` by JAX's older name. Communication: none, forward and backward."""
+    """pvary(x: R | S, axis) -> S: `pcast(x, axis, to="varying")` by JAX's older name.
+    Communication: none, forward and backward.
+    """
     return pcast(x, axis_name, to="varying")

@@ -1,22 +1,26 @@
-"""Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and meaning are JAX's.
+"""Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and
+meaning are JAX's.
 
     S  varies: each rank along the axis has different data         gradient: S
     R  replicated: the same on every rank                          gradient: pending, the ranks' shares add up
     U  pending: the value is the sum over the ranks                gradient: R
 
-An axis name is that of one axis, or a tuple of several, which are flattened major to minor in the order given. Every `x` may
-be a tree of tensors (tuples, lists, dicts). If only some axes are manual, a collective of a `ShardedTensor` on the others works on its
-local tensors. All are differentiable any number of times, and work under `torch.func`.
+An axis name is that of one axis, or a tuple of several, which are flattened major to minor in the
+order given. Every `x` may be a tree of tensors (tuples, lists, dicts). If only some axes are
+manual, a collective of a `ShardedTensor` on the others works on its local tensors. All are
+differentiable any number of times, and work under `torch.func`.
 
 Arguments of all collectives:
 
-    axis_index_groups: (not `ppermute`, `pshuffle`, `pbroadcast`) lists of places along the axis, each place in one of them: the
-        collective runs in each list separately, in its order, and its result varies. Lists have one length, except for reductions.
+    axis_index_groups: (not `ppermute`, `pshuffle`, `pbroadcast`) lists of places along the axis,
+        each place in one of them: the collective runs in each list separately, in its order, and
+        its result varies. Lists have one length, except for reductions.
     forward_dtype: the dtype to cast to before communication, which the result has.
-    backward_dtype: the dtype of the gradient during communication; it is cast back to the dtype of `x`.
+    backward_dtype: the dtype of the gradient during communication; it is cast back to the dtype of
+    `x`.
 
-All raise `UnboundAxisError` if no mapped function binds the axis, and under the checker `ShardingTypeError` for a value of another type
-than the first line of the docstring says.
+All raise `UnboundAxisError` if no mapped function binds the axis, and under the checker
+`ShardingTypeError` for a value of another type than the first line of the docstring says.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ from .linear_maps import (
 Dtype = torch.dtype | None
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 _PSUM = TypingRule("psum", varies=False, takes_pending=True)
 _PMEAN = TypingRule("pmean", varies=False, takes_pending=True)
@@ -90,12 +94,14 @@ def psum(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis, with the result on each of them.
+    """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis, with the result on each of
+    them.
 
         rank 0   x = [a]        [a+b]        backward   [g]        [g+h]
         rank 1   x = [b]   ->   [a+b]                   [h]   ->   [g+h]
 
-    A replicated value is added once for each of n ranks: n times itself. A number is multiplied by n, as in JAX.
+    A replicated value is added once for each of n ranks: n times itself. A number is multiplied by
+    n, as in JAX.
 
     Args:
         x: tensors of any shape, the same on every rank. Those of one dtype are reduced together.
@@ -168,7 +174,8 @@ def pmin(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis; otherwise as `pmax`.
+    """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis; otherwise
+    as `pmax`.
 
     Communication: all_reduce; backward two.
     """
@@ -185,10 +192,17 @@ _PSUM_SCATTER = TypingRule("psum_scatter", takes_pending=True)
 
 
 def psum_scatter(
-    x: Any, axis_name: AxisName, *, scatter_dimension: int = 0, axis_index_groups: Groups = None, tiled: bool = False,
-    forward_dtype: Dtype = None, backward_dtype: Dtype = None,
-) -> Any:  # fmt: skip
-    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): sum over the ranks of the axis, and split the result along a dim.
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
+) -> Any:
+    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): sum over the ranks of the axis, and split
+    the result along a dim.
 
         rank 0   x = [a b]        [a+c]        backward   [g]        [g h]
         rank 1   x = [c d]   ->   [b+d]                   [h]   ->   [g h]
@@ -197,8 +211,8 @@ def psum_scatter(
         x: tensors of the same shape on every rank.
         axis_name: one axis or a tuple of axes.
         scatter_dimension: the dim to split.
-        tiled: False: the dim has one element for each rank, and is removed. True: it is split as `torch.chunk` does, into parts that
-            need not be equal.
+        tiled: False: the dim has one element for each rank, and is removed. True: it is split as
+            `torch.chunk` does, into parts that need not be equal.
 
     Raises: ValueError if `tiled` is False and the dim is not as long as the axis.
 
@@ -237,7 +251,7 @@ def psum_scatter(
     )
 
 
-# -- gathering ---------------------------------------------------------------------------------------------------------
+# -- gathering -------------------------------------------------------------------------------------
 
 _ALL_GATHER = {
     "replicated": TypingRule("all_gather", varies=False),
@@ -246,10 +260,19 @@ _ALL_GATHER = {
 
 
 def all_gather(
-    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, axis: int = 0, tiled: bool = False, to: str = "replicated",
-    sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
-) -> Any:  # fmt: skip
-    """all_gather(x: S(dim), axis, dim) -> R: concatenate or stack the parts of all ranks of the axis.
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "replicated",
+    sizes: Sequence[int] | None = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
+) -> Any:
+    """all_gather(x: S(dim), axis, dim) -> R: concatenate or stack the parts of all ranks of the
+    axis.
 
         rank 0   x = [a]        [a b]        backward   [g h]        [g+i]
         rank 1   x = [b]   ->   [a b]                   [i j]   ->   [h+j]
@@ -258,11 +281,15 @@ def all_gather(
         x: tensors of the same shape on every rank, except as `sizes` says.
         axis_name: one axis or a tuple of axes.
         axis: the dim along which parts are concatenated or stacked.
-        tiled: False: parts are stacked along a new dim. True: they are concatenated along an existing one.
-        to: "replicated", or "sharded" to have the result count as varying (as in JAX; the values are the same).
-        sizes: with `tiled`, for parts of different lengths: that of every rank's, in the order of the axis.
+        tiled: False: parts are stacked along a new dim. True: they are concatenated along an
+            existing one.
+        to: "replicated", or "sharded" to have the result count as varying (as in JAX; the values
+            are the same).
+        sizes: with `tiled`, for parts of different lengths: that of every rank's, in the order of
+            the axis.
 
-    Raises: ValueError for sizes that are not one for each rank, that contradict this rank's part, or without `tiled`.
+    Raises: ValueError for sizes that are not one for each rank, that contradict this rank's part,
+    or without `tiled`.
 
     Communication: all_gather; backward reduce_scatter.
     """
@@ -302,7 +329,7 @@ def all_gather(
     return map_collective(x, call)
 
 
-# -- exchanging --------------------------------------------------------------------------------------------------------
+# -- exchanging ------------------------------------------------------------------------------------
 
 _ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = (
     TypingRule("all_to_all"),
@@ -313,10 +340,19 @@ _PBROADCAST = TypingRule("pbroadcast", varies=False)
 
 
 def all_to_all(
-    x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, axis_index_groups: Groups = None, tiled: bool = False,
-    sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
-) -> Any:  # fmt: skip
-    """all_to_all(x: S(concat), axis, split, concat) -> S(split): split along one dim, send part i to rank i, and concatenate along another.
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    sizes: Sequence[int] | None = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
+) -> Any:
+    """all_to_all(x: S(concat), axis, split, concat) -> S(split): split along one dim, send part i
+    to rank i, and concatenate along another.
 
         rank 0   x = [a b]        [a c]        backward: the same, back
         rank 1   x = [c d]   ->   [b d]
@@ -326,12 +362,14 @@ def all_to_all(
         axis_name: one axis or a tuple of axes.
         split_axis: the dim to split.
         concat_axis: the dim along which received parts are concatenated.
-        tiled: False: `split_axis` has one element for each rank and is removed; `concat_axis` is a new dim. True: dims stay; one is split
-            as `torch.chunk` does, and parts are concatenated along the other.
-        sizes: with `tiled`, for parts of different lengths along `concat_axis`: that of every rank's.
+        tiled: False: `split_axis` has one element for each rank and is removed; `concat_axis` is a
+            new dim. True: dims stay; one is split as `torch.chunk` does, and parts are concatenated
+            along the other.
+        sizes: with `tiled`, for parts of different lengths along `concat_axis`: that of every
+            rank's.
 
-    Raises: ValueError if `tiled` is False and `split_axis` is not as long as the axis; for wrong sizes; with `tiled` and one dim for both,
-        if it is not a multiple of the axis.
+    Raises: ValueError if `tiled` is False and `split_axis` is not as long as the axis; for wrong
+        sizes; with `tiled` and one dim for both, if it is not a multiple of the axis.
 
     Communication: all_to_all; backward all_to_all.
     """
@@ -371,7 +409,8 @@ def all_to_all(
 
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
-    """pswapaxes(x: S, axis, dim) -> S: swap the mesh axis and a dim: `all_to_all` with this dim as both, not tiled.
+    """pswapaxes(x: S, axis, dim) -> S: swap the mesh axis and a dim: `all_to_all` with this dim as
+    both, not tiled.
 
     Raises: ValueError if the dim is not as long as the axis.
 
@@ -386,12 +425,16 @@ def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepare
 
 
 def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
-    """Return a map that splits one dim into equal parts and concatenates them along another one or the same."""
+    """Return a map that splits one dim into equal parts and concatenates them along another one or
+    the same.
+    """
     shape = (axes.size, part.shape[split] // axes.size)
     return _rows(
-        axes, lambda t: t.unflatten(split, shape).movedim(split, 0), lambda t: t.movedim(0, concat).flatten(concat, concat + 1),
+        axes,
+        lambda t: t.unflatten(split, shape).movedim(split, 0),
+        lambda t: t.movedim(0, concat).flatten(concat, concat + 1),
         (split, concat),
-    )  # fmt: skip
+    )
 
 
 def _not_a_multiple(axes: Axes, part: Tensor, dim: int) -> ValueError:
@@ -409,7 +452,8 @@ def ppermute(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank; a rank that receives nothing has zeros.
+    """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank; a rank that receives
+    nothing has zeros.
 
         perm = [(0, 1)]
         rank 0   x = [a]        [0]        backward   [g]        [h]
@@ -418,7 +462,8 @@ def ppermute(
     Args:
         x: tensors of the same shape on every rank.
         axis_name: one axis or a tuple of axes.
-        perm: pairs (source, destination) of indices along the axis; each at most once as a source, and once as a destination.
+        perm: pairs (source, destination) of indices along the axis; each at most once as a source,
+            and once as a destination.
 
     Raises: ValueError for an index that is not on the axis, or appears twice on one side.
 
@@ -466,7 +511,8 @@ def pshuffle(
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         if sorted(source for source, _ in pairs) != list(range(axes.size)):
             raise ValueError(
-                f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} once"
+                f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} "
+                "once"
             )
         return Prepared(axes.cached(PermuteMap, pairs))
 

@@ -42,7 +42,9 @@ class Extreme:
         return wait
 
     def shares(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the share of the result's gradient for each of this rank's elements: 1 / number of holders, or 0."""
+        """Return the share of the result's gradient for each of this rank's elements: 1 / number of
+        holders, or 0.
+        """
         mine = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
         return mine / apply(mine, self.sum)
 

@@ -263,7 +263,9 @@ class ReduceToMap(LinearMap):
 
 
 class KeepFirstMap(LinearMap):
-    """Keep the first rank's part, zeros elsewhere: a replicated value as a pending sum, without communication."""
+    """Keep the first rank's part, zeros elsewhere: a replicated value as a pending sum, without
+    communication.
+    """
 
     @property
     def transpose(self) -> LinearMap:
@@ -314,13 +316,15 @@ class AllToAllRowsMap(LinearMap):
         return out
 
 
-# -- lengths -----------------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
 
 
 def split_layout(
     axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Layout:
-    """Return the layout of a tensor split along `dim` over the axes into parts of these lengths; `shape` is that of any part."""
+    """Return the layout of a tensor split along `dim` over the axes into parts of these lengths;
+    `shape` is that of any part.
+    """
     whole = list(shape)
     whole[dim] = sum(lengths)
     names = axes.mesh.axis_names
@@ -334,7 +338,7 @@ def even_lengths(total: int, parts: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in (chunk(0, total, parts, i) for i in range(parts)))
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 
 
 class _ApplyLinearMap(torch.autograd.Function):
@@ -382,6 +386,7 @@ def check_forward_mode(axes: Axes) -> None:
         and isinstance(axes.mesh.world, SimulatedWorld)
     ):
         raise RuntimeError(
-            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
-            "mode per process, and the first rank to leave it would end it for all; use sm.jvp, sm.jacfwd, sm.hessian"
+            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on "
+            "simulated ranks: torch has one forward mode per process, and the first rank to leave "
+            "it would end it for all; use sm.jvp, sm.jacfwd, sm.hessian"
         )

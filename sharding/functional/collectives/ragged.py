@@ -29,13 +29,23 @@ Slices = list[tuple[int, int]]  # (first row, number of rows)
 
 
 def ragged_all_to_all(
-    operand: Tensor, output: Tensor, input_offsets: Counts, send_sizes: Counts, output_offsets: Counts, recv_sizes: Counts, *,
-    axis_name: AxisName, axis_index_groups: Groups = None, backward_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: update `output` with the rows that the ranks send here.
+    operand: Tensor,
+    output: Tensor,
+    input_offsets: Counts,
+    send_sizes: Counts,
+    output_offsets: Counts,
+    recv_sizes: Counts,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: update `output` with the rows that
+    the ranks send here.
 
-    Arguments are JAX's; all counts are rows along dim 0, one for each rank of the axis, lists or integer tensors. (Or k for each rank:
-    then k slices go to each, those for rank i starting at index i k.)
+    Arguments are JAX's; all counts are rows along dim 0, one for each rank of the axis, lists or
+    integer tensors. (Or k for each rank: then k slices go to each, those for rank i starting at
+    index i k.)
 
     Args:
         operand: rows to send.
@@ -48,10 +58,11 @@ def ragged_all_to_all(
         axis_index_groups: lists of places along the axis: the exchange then runs inside each list.
         backward_dtype: the dtype of the gradient during communication.
 
-    Raises: ValueError, on every rank, for counts that are not one for each rank, rows outside of `operand` or `output`, or sizes on
-        which sender and receiver disagree.
+    Raises: ValueError, on every rank, for counts that are not one for each rank, rows outside of
+        `operand` or `output`, or sizes on which sender and receiver disagree.
 
-    Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one all_to_all.
+    Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one
+    all_to_all.
     """
     (axes, rule), checker = (
         resolve_axes(axis_name, _LAW, axis_index_groups, equal=True),
@@ -96,7 +107,9 @@ def _listed(counts: Counts) -> list[int]:
 
 @dataclass
 class _Routes:
-    """Slices of `operand` to send and of `output` to receive, for every rank in the order of the group."""
+    """Slices of `operand` to send and of `output` to receive, for every rank in the order of the
+    group.
+    """
 
     sends: list[Slices]
     receives: list[Slices]
@@ -136,7 +149,9 @@ def _exchange_routes(
 def _exchange_counts(
     operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
 ) -> list[_Table]:
-    """Return the counts of every rank, by place; lists are cut or filled to the length of the first one."""
+    """Return the counts of every rank, by place; lists are cut or filled to the length of the first
+    one.
+    """
     n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
     lengths = torch.tensor(
         [per_rank, len(operand), len(output), *map(len, counts)],
@@ -178,24 +193,28 @@ def _check(rank: int, tables: list[_Table], axes: Axes) -> None:
     ):
         words = "input_offsets, send_sizes, output_offsets and recv_sizes"
         raise ValueError(
-            f"{where} gives {lengths} {words}; give {axes.size} of each, or a multiple of that, on every rank"
+            f"{where} gives {lengths} {words}; give {axes.size} of each, or a multiple of that, on "
+            "every rank"
         )
     for to in range(axes.size):
         if min(*starts[to], *sizes[to], *places[to]) < 0 or any(
             a + n > rows for a, n in zip(starts[to], sizes[to], strict=True) if n
         ):
             raise ValueError(
-                f"{where} sends {sizes[to]} rows from row {starts[to]} to rank {to}, and its operand has {rows} rows"
+                f"{where} sends {sizes[to]} rows from row {starts[to]} to rank {to}, and its "
+                f"operand has {rows} rows"
             )
         if sizes[to] != tables[to].counts[3][rank]:
             raise ValueError(
-                f"{where} sends {sizes[to]} rows to rank {to}, which expects {tables[to].counts[3][rank]} (recv_sizes)"
+                f"{where} sends {sizes[to]} rows to rank {to}, which expects "
+                f"{tables[to].counts[3][rank]} (recv_sizes)"
             )
     for source in range(axes.size):
         first, count = tables[source].counts[2][rank], tables[source].counts[1][rank]
         if any(a + n > room for a, n in zip(first, count, strict=True) if n):
             raise ValueError(
-                f"{where}: rank {source} puts {count} rows at row {first} of its output, which has {room} rows"
+                f"{where}: rank {source} puts {count} rows at row {first} of its output, which has "
+                f"{room} rows"
             )
 
 

@@ -42,7 +42,9 @@ class Batch(NamedTuple):
         )
 
     def check(self, name: str, *specs: Any) -> None:
-        """Raise ValueError if a mapped function's specs name an axis over which examples are split."""
+        """Raise ValueError if a mapped function's specs name an axis over which examples
+        are split.
+        """
         named = {
             axis
             for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p)
@@ -51,8 +53,9 @@ class Batch(NamedTuple):
         }
         if found := sorted(named & set(self.axes)):
             raise ValueError(
-                f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its examples: one example is not on that axis. "
-                "Have vmap split them over another axis, or over none: spmd_axis_name=()"
+                f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its "
+                "examples: one example is not on that axis. Have vmap split them over another "
+                "axis, or over none: spmd_axis_name=()"
             )
 
 

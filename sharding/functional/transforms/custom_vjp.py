@@ -5,9 +5,10 @@
 
     log1pexp.defvjp(lambda x: (log1pexp(x), x),                   forward, and what backward needs
                     lambda x, g: (g * (1 - 1 / (1 + x.exp())),))  backward: a gradient for each argument
-Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside, of local parts, and types are tracked through
-`bwd` as through the backward of any custom function (`types/custom_functions.py`). Second derivatives are those of `fwd` and `bwd`: if
-the first are to be differentiated, `fwd` runs again, with gradients, to compute what `bwd` needs.
+Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside, of
+local parts, and types are tracked through `bwd` as through the backward of any custom function
+(`types/custom_functions.py`). Second derivatives are those of `fwd` and `bwd`: if the first are to
+be differentiated, `fwd` runs again, with gradients, to compute what `bwd` needs.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ from ..signature import paths_of
 
 
 class custom_vjp:
-    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`: any function of trees, inside and outside of `shard_map`.
+    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`: any function of
+    trees, inside and outside of `shard_map`.
 
     Args:
         fun: the function. It runs where no gradient is needed.
-        nondiff_argnums: the arguments without gradient, such as functions and tensor_indices; any objects.
+        nondiff_argnums: the arguments without gradient, such as functions and tensor_indices; any
+            objects.
         nondiff_argnames: the same by name.
 
     Raises:
         AttributeError: in a call before `defvjp`.
-        TypeError, ValueError: in backward, if `bwd` does not return a gradient for each argument; names the function and the argument.
+        TypeError, ValueError: in backward, if `bwd` does not return a gradient for each argument;
+            names the function and the argument.
         ShardingTypeError: inside a mapped function, if a gradient has the wrong type: see `defvjp`.
         NotImplementedError: inside a transform of torch.func.
 
@@ -76,7 +80,8 @@ class custom_vjp:
         unknown = [name for name in nondiff_argnames if name not in self.names]
         if unknown:
             raise ValueError(
-                f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments are {self.names}"
+                f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments "
+                f"are {self.names}"
             )
         given = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
         self.nondiff = sorted({*given, *(self.names.index(name) for name in nondiff_argnames)})
@@ -91,12 +96,15 @@ class custom_vjp:
         """Set the functions that differentiate this one.
 
         Args:
-            fwd: takes the function's arguments, and returns its result and what `bwd` needs, any tree.
-            bwd: takes the arguments without gradient, what `fwd` returned for it, and the gradient of the result, and returns a tuple
-                with a gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may have any layout. Inside a
-                mapped function the gradient of the result has the dual type (varying <-> varying, replicated <-> pending), and that of
-                an argument must have the type dual to it. For a replicated argument that is this rank's share; a replicated gradient,
-                which JAX requires, is taken as the whole gradient.
+            fwd: takes the function's arguments, and returns its result and what `bwd` needs, any
+                tree.
+            bwd: takes the arguments without gradient, what `fwd` returned for it, and the gradient
+                of the result, and returns a tuple with a gradient for each argument: a tree like
+                it, or None for zero. A `ShardedTensor` in it may have any layout. Inside a mapped
+                function the gradient of the result has the dual type (varying <-> varying,
+                replicated <-> pending), and that of an argument must have the type dual to it. For
+                a replicated argument that is this rank's share; a replicated gradient, which JAX
+                requires, is taken as the whole gradient.
         """
         self.fwd, self.bwd = fwd, bwd
 
@@ -108,7 +116,8 @@ class custom_vjp:
         keep_compiler_out()
         if self.fwd is None or self.bwd is None:
             raise AttributeError(
-                f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which sets its gradient"
+                f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which "
+                "sets its gradient"
             )
         given = self._by_position(args, kwargs)
         leaves, tree = pytree.tree_flatten(
@@ -120,7 +129,8 @@ class custom_vjp:
             return self.fun(*given)
         if engine_hooks.transforms_active():
             raise NotImplementedError(
-                f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp"
+                f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or "
+                "sm.jvp"
             )
         return _CustomVJPCall(self, given, leaves, tree).run()
 
@@ -134,7 +144,8 @@ class custom_vjp:
         if left:
             name = next(iter(left))
             raise TypeError(
-                f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position"
+                f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all "
+                "arguments by position"
             )
         return args
 
@@ -148,10 +159,12 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 @dataclass
 class ReplicatedGrads:
-    """What a tracked call of a mapped function has found out about the gradients of a custom function in it.
+    """What a tracked call of a mapped function has found out about the gradients of a custom
+    function in it.
 
     Attributes:
-        axes: by tensor, the axes along which its gradient is replicated and must be turned into a share.
+        axes: by tensor, the axes along which its gradient is replicated and must be turned into a
+            share.
     """
 
     axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -161,8 +174,10 @@ class _CustomVJPCall:
     """One call of a custom function.
 
     Attributes:
-        args, leaves, tree: the arguments, with None for those that are differentiated; the leaves of these, without tensors; their tree.
-        tensor_indices, layouts: of the tensors among the leaves: their indices, and the layouts of sharded ones.
+        args, leaves, tree: the arguments, with None for those that are differentiated; the leaves
+            of these, without tensors; their tree.
+        tensor_indices, layouts: of the tensors among the leaves: their indices, and the layouts of
+            sharded ones.
         env, replicated_grads: of the mapped function around it.
         tags: the tags of sharded tensors, in a tracked call.
         out_tree, outs, out_indices, out_layouts, out_tags: the same of the result.
@@ -211,7 +226,7 @@ class _CustomVJPCall:
                 checker.set_tag(found[i], tag)
         return pytree.tree_unflatten(found, self.out_tree)
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the function's arguments, from its tensors."""
@@ -228,11 +243,12 @@ class _CustomVJPCall:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             name, given = self.custom.name, _describe(pair)
             raise TypeError(
-                f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what bwd needs"
+                f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what "
+                "bwd needs"
             )
         return pair[0], pair[1]
 
-    # -- backward ------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, residuals: Any, cotangents: Sequence[Tensor]) -> list[Any]:
         """Return the gradients of the tensors."""
@@ -246,8 +262,10 @@ class _CustomVJPCall:
         branches = self._branches()
         if not isinstance(found, (tuple, list)) or len(found) != len(branches):
             raise TypeError(
-                f"{self.bwd_location()} returned {_describe(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
-                f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for each, None for zero"
+                f"{self.bwd_location()} returned {_describe(found)}, and {custom.name} has "
+                f"{len(branches)} arguments to differentiate "
+                f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for "
+                "each, None for zero"
             )
         grads: list[Any] = [None] * len(self.leaves)
         for (name, branch), gradient in zip(branches, found, strict=True):
@@ -258,7 +276,9 @@ class _CustomVJPCall:
         ]
 
     def _branches(self) -> list[tuple[str, Any]]:
-        """Return the name of each argument to differentiate, and its tree with the indices of its leaves."""
+        """Return the name of each argument to differentiate, and its tree with the indices of its
+        leaves.
+        """
         known, places = (
             self.custom.names,
             [i for i in range(len(self.args)) if i not in self.custom.nondiff],
@@ -293,7 +313,8 @@ class _CustomVJPCall:
         if given != tree:
             what = f"{self.bwd_location()} gives argument {name!r}"
             raise TypeError(
-                f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, or None for zero"
+                f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, "
+                "or None for zero"
             )
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
@@ -330,8 +351,9 @@ class _CustomVJPCall:
                 f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}"
             )
         return TypeError(
-            f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()"
-        )  # type: ignore[attr-defined]
+            f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return "  # type: ignore[attr-defined]
+            "g.full_tensor()"
+        )
 
     def _shared(self, i: int, g: Tensor) -> Tensor:
         """Return a gradient that is replicated as a share of it."""
@@ -339,7 +361,9 @@ class _CustomVJPCall:
         return self.as_share(g, axes) if axes else g
 
     def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Return this rank's share of a gradient that is replicated over these axes: the first rank's is all of it, others' are zero."""
+        """Return this rank's share of a gradient that is replicated over these axes: the first
+        rank's is all of it, others' are zero.
+        """
         env: Any = self.env
         return apply(g, KeepFirstMap(env.axes(axes)))
 
@@ -416,7 +440,9 @@ class _CustomVJP(torch.autograd.Function):
 
 
 def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
-    """Return the findings of the tracked call of the mapped function; None if nothing was tracked."""
+    """Return the findings of the tracked call of the mapped function; None if nothing was
+    tracked.
+    """
     if engine_hooks.current_backward() >= 0:
         return None
     if env.checker is not None:

@@ -1,4 +1,6 @@
-"""Directional derivatives: `jvp` in forward mode, and `linearize`, which runs a function once for many directions."""
+"""Directional derivatives: `jvp` in forward mode, and `linearize`, which runs a function once for
+many directions.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,28 @@ from .parts import Results, same_type, with_part
 def jvp(
     f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents), in forward mode.
+    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents), in
+    forward mode.
 
-    Every operator computes the tangent together with the value. A collective is linear, so it moves the tangent as it moves the value. No
-    graph is kept for a backward pass. May be nested, batched by `sm.vmap`, and applied to `sm.grad(f)`.
+    Every operator computes the tangent together with the value. A collective is linear, so it moves
+    the tangent as it moves the value. No graph is kept for a backward pass. May be nested, batched
+    by `sm.vmap`, and applied to `sm.grad(f)`.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and
+            anything).
         primals: its arguments.
         tangents: a tree like them; one whose layout differs from its primal's is redistributed.
 
     Returns:
-        Two trees like the result of `f` (and the second of the pair); each tangent has the layout, or type, of its result.
+        Two trees like the result of `f` (and the second of the pair); each tangent has the layout,
+        or type, of its result.
 
-    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or shape.
+    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of
+    another tree or shape.
 
-    If an operator has no forward derivative in torch (an `autograd.Function` without `jvp`), f runs once more, by `sm.linearize`; inside
-    `sm.vmap` that is torch's error.
+    If an operator has no forward derivative in torch (an `autograd.Function` without `jvp`), f runs
+    once more, by `sm.linearize`; inside `sm.vmap` that is torch's error.
 
     Communication: twice that of f.
 
@@ -93,7 +100,9 @@ def _in_forward_mode(
 
 
 def _in_own_memory(part: Tensor) -> Tensor:
-    """Return the part, copied if elements share memory, as in an expanded tensor: torch gives the tangent the same strides."""
+    """Return the part, copied if elements share memory, as in an expanded tensor: torch gives the
+    tangent the same strides.
+    """
     overlaps = torch._debug_has_internal_overlap(innermost(part)) == 1
     return part.clone(memory_format=torch.contiguous_format) if overlaps else part
 
@@ -108,7 +117,8 @@ def _directions(
     given, given_tree = flatten_without_none(list(tangents))
     if given_tree != tree:
         raise ValueError(
-            f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the primals"
+            f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the "
+            "primals"
         )
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
 
@@ -118,12 +128,14 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
     shape = getattr(tangent, "shape", None)
     if shape != x.shape:
         raise ValueError(
-            f"{name}: a tangent of shape {None if shape is None else list(shape)} for a primal of shape {list(x.shape)}"
+            f"{name}: a tangent of shape {None if shape is None else list(shape)} for a primal of "
+            f"shape {list(x.shape)}"
         )
     if not isinstance(x, ShardedTensor):
         if isinstance(tangent, ShardedTensor):
             raise TypeError(
-                f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; pass tangent.full_tensor()"
+                f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; pass "
+                "tangent.full_tensor()"
             )
         return tangent.to(x.dtype)
     if not isinstance(tangent, ShardedTensor):
@@ -132,18 +144,23 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """linearize(f, *primals) -> (f(*primals), f_jvp), where f_jvp(*tangents) is the derivative of f along them.
+    """linearize(f, *primals) -> (f(*primals), f_jvp), where f_jvp(*tangents) is the derivative of f
+    along them.
 
-    f runs once; every call of `f_jvp` is one backward pass through the gradient of f, as a function of the cotangent.
+    f runs once; every call of `f_jvp` is one backward pass through the gradient of f, as a function
+    of the cotangent.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and
+            anything).
         primals: its arguments.
 
     Returns:
-        The result, a function of trees like the primals that returns one like the result, and with `has_aux` the second of the pair.
+        The result, a function of trees like the primals that returns one like the result, and with
+        `has_aux` the second of the pair.
 
-    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or shape.
+    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of
+    another tree or shape.
 
     Communication: that of f and of its backward; `f_jvp`: that of the backward of that.
     """
@@ -176,8 +193,8 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
 
 class _Linear:
-    """The derivative of computed results as a function of the direction: the gradient, with respect to the cotangent, of the gradient,
-    which is linear in the cotangent."""
+    """The derivative of computed results as a function of the direction: the gradient, with respect
+    to the cotangent, of the gradient, which is linear in the cotangent."""
 
     _options: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
 

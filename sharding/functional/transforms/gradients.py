@@ -1,11 +1,12 @@
-"""`grad`, `value_and_grad`, `vjp` over trees of tensors: on `ShardedTensor`s outside of mapped functions, on local parts inside.
+"""`grad`, `value_and_grad`, `vjp` over trees of tensors: on `ShardedTensor`s outside of mapped
+functions, on local parts inside.
 
-Each gradient has the layout (inside: the type) of its argument. Pending gradients are reduced once, at the end, in one bucket per set
-of axes and dtype.
+Each gradient has the layout (inside: the type) of its argument. Pending gradients are reduced once,
+at the end, in one bucket per set of axes and dtype.
 
-Inside a mapped function the seed of backward depends on the type of the loss. A replicated loss seeds 1/n on each of n ranks, so that
-the pending gradient of a replicated value adds up to the gradient. Tracked calls know the types; later calls with the same signature read
-them from the log.
+Inside a mapped function the seed of backward depends on the type of the loss. A replicated loss
+seeds 1/n on each of n ranks, so that the pending gradient of a replicated value adds up to the
+gradient. Tracked calls know the types; later calls with the same signature read them from the log.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from .pullback import Pullback
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an argument).
+    """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an
+    argument).
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
@@ -49,16 +51,18 @@ def value_and_grad(
         has_aux: whether f returns a pair, which is then the value.
 
     Returns:
-        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf with
-        the layout of the argument's (replicated where that is pending). If an argument requires grad, the result can be
-        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is detached.
+        A function of f's arguments. The gradient is a tree like the argument (for several `argnums`
+        a tuple of trees), each leaf with the layout of the argument's (replicated where that is
+        pending). If an argument requires grad, the result can be differentiated again, by `grad` or
+        `backward`, and keeps what that needs; otherwise it is detached.
 
     Raises:
-        TypeError: an argument that is not made of floating tensors; a loss that is not a scalar; inside a mapped function
-            (`ShardingTypeError`) a loss that varies or is pending.
+        TypeError: an argument that is not made of floating tensors; a loss that is not a scalar;
+            inside a mapped function (`ShardingTypeError`) a loss that varies or is pending.
         RuntimeError: inside a mapped function with check=False, where types are not known.
 
-    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for replicated arguments.
+    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype
+    for replicated arguments.
 
     Example:
         >>> loss, grads = sm.value_and_grad(loss_fn)(params, batch)
@@ -133,7 +137,8 @@ DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 def grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
+    """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value
+    (with `has_aux`: gradient, aux).
 
     Communication: as `value_and_grad`.
     """
@@ -150,15 +155,18 @@ def grad(
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns the gradient for each primal.
+    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns the gradient for each
+    primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays None.
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and
+            anything). None in a tree stays None.
         primals: its arguments.
 
     Returns:
-        The result, a function that takes a tree like the result (each cotangent with the layout, or of the type, of its result) and can be
-        called any number of times, and with `has_aux` the second of the pair.
+        The result, a function that takes a tree like the result (each cotangent with the layout, or
+        of the type, of its result) and can be called any number of times, and with `has_aux` the
+        second of the pair.
 
     Raises: TypeError for primals that are not made of floating tensors.
 
@@ -235,7 +243,8 @@ def stop_gradient(x: Any) -> Any:
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """remat(f) -> f that recomputes its intermediate values in backward instead of keeping them: `torch.utils.checkpoint`.
+    """remat(f) -> f that recomputes its intermediate values in backward instead of keeping them:
+    `torch.utils.checkpoint`.
 
     Collectives inside run again too, over the same axes; random numbers are the same.
 
@@ -281,7 +290,7 @@ class _ReplayContexts:
         self.stacks.pop().__exit__(*error)
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves ----------------------------------------------------------------------------------------
 
 
 def check_floating(name: str, leaves: Sequence[Any]) -> None:
@@ -289,14 +298,15 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
         if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
             raise TypeError(
-                f"{name}: leaf {i} of the arguments to differentiate is a {kind}; only floating tensors have gradients"
+                f"{name}: leaf {i} of the arguments to differentiate is a {kind}; only floating "
+                "tensors have gradients"
             )
 
 
 @contextmanager
 def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """Yield the leaves as new tensors that require grad. Inside another function that is being differentiated, and if something in the
-    arguments requires grad, they stay part of its graph."""
+    """Yield the leaves as new tensors that require grad. Inside another function that is being
+    differentiated, and if something in the arguments requires grad, they stay part of its graph."""
     before = thread_context.grad_is_nested
     given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     thread_context.grad_is_nested = torch.is_grad_enabled() and (
@@ -317,7 +327,9 @@ def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]
 
 
 def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a new tensor with the same values and type; its gradient is reduced as that type says."""
+    """Return a new tensor with the same values and type; its gradient is reduced as that
+    type says.
+    """
     env = current_axis_env()
     if env is None or env.checker is None:
         return make(x)
@@ -362,12 +374,13 @@ def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise TypeError(
-            f"the function to differentiate must return a scalar tensor, and it returned {what}; use .sum() or .mean()"
+            f"the function to differentiate must return a scalar tensor, and it returned {what}; "
+            "use .sum() or .mean()"
         )
     return loss
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class GradTypes(NamedTuple):
@@ -390,7 +403,9 @@ def _gradients(
     given: Sequence[Any] | None,
     record: GradTypes | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of the inputs, in their layouts: of a scalar, or for given cotangents in the layouts of the results."""
+    """Return the gradients of the inputs, in their layouts: of a scalar, or for given cotangents in
+    the layouts of the results.
+    """
     env = current_axis_env()
     record = (
         _grad_types(env, outs, inputs, given is None)
@@ -407,9 +422,14 @@ def _gradients(
         if not connected:
             return [torch.zeros_like(x) for x in inputs]
         found = backward.grad(
-            [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
-            create_graph=thread_context.grad_is_nested, allow_unused=True, materialize_grads=True,
-        )  # fmt: skip
+            [out for out, _ in connected],
+            inputs,
+            [seed for _, seed in connected],
+            retain_graph=True if given is not None else None,
+            create_graph=thread_context.grad_is_nested,
+            allow_unused=True,
+            materialize_grads=True,
+        )
     return list(found) if record is None or env is None else _reduced(env, record, found)
 
 
@@ -484,8 +504,9 @@ def _logged_types(env: AxisEnv, outs: Sequence[Any], inputs: Sequence[Any]) -> G
         ):
             return record
     raise RuntimeError(
-        "grad inside a mapped function: the types of its loss and inputs are not known. check=False does not track types; otherwise this "
-        "call was not made in the first call with this signature: use shard_map(check='always')"
+        "grad inside a mapped function: the types of its loss and inputs are not known. "
+        "check=False does not track types; otherwise this call was not made in the first call with "
+        "this signature: use shard_map(check='always')"
     )
 
 
@@ -496,15 +517,18 @@ def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
     if type_.varying:
         own = all(type_.varying <= x.varying for x in inputs)
         which = (
-            "; then the gradient of a varying value, as the arguments are, is that of each rank's own loss"
+            "; then the gradient of a varying value, as the arguments are, is that of each rank's "
+            "own loss"
             if own
             else ""
         )
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has its own; which is "
-            f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum{which}"
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that "
+            f"every rank has its own; which is meant? pmean(loss, {names}) for their mean, "
+            f"psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first"
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; "
+            f"psum(loss, {names}) first"
         )

@@ -1,4 +1,6 @@
-"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, from one batch of directions (or cotangents)."""
+"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, from one batch of
+directions (or cotangents).
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,18 @@ Argnums = int | Sequence[int]
 def jacfwd(
     fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode: a batch of one direction per element of the argument.
+    """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode: a batch of one
+    direction per element of the argument.
 
     Args:
-        fun: a function of trees of real tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        fun: a function of trees of real tensors, which returns a tree (with `has_aux` a pair of
+            that and anything).
         argnums: the argument or arguments to differentiate with respect to.
 
     Returns:
-        A function of f's arguments. For each leaf `y` of the result a tree like the argument (for several `argnums` a tuple of trees) with
-        a leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` are split as in the result, dims of `x` are not split.
+        A function of f's arguments. For each leaf `y` of the result a tree like the argument (for
+        several `argnums` a tuple of trees) with a leaf of shape `[*y.shape, *x.shape]` for each
+        leaf `x`. Dims of `y` are split as in the result, dims of `x` are not split.
 
     Raises: TypeError for an argument that is not made of real floating tensors.
 
@@ -68,9 +73,11 @@ def jacfwd(
 def jacrev(
     fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode: a batch of one cotangent per element of the result.
+    """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode: a batch of one
+    cotangent per element of the result.
 
-    Args and returns: as `jacfwd`, but dims of `x` are split as in the argument, and dims of `y` are not split.
+    Args and returns: as `jacfwd`, but dims of `x` are split as in the argument, and dims of `y` are
+    not split.
 
     Raises: TypeError for an argument, or a result, that is not made of real floating tensors.
 
@@ -98,9 +105,11 @@ def hessian(
 ) -> Callable[..., Any]:
     """hessian(f) -> a function that returns the second derivatives of f: `jacfwd(jacrev(f))`.
 
-    For each leaf `y` of the result a tree of trees like the argument, with leaves of shape `[*y.shape, *x1.shape, *x2.shape]`.
+    For each leaf `y` of the result a tree of trees like the argument, with leaves of shape
+    `[*y.shape, *x1.shape, *x2.shape]`.
 
-    Communication: that of f and of its backward, twice, for all elements of result and argument at once.
+    Communication: that of f and of its backward, twice, for all elements of result and argument at
+    once.
     """
     return jacfwd(jacrev(fun, argnums, has_aux), argnums, has_aux)
 
@@ -134,12 +143,15 @@ def _check_real(name: str, what: str, leaves: Sequence[Any]) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
             raise TypeError(
-                f"{name}: leaf {i} of the {what} is a {kind}; Jacobians are of real floating tensors"
+                f"{name}: leaf {i} of the {what} is a {kind}; Jacobians are of real floating "
+                "tensors"
             )
 
 
 def _basis(leaves: Sequence[Any]) -> list[Any]:
-    """Return for each leaf a batch of directions, one per element of all leaves: unit ones in its own rows, zeros in the others."""
+    """Return for each leaf a batch of directions, one per element of all leaves: unit ones in its
+    own rows, zeros in the others.
+    """
     total, first, found = sum(x.numel() for x in leaves), 0, []
     for x in leaves:
         found.append(same_type(_unit_rows(x, first, total), x))
@@ -170,7 +182,9 @@ def _placed(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tenso
 
 
 def _cut(x: Any, dim: int, leaves: Sequence[Tensor]) -> list[Any]:
-    """Split a batch dim into the parts that belong to the leaves, each with the dims of its leaf in place of it."""
+    """Split a batch dim into the parts that belong to the leaves, each with the dims of its leaf in
+    place of it.
+    """
     first, found = 0, []
     for leaf in leaves:
         part = x.narrow(dim, first, leaf.numel())

@@ -1,6 +1,7 @@
 """Gradients inside a transform, by `torch.func.vjp`, which can be batched and carry tangents.
 
-Outside of transforms, gradients are those of plain autograd (`gradients.py`). Inside one, a tensor cannot be made to require grad.
+Outside of transforms, gradients are those of plain autograd (`gradients.py`). Inside one, a tensor
+cannot be made to require grad.
 """
 
 from __future__ import annotations

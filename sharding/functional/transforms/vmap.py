@@ -52,43 +52,50 @@ def vmap(
     *,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """vmap(f) -> f of a batch: `f` receives one example, and every operator works on all of them at once.
+    """vmap(f) -> f of a batch: `f` receives one example, and every operator works on all of them at
+    once.
 
-    Arguments and results are trees of plain and sharded tensors. Communication inside `f` (redistributions, mapped functions, collectives
-    by axis name) is done once for the whole batch.
+    Arguments and results are trees of plain and sharded tensors. Communication inside `f`
+    (redistributions, mapped functions, collectives by axis name) is done once for the whole batch.
 
         rank 0   x = [x0 x1]        f(x0) f(x1)
         rank 1   x = [x2 x3]   ->   f(x2) f(x3)        where the mapped dim is split, each rank has its own examples
 
     Args:
-        fun: a function of one example. If the mapped dim is split over some axes, an example is on the mesh of the others (with none left,
-            a plain tensor), and all sharded tensors that `fun` uses must be arguments.
-        in_axes: the mapped dim of every argument; None for an argument shared by all examples. Keyword arguments are mapped over dim 0.
-        out_axes: the position of the batch dim in every result; None for a result that does not depend on the example.
+        fun: a function of one example. If the mapped dim is split over some axes, an example is on
+            the mesh of the others (with none left, a plain tensor), and all sharded tensors that
+            `fun` uses must be arguments.
+        in_axes: the mapped dim of every argument; None for an argument shared by all examples.
+            Keyword arguments are mapped over dim 0.
+        out_axes: the position of the batch dim in every result; None for a result that does not
+            depend on the example.
         axis_name: not supported; a mapped dim has no name for collectives here.
         axis_size: the number of examples; required if no argument is mapped.
-        spmd_axis_name: the axis (or axes) that splits the mapped dim, `()` for none; arguments are redistributed. Default: as the arguments
-            are split.
-        randomness: for random operators, as in `torch.func.vmap`: "error", "same" for all examples, or on plain tensors "different".
+        spmd_axis_name: the axis (or axes) that splits the mapped dim, `()` for none; arguments are
+            redistributed. Default: as the arguments are split.
+        randomness: for random operators, as in `torch.func.vmap`: "error", "same" for all examples,
+            or on plain tensors "different".
 
     Returns:
         A function of batches. The batch dim of a result is split as those of the arguments.
 
     Raises:
-        ValueError: axes that do not fit the arguments; mapped dims of different sizes, or split differently.
+        ValueError: axes that do not fit the arguments; mapped dims of different sizes, or split
+            differently.
         NotImplementedError: `axis_name`.
-        ShardingTypeError: examples are split, and a plain tensor that requires grad is not an argument: its gradient would be that of
-            this rank's examples only.
+        ShardingTypeError: examples are split, and a plain tensor that requires grad is not an
+            argument: its gradient would be that of this rank's examples only.
 
-    Communication: that of redistributing arguments where mapped dims must be split, and that of `fun`.
+    Communication: that of redistributing arguments where mapped dims must be split, and that of
+    `fun`.
 
     Example:
         >>> per_example = sm.vmap(sm.grad(loss), in_axes=(None, 0))(params, batch)
     """
     if axis_name is not None:
         raise NotImplementedError(
-            f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over the batch outside of vmap, or use "
-            "shard_map"
+            f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over "
+            "the batch outside of vmap, or use shard_map"
         )
     names = (
         (spmd_axis_name,)
@@ -131,7 +138,7 @@ class _Batched:
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         return with_lineage(mixed(self._seed, sharded), out) if sharded else out
 
-    # -- mapped arguments ----------------------------------------------------------------------------------------------
+    # -- mapped arguments --------------------------------------------------------------------------
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
@@ -148,7 +155,8 @@ class _Batched:
                 )
                 path = self._paths(args, kwargs)[i]
                 raise ValueError(
-                    f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument shared by all examples"
+                    f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument "
+                    "shared by all examples"
                 )
             else:
                 given[i] = axis % leaf.ndim
@@ -177,7 +185,7 @@ class _Batched:
             raise ValueError(f"vmap({self.name}): mapped dims must have one size ({listing}{also})")
         return wanted.pop()
 
-    # -- layouts -------------------------------------------------------------------------------------------------------
+    # -- layouts -----------------------------------------------------------------------------------
 
     def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
         """Return how the mapped dim is split, and on which mesh."""
@@ -205,7 +213,8 @@ class _Batched:
         if len(found) > 1:
             listing = ", ".join(str(layout) for layout, _ in split)
             raise ValueError(
-                f"vmap({self.name}): the mapped dims are split differently ({listing}); redistribute them alike, or pass spmd_axis_name="
+                f"vmap({self.name}): the mapped dims are split differently ({listing}); "
+                "redistribute them alike, or pass spmd_axis_name="
             )
         return next(((cuts, mesh) for mesh, cuts in found), ((), None))  # type: ignore[return-value]
 
@@ -247,11 +256,11 @@ class _Run:
         self.batch = Batch.inside(current_batch(), mesh, axes, mesh[rest] if rest else None)
         self.count = Layout.of(mesh, P.of_cuts([cuts], {}), (size,)).local_shape[0]
 
-    # -- arguments -----------------------------------------------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------------------
 
     def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
-        """Return the leaves with the batch dim split as required and no other dim split by its axes; if it is split, plain tensors become
-        `ShardedTensor`s.
+        """Return the leaves with the batch dim split as required and no other dim split by its
+        axes; if it is split, plain tensors become `ShardedTensor`s.
 
         Communication: that of redistributing leaves, in buckets.
         """
@@ -287,7 +296,9 @@ class _Run:
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
-        """Return this rank's part, its mapped dim, and the layout of one example; None for a plain one."""
+        """Return this rank's part, its mapped dim, and the layout of one example; None for a plain
+        one.
+        """
         if not isinstance(x, ShardedTensor):
             return x, axis, None
         layout, part = x._layout, known_local(x)
@@ -306,7 +317,7 @@ class _Run:
             )
         return part, axis, layout if axis is None else layout_without(layout, axis)
 
-    # -- running -------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, leaves: list[Any], axes: list[int | None], tree: Any) -> Any:
         owner: _Batched = self.owner
@@ -361,10 +372,12 @@ class _Run:
         ):
             yield
 
-    # -- results -------------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def _results(self, out: Any) -> tuple[Any, list[Any]]:
-        """Return the tree of the results, and for each leaf: its batch dim, local part, layout, and the leaf itself."""
+        """Return the tree of the results, and for each leaf: its batch dim, local part, layout, and
+        the leaf itself.
+        """
         leaves, tree = pytree.tree_flatten(out)
         axes = axes_for("out_axes", self.owner.out_axes, out)
         paths = [f"vmap({self.owner.name}): result {path}".rstrip() for path in paths_of(out)]
@@ -377,22 +390,23 @@ class _Run:
             raise TypeError(f"{path} is {x!r}, neither a tensor nor a number")
         layout, part = (x._layout, known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
         if axis is None:
-            if (
-                torch._C._functorch.maybe_get_level(part)
-                == torch._C._functorch.maybe_current_level()
-            ):  # type: ignore[attr-defined]
+            functorch = torch._C._functorch  # type: ignore[attr-defined]
+            if functorch.maybe_get_level(part) == functorch.maybe_current_level():
                 raise ValueError(
-                    f"{path} depends on the example, and its out_axes are None, which is for results that do not; give a dim"
+                    f"{path} depends on the example, and its out_axes are None, which is for "
+                    "results that do not; give a dim"
                 )
             return None, part, layout, x
         if not -x.ndim - 1 <= axis <= x.ndim:
             raise ValueError(
-                f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at dim {axis}"
+                f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at "
+                f"dim {axis}"
             )
         if self.batch is not None and layout is not None and layout.mesh is not self.batch.inner:
             raise ValueError(
-                f"{path} is on {layout.mesh}, and examples are on {self.batch.inner}, since they are split over {list(self.batch.axes)}; "
-                "pass sharded tensors as arguments, with None in in_axes"
+                f"{path} is on {layout.mesh}, and examples are on {self.batch.inner}, since they "
+                f"are split over {list(self.batch.axes)}; pass sharded tensors as arguments, with "
+                "None in in_axes"
             )
         return axis % (x.ndim + 1), part, layout, x
 
@@ -417,8 +431,11 @@ class _Run:
 
     def _on_whole_mesh(self, example: Tensor, layout: Layout | None) -> Layout:
         return Layout.of(
-            self.mesh, P() if layout is None else layout.spec, example.shape, example.dtype
-        )  # type: ignore[arg-type]
+            self.mesh,  # type: ignore[arg-type]
+            P() if layout is None else layout.spec,
+            example.shape,
+            example.dtype,
+        )
 
 
 def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
@@ -464,8 +481,8 @@ DESCRIBERS[_redistributed.__code__] = _describe
 
 
 class _ClosedOverParams(TorchFunctionMode):
-    """Look for plain tensors that require grad and are not arguments: if examples are split, each rank would compute the gradient of its
-    own examples only."""
+    """Look for plain tensors that require grad and are not arguments: if examples are split, each
+    rank would compute the gradient of its own examples only."""
 
     def __init__(self, inside: Sequence[Any]) -> None:
         super().__init__()
@@ -480,9 +497,10 @@ class _ClosedOverParams(TorchFunctionMode):
             for x in tensors_in((*args, *(kwargs or {}).values())):
                 if self._is_from_outside(x):
                     raise ShardingTypeError(
-                        f"{user_location()}: a tensor of shape {list(x.shape)} that requires grad and is not an argument, in a function "
-                        "whose examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
-                        "argument, with None in in_axes, or use it detached: x.detach()"
+                        f"{user_location()}: a tensor of shape {list(x.shape)} that requires grad "
+                        "and is not an argument, in a function whose examples vmap has split over "
+                        "ranks: its gradient would be that of each rank's own examples. Pass it as "
+                        "an argument, with None in in_axes, or use it detached: x.detach()"
                     )
         return func(*args, **(kwargs or {}))
 
@@ -497,7 +515,7 @@ class _ClosedOverParams(TorchFunctionMode):
         return x.is_leaf or x.grad_fn._sequence_nr() < self._first  # type: ignore[union-attr]
 
 
-# -- axes --------------------------------------------------------------------------------------------------------------
+# -- axes ------------------------------------------------------------------------------------------
 
 
 def axes_for(what: str, axes: Axes, tree: Any) -> list[int | None]:
@@ -523,7 +541,8 @@ def _spread(what: str, axes: Axes, tree: Any, found: list[int | None]) -> None:
         and len(axes) == len(tree)
     ):
         raise ValueError(
-            f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis for each branch"
+            f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis "
+            "for each branch"
         )
     for one, branch in [(axes[k], tree[k]) for k in tree] if same else zip(axes, tree, strict=True):
         _spread(f"{what}[...]", one, branch, found)

@@ -2,15 +2,17 @@
 
     forward    x: S  ->  y = psum(x): R          backward    g: U (the dual of R)  ->  must return S, the dual of x
 
-The gradient of an operator of torch has the right type. A custom function may return one of another type: the identity as the backward
-of a psum returns each rank's share of a gradient as if it were all of it. So types are tracked through the backward of every custom
-function as well, starting from gradients of the types dual to its results. It must return
+The gradient of an operator of torch has the right type. A custom function may return one of another
+type: the identity as the backward of a psum returns each rank's share of a gradient as if it were
+all of it. So types are tracked through the backward of every custom function as well, starting from
+gradients of the types dual to its results. It must return
 
     for an argument that is    varying       varying or replicated: this rank's own gradient
                                replicated    varying or pending: this rank's share
                                pending       replicated
 
-A custom function is identified by the autograd node of its results. Its arguments are the values that the node's edges lead to.
+A custom function is identified by the autograd node of its results. Its arguments are the values
+that the node's edges lead to.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class CustomFunctionCalls:
         self.found: dict[Any, CustomFunctionCall] = {}
 
     def result(self, node: Any, x: Tensor, tag: Tag | None) -> Tag:
-        """Return the tag of a result of a custom function; `tag` is what its forward gave, if that used tracked operators."""
+        """Return the tag of a result of a custom function; `tag` is what its forward gave, if that
+        used tracked operators.
+        """
         call = self._call_of(node)
         if tag is None:  # the result is one of its arguments, or untracked
             tag = call.joined
@@ -75,7 +79,9 @@ class CustomFunctionCalls:
         return found
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
-        """Return the tag of the value that an edge of the graph leads to; None if it does not require grad."""
+        """Return the tag of the value that an edge of the graph leads to; None if it does not
+        require grad.
+        """
         checker: Any = self.checker()
         if node is None:
             return None
@@ -100,7 +106,8 @@ class CustomFunctionCall:
         ins: the tags of its arguments that require grad, by number.
         outs: the tags of its results, by number.
         joined: the joined tag of all arguments.
-        memory: the tags of its results by memory: saved for backward, they are returned as other objects.
+        memory: the tags of its results by memory: saved for backward, they are returned as other
+            objects.
         names: the manual axes.
         is_checked: whether its backward has run.
         must_be_checked: whether later calls need to know the result of the check.
@@ -151,7 +158,9 @@ class CustomFunctionCall:
         return tuple(checked)
 
     def _checked(self, checker: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
-        """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the whole gradient on every rank."""
+        """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the
+        whole gradient on every rank.
+        """
         given, found, call = tag.type, checker.tag_of(gradient).type, getattr(node, "call", None)
         shared = (
             ()
@@ -184,11 +193,16 @@ class CustomFunctionCall:
                     and bool(gradient.any())
                 )
                 needed = "is this rank's share of a sum, which is reduced later, once for all uses"
-                advice = f"return the share without a psum, or for a whole gradient pcast(gradient, {axis!r}, to='unreduced')"
+                advice = (
+                    "return the share without a psum, or for a whole gradient pcast(gradient, "
+                    f"{axis!r}, to='unreduced')"
+                )
             if wrong:
                 raise ShardingTypeError(
-                    f"{self._name(call)}: the gradient of argument {self._argument(call, i)} {_describe_type(found, axis)}, and the "
-                    f"argument {_describe_type(given, axis)}: its gradient must be one that {needed}; {advice}"
+                    f"{self._name(call)}: the gradient of argument {self._argument(call, i)} "
+                    f"{_describe_type(found, axis)}, and the argument "
+                    f"{_describe_type(given, axis)}: its gradient must be one that {needed}; "
+                    f"{advice}"
                 )
         return gradient
 

@@ -1,4 +1,5 @@
-"""Decide whether an operator keeps a value pending: it must be linear in it, which the operator table tells.
+"""Decide whether an operator keeps a value pending: it must be linear in it, which the operator
+table tells.
 
 u pending:   2 * u, u + u, u @ w, u.sum()   pending            u * u, relu(u), u + r   not linear: psum first
 """
@@ -70,8 +71,9 @@ def stays_pending(
 def share_of_gradient(
     checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Return the same as `stays_pending` for the backward of a custom function, which as a whole is linear in the gradient: an operator
-    without a rule is taken to be linear, and zeros next to a share are a share of zero.
+    """Return the same as `stays_pending` for the backward of a custom function, which as a whole is
+    linear in the gradient: an operator without a rule is taken to be linear, and zeros next to a
+    share are a share of zero.
 
     Raises: ShardingTypeError if the operator is known not to be linear.
     """
@@ -86,8 +88,8 @@ def share_of_gradient(
 def _as_sharded(
     checker: TypeChecker, axis: str, items: Any, operands: list[Any], zeros: bool
 ) -> list[Any]:
-    """Return the arguments with every tensor as a `ShardedTensor` that is pending or replicated over two ranks; with `zeros`, a tensor of
-    zeros counts as pending."""
+    """Return the arguments with every tensor as a `ShardedTensor` that is pending or replicated
+    over two ranks; with `zeros`, a tensor of zeros counts as pending."""
     found = []
     for item in items:
         if isinstance(item, Tensor):
@@ -114,6 +116,7 @@ def _not_linear(
 ) -> ShardingTypeError:
     since = checker.pending_since(axis, args, kwargs)
     return ShardingTypeError(
-        f"{user_location()}: {name_of(func)} of a value that is pending over {axis!r}{since}: each rank holds a share of a sum, and "
-        f"the operator is not linear, so its results would not add up; call psum(x, {axis!r}) first"
+        f"{user_location()}: {name_of(func)} of a value that is pending over {axis!r}{since}: each "
+        "rank holds a share of a sum, and the operator is not linear, so its results would not add "
+        f"up; call psum(x, {axis!r}) first"
     )

@@ -1,7 +1,8 @@
 """Operators whose result type does not follow from their operands alone.
 
-For most operators, the result varies if an operand varies. Those here write to an operand, draw random numbers, use only the shape of an
-operand, or turn values into numbers. Each has a handler that runs it and sets the tags.
+For most operators, the result varies if an operand varies. Those here write to an operand, draw
+random numbers, use only the shape of an operand, or turn values into numbers. Each has a handler
+that runs it and sets the tags.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def special(*functions: Any) -> Callable[[Special], Special]:
 
 
 def _write(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle an operator that writes to its first operand, or to all of a list; fused optimizers write to several lists."""
+    """Handle an operator that writes to its first operand, or to all of a list; fused optimizers
+    write to several lists.
+    """
     tag = checker.result_tag(func, args, kwargs)
     result = func(*args, **kwargs)
     for written in tensors_in(args if name_of(func).startswith("_fused") else args[:1]):
@@ -56,7 +59,9 @@ def _constant(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict
 
 
 def _like(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle an operator that uses the values of its first operand, and only the shape or dtype of the second."""
+    """Handle an operator that uses the values of its first operand, and only the shape or dtype of
+    the second.
+    """
     tag = checker.join_all(tensors_in(args[:1]), checker.control_tag)
     result = func(*args, **kwargs)
     checker.set_tag(result, tag)
@@ -94,7 +99,9 @@ def _ordinary(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict
 
 
 def _draw(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle an operator that may draw random numbers: it did if the generator's state has changed."""
+    """Handle an operator that may draw random numbers: it did if the generator's state has
+    changed.
+    """
     before = _generator_states()
     writes = writes_first_operand(func)
     tag = checker.result_tag(func, args, kwargs)
@@ -112,22 +119,30 @@ def _draw(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str
 
 
 _READS = (
-    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__ is_nonzero equal allclose __dlpack__ "
-    "untyped_storage storage data_ptr"
-)  # fmt: skip
+    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__ "
+    "is_nonzero equal allclose __dlpack__ untyped_storage storage data_ptr"
+)
 _DRAWS = (
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial rrelu rrelu_ dropout "
-    "dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
-    "feature_alpha_dropout_ native_dropout gumbel_softmax scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d "
-    "fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
-)  # fmt: skip
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial "
+    "poisson binomial rrelu rrelu_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout "
+    "alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ "
+    "native_dropout gumbel_softmax scaled_dot_product_attention multi_head_attention_forward "
+    "fractional_max_pool2d fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ "
+    "log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
+)
 _SIZED_BY_VALUES = "nonzero masked_select unique unique_consecutive argwhere bincount"
-_CONSTANTS = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
+_CONSTANTS = (
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full "
+    "new_empty_strided"
+)
 _LIKES = "view_as expand_as reshape_as type_as"
 _BY_NAME: dict[str, Special] = {
-    **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LIKES.split(), _like), **dict.fromkeys(_READS.split(), _read),
-    **dict.fromkeys(_DRAWS.split(), _draw), **dict.fromkeys(_SIZED_BY_VALUES.split(), _sized_by_values),
-}  # fmt: skip
+    **dict.fromkeys(_CONSTANTS.split(), _constant),
+    **dict.fromkeys(_LIKES.split(), _like),
+    **dict.fromkeys(_READS.split(), _read),
+    **dict.fromkeys(_DRAWS.split(), _draw),
+    **dict.fromkeys(_SIZED_BY_VALUES.split(), _sized_by_values),
+}
 
 
 def special_of(func: Any) -> Special | None:
@@ -138,7 +153,7 @@ def special_of(func: Any) -> Special | None:
     return _BY_NAME.get(name) or (_write if writes_first_operand(func) else None)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 _SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 
@@ -146,7 +161,8 @@ _SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 def _check_seed(
     checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Check the default seed of backward, which is 1 on every rank: right for the sum of the ranks' losses.
+    """Check the default seed of backward, which is 1 on every rank: right for the sum of the ranks'
+    losses.
 
     Raises: ShardingTypeError for a replicated loss, whose gradients would be n times too large.
     """
@@ -161,8 +177,10 @@ def _check_seed(
         same = sorted(checker.names - checker.tag_of(out).type.varying)
         if same:
             raise ShardingTypeError(
-                f"{user_location()}: {name_of(func)} of a loss that is replicated over {', '.join(map(repr, same))} starts from 1 on every "
-                "rank, and gradients would be too large by the number of ranks; use sm.grad or sm.value_and_grad, which scale the seed"
+                f"{user_location()}: {name_of(func)} of a loss that is replicated over "
+                f"{', '.join(map(repr, same))} starts from 1 on every rank, and gradients would be "
+                "too large by the number of ranks; use sm.grad or sm.value_and_grad, which scale "
+                "the seed"
             )
 
 
@@ -247,16 +265,16 @@ def _norm_with_statistics(
 @special(
     Tensor.requires_grad_,
     Tensor.retain_grad,
-    Tensor.requires_grad.__set__,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.register_hook,
     Tensor.detach_,
-)  # type: ignore[attr-defined]
+)
 def _leave(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle an operator that changes no values."""
     return func(*args, **kwargs)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _generator_states() -> list[Tensor]:

@@ -1,14 +1,17 @@
-"""`TypeChecker`: a torch function mode that tracks the types of values through every operator of a mapped function.
+"""`TypeChecker`: a torch function mode that tracks the types of values through every operator of a
+mapped function.
 
     y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at train.py:12, of argument 0"
     y = psum(y, "dp")  replicated again
 
-A tensor stores its type as an attribute, its tag. A tensor without a tag is a constant of the function, and replicated. Memory that a
-varying value was written into varies under every view of it.
+A tensor stores its type as an attribute, its tag. A tensor without a tag is a constant of the
+function, and replicated. Memory that a varying value was written into varies under every view of
+it.
 
-Python numbers have no tags. Once the program turns a varying tensor into a number (`.item()`, `if x:`), every later result may depend on
-it and counts as varying, except that a psum of it is the same on every rank. Which of two such results the program returns may
-depend on the number too, so ranks also compare the values of replicated results the first time.
+Python numbers have no tags. Once the program turns a varying tensor into a number (`.item()`,
+`if x:`), every later result may depend on it and counts as varying, except that a psum of it is the
+same on every rank. Which of two such results the program returns may depend on the number too, so
+ranks also compare the values of replicated results the first time.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class TypeChecker(TorchFunctionMode):
         control_tag: the type of everything that the program has read as a number.
         number_tag: the same, joined with the type of everything whose shape depends on values.
         random_type: the type of the results of random operators.
-        unknown: the tag of a tensor that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
+        unknown: the tag of a tensor that no operator has made: a constant, or one that a transform
+            of torch.func has unwrapped.
         tracks_backward: whether this is the backward of a custom function.
         saw_unknown: whether that backward has used a value of unknown type.
         custom_calls: the calls of custom functions.
@@ -100,7 +104,7 @@ class TypeChecker(TorchFunctionMode):
         found._memory = memory
         return found
 
-    # -- tags ----------------------------------------------------------------------------------------------------------
+    # -- tags --------------------------------------------------------------------------------------
 
     def make_tag(self, origin: TypeOrigin, type_: Type) -> Tag:
         """Return a tag of this type with one origin for all its axes."""
@@ -111,7 +115,9 @@ class TypeChecker(TorchFunctionMode):
         )
 
     def argument_tag(self, leaf: Any) -> Tag:
-        """Return the tag that an argument has in the outer mapped function; replicated if there is none."""
+        """Return the tag that an argument has in the outer mapped function; replicated if there is
+        none.
+        """
         tag = getattr(leaf, "_type_tag", None)
         return self.replicated if tag is None or tag.owner is not self.owner else self.tag_of(leaf)
 
@@ -153,7 +159,8 @@ class TypeChecker(TorchFunctionMode):
     def tag_of(self, x: Tensor) -> Tag:
         """Return the tag of a tensor.
 
-        Raises: ShardingTypeError for a tensor that requires grad and is neither an argument nor made here.
+        Raises: ShardingTypeError for a tensor that requires grad and is neither an argument nor
+        made here.
         """
         tag = getattr(x, "_type_tag", None)
         if tag is None or tag.owner is not self.owner:
@@ -206,7 +213,9 @@ class TypeChecker(TorchFunctionMode):
         return self.unknown
 
     def _is_refused(self, x: Tensor) -> bool:
-        """Return whether a tensor that requires grad, and that no operator here has made, cannot be used as it is."""
+        """Return whether a tensor that requires grad, and that no operator here has made, cannot be
+        used as it is.
+        """
         return True
 
     def _tag_of_saved(self, x: Tensor) -> Tag:
@@ -216,7 +225,9 @@ class TypeChecker(TorchFunctionMode):
         return self.unknown if found is None else found
 
     def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
-        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that was not used."""
+        """Return the gradient of a result as a new object with a tag of the dual type; `out` is
+        None for a result that was not used.
+        """
         if g is None or g.layout is not torch.strided:
             return g
         with untracked():
@@ -235,7 +246,9 @@ class TypeChecker(TorchFunctionMode):
         return found
 
     def join(self, one: Tag, other: Tag) -> Tag:
-        """Return the tag of a value that is computed from two; the first that varies gives the origin."""
+        """Return the tag of a value that is computed from two; the first that varies gives the
+        origin.
+        """
         if one.type is REPLICATED:
             return other
         if other.type is REPLICATED or other.type is one.type:
@@ -245,7 +258,7 @@ class TypeChecker(TorchFunctionMode):
             one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self.owner)
         )
 
-    # -- operators -----------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -280,7 +293,9 @@ class TypeChecker(TorchFunctionMode):
         return result
 
     def _with_captures(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with local parts in place of captured tensors; None if there are none."""
+        """Return the arguments with local parts in place of captured tensors; None if there are
+        none.
+        """
         captures = current_captures()
         return None if captures is None else captures.replaced(func, args, kwargs)
 
@@ -330,9 +345,11 @@ class TypeChecker(TorchFunctionMode):
         return Tag(tag.type, origins, self.owner)
 
     def _pending_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
-        """Return the tag of a result with a pending operand, which must be pending over each axis in which the operator is linear.
+        """Return the tag of a result with a pending operand, which must be pending over each axis
+        in which the operator is linear.
 
-        Raises: ShardingTypeError if the operator is not linear, or takes a number that may differ between the ranks.
+        Raises: ShardingTypeError if the operator is not linear, or takes a number that may differ
+        between the ranks.
         """
         numbers = self.number_tag.type.varying | (self.names if self.uneven else frozenset())
         if tag.type.pending & numbers and any(
@@ -352,7 +369,9 @@ class TypeChecker(TorchFunctionMode):
         return next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
 
     def set_tag(self, result: Any, tag: Tag) -> None:
-        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what the transform unwraps from it."""
+        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what
+        the transform unwraps from it.
+        """
         if isinstance(result, Tensor):
             result._type_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
@@ -364,7 +383,9 @@ class TypeChecker(TorchFunctionMode):
                 self.set_tag(part, tag)
 
     def _tag_node(self, x: Tensor, tag: Tag) -> Tag:
-        """Return the tag for a result, and remember it by autograd node; without a node it may still get one, so the tag is provisional."""
+        """Return the tag for a result, and remember it by autograd node; without a node it may
+        still get one, so the tag is provisional.
+        """
         node = x.grad_fn
         if node is None:
             return tag if torch.is_grad_enabled() else tag.provisional
@@ -372,8 +393,8 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def _remember(self, x: Tensor, tag: Tag) -> None:
-        """Remember the tag by memory: a tensor that a transform of torch.func unwraps later is a new object, and may be any value
-        that the transform has made."""
+        """Remember the tag by memory: a tensor that a transform of torch.func unwraps later is a
+        new object, and may be any value that the transform has made."""
         with untracked():
             memory = _memory(x)
             before, _ = self._unwrapped.get(memory, (self.replicated, None))
@@ -397,10 +418,12 @@ class TypeChecker(TorchFunctionMode):
             found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
         return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
 
-    # -- numbers -------------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     def record_read(self, func: Any, tag: Tag) -> None:
-        """Record that the program reads a value as a number, which its control flow may depend on."""
+        """Record that the program reads a value as a number, which its control flow may
+        depend on.
+        """
         if (
             tag.type.pending and self.tracks_backward
         ):  # for computation outside torch, or checks for non-finite values
@@ -410,11 +433,15 @@ class TypeChecker(TorchFunctionMode):
             )
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{user_location()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds only a share "
-                "of the sum; psum it first"
+                f"{user_location()}: {name_of(func)} of a value that "
+                f"{tag.type}{tag.since(tag.type.pending)}: each rank holds only a share of the "
+                "sum; psum it first"
             )
         if not tag.type.varying <= self.control_tag.type.varying:
-            why = f"{name_of(func)}, after which control flow may differ between ranks (to print a value, print the tensor),"
+            why = (
+                f"{name_of(func)}, after which control flow may differ between ranks (to print a "
+                "value, print the tensor),"
+            )
             self.control_tag = self.join(
                 self.control_tag, self.make_tag(TypeOrigin(why, user_location()), tag.type)
             )
@@ -445,7 +472,7 @@ class CapturedTensorError(ShardingTypeError):
     """A tensor that requires grad and is neither an argument nor made by the mapped function."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _memory(x: Tensor) -> int:
@@ -455,13 +482,16 @@ def _memory(x: Tensor) -> int:
 def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> str:
     names, read = ", ".join(map(repr, axes)), numbers.since(axes)
     return (
-        f"{user_location()}: {name_of(func)} of a value that is pending over {names}{since} and a number, which may differ between ranks"
-        f"{read or ', since they have read lengths of parts'}: the shares would not add up; psum over {names} first"
+        f"{user_location()}: {name_of(func)} of a value that is pending over {names}{since} and a "
+        "number, which may differ between "
+        f"ranks{read or ', since they have read lengths of parts'}: the shares would not add up; "
+        f"psum over {names} first"
     )
 
 
 def _captured_message(x: Tensor) -> str:
     return (
-        f"{user_location()}: a mapped function uses a tensor of shape {list(x.shape)} that requires grad and is not an argument: its "
-        "gradient would be each rank's own. Pass it by position (with a spec of its own), or use it detached: x.detach()"
+        f"{user_location()}: a mapped function uses a tensor of shape {list(x.shape)} that "
+        "requires grad and is not an argument: its gradient would be each rank's own. Pass it by "
+        "position (with a spec of its own), or use it detached: x.detach()"
     )

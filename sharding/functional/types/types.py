@@ -1,8 +1,10 @@
-"""Types of values inside a mapped function: along each manual axis a value varies, is replicated, or is pending.
+"""Types of values inside a mapped function: along each manual axis a value varies, is replicated,
+or is pending.
 
     x: S over dp, R over tp        w: R        x @ w: S over dp (an operator with a varying operand varies)
 
-A type lists the axes over which a value varies and those over which it is pending; over all others it is replicated.
+A type lists the axes over which a value varies and those over which it is pending; over all others
+it is replicated.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ....mesh.comm.call_site import user_line
 
 @dataclass(frozen=True, eq=False)
 class Type:
-    """The axes over which a value varies or is pending. Types are interned: equal ones are one object.
+    """The axes over which a value varies or is pending. Types are interned: equal ones are one
+    object.
 
     Attributes:
         varying: the axes along which ranks have different data (S).
@@ -35,7 +38,9 @@ class Type:
         return found if found is not None else _types.setdefault(key, Type(*key))
 
     def join(self, other: Type) -> Type:
-        """Return the type of a value computed from both; pending axes need a check of the operator as well (`pending.py`)."""
+        """Return the type of a value computed from both; pending axes need a check of the operator
+        as well (`pending.py`).
+        """
         found = self._joins.get(other)
         if found is None:
             found = self._joins[other] = Type.of(
@@ -89,9 +94,11 @@ class Tag:
         type: its type.
         origins: for each axis over which it is not replicated, why.
         owner: an object that identifies the checker that set the tag.
-        is_final: whether the result of any operator on this value alone has the same tag: nothing is pending, and no origin is an
-            argument, which the location of the first operator would replace.
-        original: of a provisional tag: the tag itself. A result made without gradients may turn out to be that of a custom function.
+        is_final: whether the result of any operator on this value alone has the same tag: nothing
+            is pending, and no origin is an argument, which the location of the first operator would
+            replace.
+        original: of a provisional tag: the tag itself. A result made without gradients may turn out
+            to be that of a custom function.
     """
 
     __slots__ = ("_provisional", "is_final", "original", "origins", "owner", "type")
@@ -111,7 +118,9 @@ class Tag:
         return self._provisional
 
     def since(self, axes: Iterable[str]) -> str:
-        """Return where the value became varying or pending over the first of these axes, for a message."""
+        """Return where the value became varying or pending over the first of these axes, for a
+        message.
+        """
         found = [axis for axis in sorted(axes) if axis in self.origins]
         return f" since {self.origins[found[0]]}" if found else ""
 

@@ -28,7 +28,8 @@ def find_backend(
         given = "inductor" if _has_compiler() else "eager"
     if options and given != "inductor":
         raise ValueError(
-            f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the backend is {given!r}"
+            f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the "
+            f"backend is {given!r}"
         )
     if given == "eager":
         return lambda program, inputs: compile_eagerly(program.graph)
@@ -40,7 +41,8 @@ def _has_compiler() -> bool:
     if any(map(shutil.which, ("g++", "clang++", "c++"))):
         return True
     warnings.warn(
-        "sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass backend='eager'",
+        "sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass "
+        "backend='eager'",
         stacklevel=4,
     )
     return False

@@ -1,10 +1,12 @@
-"""Cut a long run of operators where it repeats itself, as layers of a model do, so that a compiler sees each repeated part once.
+"""Cut a long run of operators where it repeats itself, as layers of a model do, so that a compiler
+sees each repeated part once.
 
     run     a b | c d e f | c d e f | c d e f | g
     parts   a b   c d e f   c d e f   c d e f   g        three of them equal: compiled once, called three times
 
-An operator is a letter: what is called, constants, shapes, strides and dtypes. The part that saves most letters is cut out first, at the
-offset where the fewest values cross; what is left on both sides is cut in the same way.
+An operator is a letter: what is called, constants, shapes, strides and dtypes. The part that saves
+most letters is cut out first, at the offset where the fewest values cross; what is left on both
+sides is cut in the same way.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from ..collectives import OPERATORS, WAIT
 from ..passes.alias import is_view, root_of, writes
 
 LONG = 512  # operators that are compiled together without a search for repetitions
-_SMALLEST = 24  # operators of a repeated part: a call of a compiled function costs as much as several operators
+# operators of a repeated part: a call of a compiled function costs as much as several operators
+_SMALLEST = 24
 
 
 def cut(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Return the parts of a run of nodes, in order: the run itself if it is short or never repeats itself."""
+    """Return the parts of a run of nodes, in order: the run itself if it is short or never repeats
+    itself.
+    """
     costs = list(accumulate((not is_view(node) for node in nodes), initial=0))
     if costs[-1] <= LONG:
         return [nodes]
@@ -74,7 +79,9 @@ def _bounds(
 
 
 def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """Return the start, the end and the period of the repetition that saves the most letters; a period of 0 if there is none."""
+    """Return the start, the end and the period of the repetition that saves the most letters; a
+    period of 0 if there is none.
+    """
     best, found = _SMALLEST, (0, 0, 0)
     for period in range(1, len(letters) // 2 + 1):
         unequal = np.flatnonzero(letters[period:] != letters[:-period])
@@ -89,7 +96,9 @@ def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
 
 
 def _crossings(nodes: list[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return for each place between nodes how many values cross it; -1 where nodes must stay together."""
+    """Return for each place between nodes how many values cross it; -1 where nodes must stay
+    together.
+    """
     index = {node: i for i, node in enumerate(nodes)}
     change, forbidden = np.zeros(len(nodes) + 2, dtype=int), np.zeros(len(nodes) + 2, dtype=int)
     for i, node in enumerate(nodes):
@@ -103,7 +112,9 @@ def _crossings(nodes: list[fx.Node]) -> np.ndarray[Any, Any]:
 
 
 def _together(node: fx.Node) -> list[fx.Node]:
-    """Return what must be in the same part as a node: a started collective, a list, memory that it writes to or counts its offset from."""
+    """Return what must be in the same part as a node: a started collective, a list, memory that it
+    writes to or counts its offset from.
+    """
     found = [root_of(x) for x in writes(node)]
     if node.target is WAIT or node.target is operator.getitem:
         found.append(node.args[0])  # type: ignore[arg-type]
@@ -117,7 +128,9 @@ def _letter(node: fx.Node) -> Hashable:
 
 
 def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Return the arguments of a node as something with a hash, with a number for each node, and without the site of a collective."""
+    """Return the arguments of a node as something with a hash, with a number for each node, and
+    without the site of a collective.
+    """
     args = node.args[:-1] if node.target in OPERATORS else node.args
     return _frozen(args, number), tuple(
         (name, _frozen(x, number)) for name, x in node.kwargs.items()

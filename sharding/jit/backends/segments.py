@@ -1,11 +1,13 @@
-"""Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, between nodes that must run in Python.
+"""Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, between
+nodes that must run in Python.
 
     segment     operators of torch; collectives that are waited for at once, as opaque operators in one chain of tokens
     Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer kernels, writes to memory from outside
 
-A segment only reads its inputs, and its results have their own memory; views of them are made in Python. So a compiler has nothing to
-know about aliases. Equal segments, such as the layers of a model, are compiled once (`repeats.py`). A segment that the backend cannot
-compile runs as generated Python, with a warning.
+A segment only reads its inputs, and its results have their own memory; views of them are made in
+Python. So a compiler has nothing to know about aliases. Equal segments, such as the layers of a
+model, are compiled once (`repeats.py`). A segment that the backend cannot compile runs as generated
+Python, with a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def compile_segments(
     program: Program,
     inputs: Sequence[Any],
 ) -> Runner:
-    """Return the program's graph as a function of its inputs, whose segments are compiled when they are first called."""
+    """Return the program's graph as a function of its inputs, whose segments are compiled when they
+    are first called.
+    """
     graph = copy_graph(program.graph)
     _draw_first(graph)
     parts = [
@@ -64,7 +68,9 @@ def compile_segments(
 
 
 def _draw_first(graph: fx.Graph) -> None:
-    """Draw random tensors that depend on nothing at the start, so that what uses them can be compiled together."""
+    """Draw random tensors that depend on nothing at the start, so that what uses them can be
+    compiled together.
+    """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     moved = [
         node
@@ -124,9 +130,11 @@ def _of_list(function: Callable[..., Any]) -> Callable[[list[Tensor]], Any]:
 def _compile_with_inductor(
     options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]
 ) -> Any:
-    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`.
+    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs
+    that were traced with a `ShapeEnv`.
 
-    What torch returns for a `GmWrapper` empties the list of inputs; for another module, it holds them until it returns.
+    What torch returns for a `GmWrapper` empties the list of inputs; for another module, it holds
+    them until it returns.
     """
     from torch._dynamo.utils import GmWrapper
     from torch._guards import TracingContext, tracing
@@ -199,7 +207,9 @@ def _is_strided(x: fx.Node) -> bool:
 
 
 def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
-    """Return whether a node without a shape is a list of tensors, made in the same segment; else it is a number."""
+    """Return whether a node without a shape is a list of tensors, made in the same segment; else it
+    is a number.
+    """
     return x in before and isinstance(x.target, torch._ops.OpOverload)
 
 
@@ -235,7 +245,9 @@ def _replace(
 
 
 def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -> fx.Graph:
-    """Return nodes as a graph of their own, whose last input and output is a token if they communicate."""
+    """Return nodes as a graph of their own, whose last input and output is a token if they
+    communicate.
+    """
     made, values = fx.Graph(), {}
     for i, x in enumerate(inputs):
         values[x] = made.placeholder(f"x{i}")
@@ -276,7 +288,9 @@ def _made_at(node: fx.Node) -> fx.Node:
 def _outside(
     graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]
 ) -> fx.Node:
-    """Return a node outside of a segment with the value of one inside: a result, or a view made of one again."""
+    """Return a node outside of a segment with the value of one inside: a result, or a view made of
+    one again.
+    """
     found = made.get(node, node if node not in inside else None)
     if found is None:
         owner: Any = owner_of(node)
@@ -304,7 +318,9 @@ class Segment:
         self.__name__ = f"segment_of_{len(compiled.graph.nodes)}"
 
     def __call__(self, inputs: list[Tensor]) -> Any:
-        """Run it; the list is emptied, so that an input that nothing else needs is freed after its last use."""
+        """Run it; the list is emptied, so that an input that nothing else needs is freed after its
+        last use.
+        """
         inputs += self._token
         run = self.compiled.run or self.compiled.compile(inputs)
         if not self.calls:
@@ -339,8 +355,8 @@ class CompiledSegment:
             return self._compiler(fx.GraphModule(torch.nn.Module(), self.graph), inputs)
         except Exception as error:
             warnings.warn(
-                f"sm.jit: a part of {len(self.graph.nodes)} operators runs as Python, since the backend cannot compile it: "
-                f"{type(error).__name__}: {str(error)[:300]}",
+                f"sm.jit: a part of {len(self.graph.nodes)} operators runs as Python, since the "
+                f"backend cannot compile it: {type(error).__name__}: {str(error)[:300]}",
                 stacklevel=2,
             )
             return _of_list(compile_eagerly(self.graph))

@@ -48,7 +48,8 @@ class Lowered(StepGraph):
     def compile(self) -> CompiledGraph:
         """Return the graph with the passes of the function applied.
 
-        Nothing is compiled by a backend, since there are no tensors yet: the function does that when it is called.
+        Nothing is compiled by a backend, since there are no tensors yet: the function does that
+        when it is called.
         """
         program = run_passes(self._program, self._options, None, ())
         return CompiledGraph(program, self.world, self._layouts, self.device_type, self._function)  # type: ignore[arg-type]
@@ -57,7 +58,8 @@ class Lowered(StepGraph):
 class CompiledGraph(StepGraph):
     """A graph with the passes applied; a call of it is a call of the jitted function.
 
-    The graphs of `f.recorded` have the passes that all ranks agreed on. That of `lower().compile()` has all that change this rank's.
+    The graphs of `f.recorded` have the passes that all ranks agreed on. That of `lower().compile()`
+    has all that change this rank's.
 
     Attributes:
         entry: what runs it; None if no call has made it.
@@ -85,7 +87,9 @@ class CompiledGraph(StepGraph):
 
     @property
     def reason(self) -> str | None:
-        """Why it was recorded although the function had graphs; None for the first one, and for one that was only lowered."""
+        """Why it was recorded although the function had graphs; None for the first one, and for one
+        that was only lowered.
+        """
         return None if self.entry is None else self.entry.reason
 
     def _lines(self) -> Iterator[str]:

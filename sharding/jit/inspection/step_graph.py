@@ -18,8 +18,13 @@ from ..passes.alias import owner_of, root_of
 from ..program import Program
 
 _SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
-}  # fmt: skip
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,9 @@ class StepGraph:
         return self._program.graph
 
     def as_text(self) -> str:
-        """Return one line per node: local shape, operator and operands; of a collective its axes, bytes and purpose."""
+        """Return one line per node: local shape, operator and operands; of a collective its axes,
+        bytes and purpose.
+        """
         return "\n".join(self._lines())
 
     __str__ = as_text
@@ -121,7 +128,10 @@ class StepGraph:
             return ""
         site = site_of(node.args[-1])  # type: ignore[arg-type]
         tag = "" if site.tag is None else f"; {site.tag.text}"
-        return f"    # over {self.axes[node]}, receives {self.received(node):,} bytes{tag}; {site.place}"
+        return (
+            f"    # over {self.axes[node]}, receives {self.received(node):,} bytes{tag}; "
+            f"{site.place}"
+        )
 
     def received(self, node: fx.Node) -> int:
         """Return the bytes that a collective receives, as `CollectiveRecord` counts them."""
@@ -174,7 +184,7 @@ class StepGraph:
         )
 
 
-# -- nodes ---------------------------------------------------------------------------------------------------------------
+# -- nodes -----------------------------------------------------------------------------------------
 
 
 def ranks_of(node: fx.Node) -> tuple[int, ...]:

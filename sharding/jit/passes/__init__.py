@@ -1,4 +1,5 @@
-"""Passes: functions that change a graph in place without changing its results; each returns how many nodes it has changed.
+"""Passes: functions that change a graph in place without changing its results; each returns how
+many nodes it has changed.
 
     recorded graph
       | dead_collectives      results that are not used
@@ -10,7 +11,8 @@
       | overlap               start early, wait late, within max_live_bytes
     graph that runs
 
-`pipeline.run` calls them; `alias.py` says which nodes must keep their order, `movement.py` which ones only move values. Ranks see different
-graphs (parts of other sizes, a branch by rank), so `agreement.py` compares the schedules after each pass on all ranks; a pass that differs
-is not applied.
+`pipeline.run` calls them; `alias.py` says which nodes must keep their order, `movement.py` which
+ones only move values. Ranks see different graphs (parts of other sizes, a branch by rank), so
+`agreement.py` compares the schedules after each pass on all ranks; a pass that differs is not
+applied.
 """

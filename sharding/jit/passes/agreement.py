@@ -27,9 +27,11 @@ class Line(NamedTuple):
     """One collective of a schedule.
 
     Attributes:
-        what: its kind, dtype and size, and what a pass has moved from behind it before it or the other way.
+        what: its kind, dtype and size, and what a pass has moved from behind it before it or the
+            other way.
         ranks: its group.
-        numbers: which of the group's collectives in the program it stands for. Two of one size are not the same.
+        numbers: which of the group's collectives in the program it stands for. Two of one size are
+            not the same.
     """
 
     what: str
@@ -87,7 +89,9 @@ def _group_of_other(node: fx.Node) -> str | None:
 
 
 def hash_of(schedule: Schedule) -> str:
-    """Return a hash that is the same on ranks whose groups have the same place: each at other ranks."""
+    """Return a hash that is the same on ranks whose groups have the same place: each at other
+    ranks.
+    """
     relative = [
         (line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks))
         for line in schedule
@@ -96,12 +100,14 @@ def hash_of(schedule: Schedule) -> str:
 
 
 def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: str) -> None:
-    """Meet all ranks before a recording, so that a rank that records while others run a graph is named in the first collective.
+    """Meet all ranks before a recording, so that a rank that records while others run a graph is
+    named in the first collective.
 
     Args:
         reason: why this rank records; empty if it is its first recording.
 
-    Raises: CollectiveMismatchError, or DeadlockError where the graph of the others has no collectives, on all ranks.
+    Raises: CollectiveMismatchError, or DeadlockError where the graph of the others has no
+    collectives, on all ranks.
     """
     tag = CommTag.of(f"recording {name} under sm.jit")
     try:
@@ -110,8 +116,9 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
     except WatchError as error:
         why = f" since {reason}" if reason else ""
         error.add_note(
-            f"rank {world.rank} records {name} under sm.jit{why}, and all ranks must record in the same call, since passes change what "
-            f"they send. Let arguments and state change on all ranks at once, or call {name}.__wrapped__ on all ranks for such a call."
+            f"rank {world.rank} records {name} under sm.jit{why}, and all ranks must record in the "
+            "same call, since passes change what they send. Let arguments and state change on all "
+            f"ranks at once, or call {name}.__wrapped__ on all ranks for such a call."
         )
         raise
 
@@ -125,7 +132,8 @@ def agree(
         meshes: ranks of meshes; the ranks of those that this rank is in take part.
         schedules: the schedule as recorded and after each pass; or why this rank has no graph.
 
-    Returns: the index of a schedule; None if not all meshes are known and there is nothing to compare; or why a rank has no graph.
+    Returns: the index of a schedule; None if not all meshes are known and there is nothing to
+    compare; or why a rank has no graph.
     Raises: JitError if the recorded schedules of one group differ; the same on all ranks.
     """
     rounds = _rounds(world.rank, meshes)
@@ -165,7 +173,9 @@ def agree(
 def agree_on_names(
     world: World, meshes: list[Sequence[int]], names: frozenset[Any]
 ) -> frozenset[Any]:
-    """Return those of some collectives, named by their groups and numbers, that all ranks of their groups have named."""
+    """Return those of some collectives, named by their groups and numbers, that all ranks of their
+    groups have named.
+    """
     known = _gather(world, _rounds(world.rank, meshes), names)
     return frozenset(
         name
@@ -175,7 +185,9 @@ def agree_on_names(
 
 
 def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the largest sets of ranks that this rank is in, in an order that no two ranks see differently."""
+    """Return the largest sets of ranks that this rank is in, in an order that no two ranks see
+    differently.
+    """
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
     largest = [found for found in sets if not any(found < other for other in sets)]
     return sorted(
@@ -208,13 +220,16 @@ def _check_recorded(schedules: dict[int, Schedule]) -> None:
                 )
                 a, b = (str(lines[i]) if i < len(lines) else "nothing" for lines in (mine, theirs))
                 raise JitError(
-                    f"ranks have recorded different collectives under sm.jit; the first difference is number {i} of the group of ranks "
-                    f"{', '.join(map(str, ranks))}: rank {members[0]} has {a}, rank {rank} has {b}"
+                    "ranks have recorded different collectives under sm.jit; the first difference "
+                    f"is number {i} of the group of ranks {', '.join(map(str, ranks))}: rank "
+                    f"{members[0]} has {a}, rank {rank} has {b}"
                 )
 
 
 def fits(schedules: dict[int, Schedule]) -> bool:
-    """Return whether the schedules run to their ends if each rank starts a collective when the one before has completed."""
+    """Return whether the schedules run to their ends if each rank starts a collective when the one
+    before has completed.
+    """
     place = dict.fromkeys(schedules, 0)
     work = list(schedules)
     while work:

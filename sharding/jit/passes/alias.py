@@ -1,6 +1,7 @@
 """What memory the nodes of a graph share, read and write: the one place that knows.
 
-Memory is numbered: a class is the memory of an input, or of a result that is no view. Inputs that overlap are one class.
+Memory is numbered: a class is the memory of an input, or of a result that is no view. Inputs that
+overlap are one class.
 
     x = input 0            of[x] = {0}
     v = x.view(4)          of[v] = {0}
@@ -121,7 +122,9 @@ class MemoryUse:
 
 
 class _Form(NamedTuple):
-    """What the schema of an operator says of memory: names of all arguments, of those that results share, of those written."""
+    """What the schema of an operator says of memory: names of all arguments, of those that results
+    share, of those written.
+    """
 
     names: list[str]
     shared: frozenset[str]
@@ -198,7 +201,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def owner_of(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own. An input is its own owner."""
+    """Return the operand whose memory a node's result shares; None if it has its own. An input is
+    its own owner.
+    """
     if node.op == "placeholder":
         return node
     if node.target is WAIT or node.target is operator.getitem:
@@ -256,7 +261,9 @@ def class_bytes(node: fx.Node) -> int:
 
 
 def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
-    """Return for each node how many bytes of results are in memory while it runs, if each is freed after its last use."""
+    """Return for each node how many bytes of results are in memory while it runs, if each is freed
+    after its last use.
+    """
     nodes = list(graph.nodes)
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -4,8 +4,9 @@
     reduce_scatter(a0 a1)  (b0 b1)    ->   reduce_scatter([a0 b0 | a1 b1])           and views of its parts
     all_gather(a)  all_gather(b)      ->   all_gather([a b]) = [a b | a b]           and copies of its parts
 
-The bytes that are sent are the same, the launches fewer. Sums of float numbers keep their bits where the order in which ranks are added
-does not depend on the place in a buffer: always of two ranks, and in the simulated world; a ring may round differently.
+The bytes that are sent are the same, the launches fewer. Sums of float numbers keep their bits
+where the order in which ranks are added does not depend on the place in a buffer: always of two
+ranks, and in the simulated world; a ring may round differently.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None = None) -> int:
-    """Pack collectives of one kind, group, dtype and reduction whose buffers have at most `limit` bytes together.
+    """Pack collectives of one kind, group, dtype and reduction whose buffers have at most `limit`
+    bytes together.
 
-    A bucket starts where the last of its operands is there, which must be before the first use of any of its results; nothing that is
-    written in between may be touched. The memory that the graph takes does not become more than `max_live_bytes`, by default than it takes
-    without.
+    A bucket starts where the last of its operands is there, which must be before the first use of
+    any of its results; nothing that is written in between may be touched. The memory that the graph
+    takes does not become more than `max_live_bytes`, by default than it takes without.
 
     Returns: how many collectives fewer there are.
     """
@@ -55,7 +57,9 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
 
 
 def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
-    """Pack what can be packed in one walk over the graph, without those that are done; return how many collectives fewer there are."""
+    """Pack what can be packed in one walk over the graph, without those that are done; return how
+    many collectives fewer there are.
+    """
     places = Places(graph)
     buckets = sorted(_buckets(places, limit, peak, done), key=lambda bucket: bucket[0])
     fixed = fixed_memory(graph, places.use)
@@ -141,7 +145,9 @@ class _PackedMemory:
         self._fences = [places.at[node] for node in self._use.fences]
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether one collective can replace these: after all operands, before all uses, and without more memory."""
+        """Return whether one collective can replace these: after all operands, before all uses, and
+        without more memory.
+        """
         at, use, place = self.places.at, self._use, _place(self.places, starts)
         for node in starts:
             (wait,) = node.users
@@ -157,7 +163,9 @@ class _PackedMemory:
         return bool((self._live[first : first + len(more)] + more <= self._peak).all())
 
     def take(self, starts: list[fx.Node]) -> bool:
-        """Note that these are packed, unless what their operands are made of, which is computed earlier, takes too much memory."""
+        """Note that these are packed, unless what their operands are made of, which is computed
+        earlier, takes too much memory.
+        """
         first, more = self._more(starts)
         place = _place(self.places, starts)
         for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
@@ -170,7 +178,9 @@ class _PackedMemory:
         return True
 
     def _more(self, starts: list[fx.Node]) -> tuple[int, Any]:
-        """Return a place, and how many bytes more the graph takes from there on: packed buffers, operands kept until then."""
+        """Return a place, and how many bytes more the graph takes from there on: packed buffers,
+        operands kept until then.
+        """
         at, place = self.places.at, _place(self.places, starts)
         out = sum(map(nbytes, starts))
         results = {node: max(self._last[c] for c in self._use.of[node]) for node in starts}
@@ -230,7 +240,9 @@ def _pack(new: Appender, starts: list[fx.Node], own: list[bool]) -> fx.Node:
 
 
 def _part(new: Appender, whole: fx.Node, offset: int, count: int, is_own: bool) -> fx.Node:
-    """Add what one collective has of a packed result: columns of a table, which are copied, or elements."""
+    """Add what one collective has of a packed result: columns of a table, which are copied, or
+    elements.
+    """
     if len(whole.meta["val"][0]) == 2:
         size, total = whole.meta["val"][0]
         part = new.make(

@@ -11,9 +11,16 @@ from .alias import writes
 
 aten = torch.ops.aten
 _RESHAPING = (  # operators that return all elements of their operand, in its memory
-    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default,
-)  # fmt: skip
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+)
 
 
 def clean(graph: fx.Graph) -> None:
@@ -46,7 +53,9 @@ def _alias_of(node: fx.Node) -> fx.Node | None:
 
 
 def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
-    """Return whether a node can be returned in place of an alias of it: it is a new tensor and not returned already."""
+    """Return whether a node can be returned in place of an alias of it: it is a new tensor and not
+    returned already.
+    """
     return (
         x.op == "call_function"
         and x.target not in _RESHAPING

@@ -13,10 +13,11 @@ from .alias import MemoryUse
 
 
 def remove_dead_collectives(graph: fx.Graph) -> int:
-    """Remove what neither an output nor a write to an input depends on, if it is a collective or has no other effect.
+    """Remove what neither an output nor a write to an input depends on, if it is a collective or
+    has no other effect.
 
-    A write to memory that is not an input is needed if anything needed reads that memory. A `permute` stays, since it also sends, and so
-    does its wait, until which its buffers are in use.
+    A write to memory that is not an input is needed if anything needed reads that memory. A
+    `permute` stays, since it also sends, and so does its wait, until which its buffers are in use.
 
     Returns: how many collectives were removed.
     """

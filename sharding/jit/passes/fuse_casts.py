@@ -7,8 +7,9 @@
     buffer.copy_(y); buffer.to(bf16)        ->   bf16 buffer.copy_(y)                    one kernel: `copy_` casts
     buffer.copy_(x.to(bf16))                ->   buffer.copy_(x)                         one kernel
 
-All bits stay: what is done to each element alone may be done before elements are moved or after. A scale does not change places with a
-sum, not even a power of two: the sum of the larger numbers might overflow.
+All bits stay: what is done to each element alone may be done before elements are moved or after. A
+scale does not change places with a sum, not even a power of two: the sum of the larger numbers
+might overflow.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class _CastRegion(NamedTuple):
 
 
 def fuse_casts(graph: fx.Graph) -> int:
-    """Move casts and multiplications by numbers to where fewer elements are handled or fewer bytes are sent, and into packing copies.
+    """Move casts and multiplications by numbers to where fewer elements are handled or fewer bytes
+    are sent, and into packing copies.
 
     Returns: how many places have changed.
     """
@@ -90,7 +92,9 @@ def _before(graph: fx.Graph, move: Movement) -> int:
 
 
 def _region(move: Movement, first: int) -> _CastRegion | None:
-    """Return the memory to which the values of a class are copied, up to nodes that do something; None if it may not change."""
+    """Return the memory to which the values of a class are copied, up to nodes that do something;
+    None if it may not change.
+    """
     use, at = move.use, move.at
     classes: set[int] = set()
     inputs: list[tuple[fx.Node, fx.Node]] = []
@@ -152,9 +156,9 @@ def _kind(node: fx.Node) -> tuple[str, str] | None:
         return "cast", str(_dtype(node))
     if (
         node.target is aten.copy_.default
-        and _dtype(node) != _dtype(node.args[1])
+        and _dtype(node) != _dtype(node.args[1])  # type: ignore[arg-type]
         and node.args[1] is not node.args[0]
-    ):  # type: ignore[arg-type]
+    ):
         return "cast", str(_dtype(node))
     if node.target in _SCALES and not node.kwargs and type(node.args[1]) in (int, float):
         return "scale", f"{node.target} {node.args[1]!r}"
@@ -164,7 +168,9 @@ def _kind(node: fx.Node) -> tuple[str, str] | None:
 def _apply(
     graph: fx.Graph, move: Movement, region: _CastRegion, is_cast: bool, dtype: torch.dtype
 ) -> None:
-    """Do at the inputs of a region what its exits do, and let their users take its values as they are."""
+    """Do at the inputs of a region what its exits do, and let their users take its values as they
+    are.
+    """
     function = region.exits[0]
     droppable = [node for node in region.exits if _can_go(move, node)]
     for node, source in region.inputs:
@@ -190,7 +196,9 @@ def _apply(
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Add a cast of a contiguous operand; in the copy that packs it, if only the collective reads that."""
+    """Add a cast of a contiguous operand; in the copy that packs it, if only the collective reads
+    that.
+    """
     chain = [x]
     while is_view(chain[-1]) and len(chain[-1].users) == 1:
         chain.append(chain[-1].all_input_nodes[0])
@@ -205,7 +213,9 @@ def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _can_go(move: Movement, node: fx.Node) -> bool:
-    """Return whether users of an exit may read the memory of the region instead: nothing writes it or depends on where it is."""
+    """Return whether users of an exit may read the memory of the region instead: nothing writes it
+    or depends on where it is.
+    """
     if node.target is aten.copy_.default:
         return False
     use, x = move.use, node.args[0]
@@ -214,23 +224,27 @@ def _can_go(move: Movement, node: fx.Node) -> bool:
         made in use.outputs
         or made in move.mixed
         or move.fillers[made] != [node]
-        or node.meta["val"][:2] != x.meta["val"][:2]
-    ):  # type: ignore[union-attr]
+        or node.meta["val"][:2] != x.meta["val"][:2]  # type: ignore[union-attr]
+    ):
         return False
     (c,) = use.of[x]  # type: ignore[index]
-    if math.prod(x.meta["val"][0]) != math.prod(use.made_by[c].meta["val"][0]):  # type: ignore[union-attr]
+    if math.prod(x.meta["val"][0]) != math.prod(use.made_by[c].meta[("val")][0]):  # type: ignore[union-attr]
         return False  # it would keep more than it reads
     return not any(user.target is aten.as_strided.default for user in move.holders[made])
 
 
 def _has_fewer_inputs(move: Movement, region: _CastRegion, start: fx.Node) -> bool:
-    """Return whether a scale runs on fewer elements before a collective than after, and nothing is left of it there."""
+    """Return whether a scale runs on fewer elements before a collective than after, and nothing is
+    left of it there.
+    """
     kept = _dtype(start) is _dtype(region.exits[0]) and nbytes(start) > nbytes(start.args[0])  # type: ignore[arg-type]
     return kept and all(_can_go(move, node) for node in region.exits)
 
 
 def _send_narrow(graph: fx.Graph, move: Movement) -> int:
-    """Send what was cast to a larger dtype before the cast, where both results fit into memory next to each other."""
+    """Send what was cast to a larger dtype before the cast, where both results fit into memory next
+    to each other.
+    """
     live = live_bytes(graph, move.use)
     for start in filter(is_moving, move.nodes):
         cast, own = _widening(start.args[0]), move.own(start)  # type: ignore[arg-type]
@@ -377,7 +391,9 @@ def _is_of_collective(move: Movement, x: fx.Node) -> bool:
 
 
 def _up_to_slice(node: fx.Node) -> list[fx.Node]:
-    """Return the views that are the only uses of a node, up to a slice; none if there is no slice."""
+    """Return the views that are the only uses of a node, up to a slice; none if there is no
+    slice.
+    """
     chain: list[fx.Node] = []
     while len(node.users) == 1:
         (node,) = node.users
@@ -400,8 +416,10 @@ def _same_device(node: fx.Node) -> bool:
 def _applied(graph: fx.Graph, function: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Add a node that does to each element of x what another node does to its operand."""
     return _note(
-        graph.call_function(function.target, (x, *function.args[1:]), function.kwargs), x, dtype
-    )  # type: ignore[arg-type]
+        graph.call_function(function.target, (x, *function.args[1:]), function.kwargs),  # type: ignore[arg-type]
+        x,
+        dtype,
+    )
 
 
 def _replace(x: fx.Node, made: fx.Node) -> None:

@@ -1,4 +1,6 @@
-"""Nodes that only bring values to other places: what they make can be made again, and what is done to each element can be done before."""
+"""Nodes that only bring values to other places: what they make can be made again, and what is done
+to each element can be done before.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ def is_empty(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Return whether a node makes memory or copies values, perhaps to another dtype, and does nothing else."""
+    """Return whether a node makes memory or copies values, perhaps to another dtype, and does
+    nothing else.
+    """
     return node.target in _COPIES or is_empty(node)
 
 
 def is_moving(node: fx.Node) -> bool:
-    """Return whether a node starts a collective that brings the values of its operand to other ranks, on all ranks alike."""
+    """Return whether a node starts a collective that brings the values of its operand to other
+    ranks, on all ranks alike.
+    """
     return OPERATORS.get(node.target) in _MOVING  # type: ignore[arg-type]
 
 
@@ -76,7 +82,9 @@ class Movement:
         return next(c for c in self.use.of[start] if self.use.made_by.get(c) is start)
 
     def derived(self, start: fx.Node) -> list[int]:
-        """Return the classes that have values of a collective's result, moved by copies only, each after those that it is copied from."""
+        """Return the classes that have values of a collective's result, moved by copies only, each
+        after those that it is copied from.
+        """
         found = dict.fromkeys([self.own(start)])
         work: list[Any] = list(found)
         while work:

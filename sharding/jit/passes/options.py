@@ -12,10 +12,12 @@ class PassOptions:
     """The values of `compiler_options`.
 
     Attributes:
-        dead_collectives, common_collectives, fuse_casts, reduce_scatter, regather, overlap: whether the pass runs.
+        dead_collectives, common_collectives, fuse_casts, reduce_scatter, regather, overlap: whether
+            the pass runs.
         bucket_bytes: the largest buffer that small collectives are packed into; 0 for none.
-        max_live_bytes: how many bytes of results `overlap` and `common_collectives` may keep; None for as many as do not raise the peak.
-            `regather` goes on until the graph takes at most so many; None for as few as it can reach.
+        max_live_bytes: how many bytes of results `overlap` and `common_collectives` may keep; None
+            for as many as do not raise the peak. `regather` goes on until the graph takes at most
+            so many; None for as few as it can reach.
         inductor: names in `torch._inductor.config` and their values.
     """
 
@@ -55,7 +57,8 @@ class PassOptions:
             is_size = name == "bucket_bytes" or (name == "max_live_bytes" and value is not None)
             if is_size and (type(value) is not int or value < 0):
                 raise ValueError(
-                    f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= 0, got {value!r}"
+                    f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= "
+                    f"0, got {value!r}"
                 )
             if not is_size and name != "max_live_bytes" and type(value) is not bool:
                 raise TypeError(
@@ -77,18 +80,21 @@ _PASSES = tuple(
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value of an option of Inductor. Raises: ValueError if it has no such option, TypeError for a value of another type."""
+    """Return the value of an option of Inductor. Raises: ValueError if it has no such option,
+    TypeError for a value of another type.
+    """
     from torch._inductor import config  # takes a second to import
 
     options = config.get_config_copy()
     if name not in options:
         raise ValueError(
-            f"sm.jit: compiler_options has no {name!r}; it has {', '.join((*_PASSES, 'max_live_bytes'))}, "
-            "and the names in torch._inductor.config"
+            f"sm.jit: compiler_options has no {name!r}; it has "
+            f"{', '.join((*_PASSES, 'max_live_bytes'))}, and the names in torch._inductor.config"
         )
     kind = type(options[name])
     if options[name] is not None and not callable(value) and type(value) is not kind:
         raise TypeError(
-            f"sm.jit: compiler_options[{name!r}] must be {kind.__name__}, as in torch._inductor.config, got {value!r}"
+            f"sm.jit: compiler_options[{name!r}] must be {kind.__name__}, as in "
+            f"torch._inductor.config, got {value!r}"
         )
     return value

@@ -3,8 +3,8 @@
     before    a = start(x); u = wait(a); f(u); b = start(y); v = wait(b); g(v)
     after     a = start(x); b = start(y); u = wait(a); f(u); v = wait(b); g(v)
 
-The order of starts stays, over all groups, so what ranks send is the same. Gathers of the parameters of the next unit (FSDP) move
-before the computation of this one.
+The order of starts stays, over all groups, so what ranks send is the same. Gathers of the
+parameters of the next unit (FSDP) move before the computation of this one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from .order import Places, set_order
 
 
 def overlap(graph: fx.Graph, max_live_bytes: int | None = None) -> int:
-    """Move each start as early as its operand and the order of starts allow, and each wait as late as its first use.
+    """Move each start as early as its operand and the order of starts allow, and each wait as late
+    as its first use.
 
     Args:
-        max_live_bytes: how many bytes of results may be in flight, started earlier than in the program. By default as many as do not
-            raise the most memory that the graph takes.
+        max_live_bytes: how many bytes of results may be in flight, started earlier than in the
+            program. By default as many as do not raise the most memory that the graph takes.
 
     Returns: how many collectives start earlier or are waited for later than before.
     """
@@ -78,7 +79,9 @@ def _start_early(graph: fx.Graph, limit: int | None, peak: int) -> set[fx.Node]:
 
 
 def wait_late(graph: fx.Graph) -> set[fx.Node]:
-    """Move each wait, with the views of its result, to right before the first node that must run after it."""
+    """Move each wait, with the views of its result, to right before the first node that must run
+    after it.
+    """
     use = MemoryUse(graph)
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}

@@ -27,19 +27,22 @@ Pass = Callable[[fx.Graph], int]
 def run(
     found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]
 ) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; the given one is not changed.
+    """Return a program with the passes applied that all ranks apply alike; the given one is not
+    changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
 
     Args:
         found: the recording, or why there is no program: then the other ranks get none either.
         world: the ranks to agree with; None for a graph that is only inspected.
-        meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
+        meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only
+            `overlap` runs.
 
     Returns: the program, or why this or another rank has none.
-    Raises: JitError on all ranks, naming the first difference, if ranks have recorded different collectives of one group.
-    Communication: where a mesh has other ranks, an `all_gather_object` of some hashes; of the whole schedules where those differ. Again
-        for each pass that is left out.
+    Raises: JitError on all ranks, naming the first difference, if ranks have recorded different
+    collectives of one group.
+    Communication: where a mesh has other ranks, an `all_gather_object` of some hashes; of the whole
+        schedules where those differ. Again for each pass that is left out.
     """
     twice: frozenset[object] | None = None  # the collectives that all ranks let run twice
     while options.any:

@@ -1,4 +1,5 @@
-"""Why a call is recorded again, in words: what differs between two signatures, or between tensors then and now.
+"""Why a call is recorded again, in words: what differs between two signatures, or between tensors
+then and now.
 
 key     structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
 text    the shape of x is [3, 8] and was [4, 8]
@@ -73,7 +74,9 @@ class Reasons:
         return [_reason_of(change)] if change else nearest(self._f, key, others)
 
     def note(self, function: Any, reasons: Sequence[Reason]) -> None:
-        """Count a recording, log each thing that differs once, and warn once if there are many recordings."""
+        """Count a recording, log each thing that differs once, and warn once if there are many
+        recordings.
+        """
         self._recordings += 1
         for reason in reasons:
             if reason.what not in self._found:
@@ -107,11 +110,13 @@ def _reason_of(text: str) -> Reason:
     )
 
 
-# -- signatures ----------------------------------------------------------------------------------------------------------
+# -- signatures ------------------------------------------------------------------------------------
 
 
 def nearest(f: Callable[..., Any], key: Any, others: Sequence[Any]) -> list[Reason]:
-    """Return what differs from the signature that differs least, the newest of several; [] if there are no others."""
+    """Return what differs from the signature that differs least, the newest of several; [] if there
+    are no others.
+    """
     found = [differences(f, other, key) for other in reversed(others)]
     return min(found, key=len, default=[])
 
@@ -213,7 +218,7 @@ def _word(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-# -- what a function reaches ---------------------------------------------------------------------------------------------
+# -- what a function reaches -----------------------------------------------------------------------
 
 
 def facts_of(x: Tensor) -> tuple[Any, ...]:
@@ -231,5 +236,8 @@ def changed_gradient(slots: Sequence[GradSlot], before: Sequence[Any], now: Sequ
     """Return the first slot of a gradient whose value is of another kind, and of which."""
     slot, x, y = next(one for one in zip(slots, before, now, strict=True) if one[1] != one[2])
     if x is None or y is None:
-        return f"{slot.path} was {'None' if x is None else 'set'} and is {'None' if y is None else 'set'}"
+        return (
+            f"{slot.path} was {'None' if x is None else 'set'} and is "
+            f"{'None' if y is None else 'set'}"
+        )
     return f"{slot.path} was of another shape, layout or dtype"

@@ -3,7 +3,8 @@
     self.optimizer.step()       `optimizer`, of self; not `step`, which is an attribute of one of torch's optimizers
     helper(x).step()            `step`: what helper returns is not known
 
-So a class with a method `step` of its own, which reads what changes from call to call, is not taken for one whose `step` the code calls.
+So a class with a method `step` of its own, which reads what changes from call to call, is not taken
+for one whose `step` the code calls.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Use = tuple[
 def names_of(
     f: types.FunctionType, selves: Sequence[Any], is_program: Callable[[str | None], bool]
 ) -> set[str]:
-    """Return the names and the strings in a function's code, without those of attributes of objects that are not the program's.
+    """Return the names and the strings in a function's code, without those of attributes of objects
+    that are not the program's.
 
     Args:
         selves: what the function's first argument may be; empty if that is not known.
@@ -132,7 +134,9 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _are_foreign(objects: list[Any], is_program: Callable[[str | None], bool]) -> bool:
-    """Return whether objects are known and none is of a class of the program, or one of its modules."""
+    """Return whether objects are known and none is of a class of the program, or one of its
+    modules.
+    """
     kinds = [base for x in objects for base in type(x).__mro__]
     return (
         bool(objects)

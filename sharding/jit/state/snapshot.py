@@ -1,12 +1,15 @@
 """What Python state a function can reach, as it was when its graph was made.
 
-A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
-from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
-classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written.
-After the recording the state is compared once more: a graph would not repeat the changes that the function itself made.
+A graph is right only while everything that the function read in Python is as it was. So before a
+recording, everything reachable is noted: from the arguments, closures, globals that the code names,
+`self`, modules, optimizers, lists, dicts and instances (of the program's own classes, the
+attributes that its code names). A later call compares. Dicts have versions, so a call looks only at
+those that were written. After the recording the state is compared once more: a graph would not
+repeat the changes that the function itself made.
 
-Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
-objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are inspected.
+Functions and classes of torch, the standard library and installed packages are taken as constant;
+so is the inside of this library's own objects (meshes, layouts, units), of which the graph records
+the effects. Instances of classes of installed packages are inspected.
 """
 
 from __future__ import annotations
@@ -65,8 +68,17 @@ _LOOKED_INTO = tuple(
     for part in ("functional.shard_map", "training", "optim", "jit.jit")
 )
 _OPAQUE = (
-    "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
-)  # fmt: skip
+    "torch._",
+    "torch.autograd",
+    "torch.distributed",
+    "torch.cuda",
+    "torch.utils",
+    "threading",
+    "logging",
+    "weakref",
+    "_io",
+    _PACKAGE,
+)
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
 _MAKING = {
@@ -96,7 +108,9 @@ class Holder:
         self.held = read()
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Describe the changes, None if there are none; entries in `dynamic` may have any numbers."""
+        """Describe the changes, None if there are none; entries in `dynamic` may have any
+        numbers.
+        """
         now, held = self.read(), self.held
         if len(now) != len(held):
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
@@ -106,7 +120,10 @@ class Holder:
             if not _same(now[i + 1], held[i + 1]):
                 if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
                     continue
-                return f"{self.path}{_key_text(held[i])} was {_shown(held[i + 1])} and is {_shown(now[i + 1])}"
+                return (
+                    f"{self.path}{_key_text(held[i])} was {_shown(held[i + 1])} and is "
+                    f"{_shown(now[i + 1])}"
+                )
         return None
 
 
@@ -153,7 +170,10 @@ class Snapshot:
             (path for path, x, before in self.iterators if iterator_state(x) != before), None
         )
         if advanced is not None:
-            return f"{advanced} is an iterator and was advanced: call next() outside and pass what it returns"
+            return (
+                f"{advanced} is an iterator and was advanced: call next() outside and pass what it "
+                "returns"
+            )
         return next(
             (change for holder in self.holders if (change := holder.change(dynamic)) is not None),
             None,
@@ -177,7 +197,7 @@ class Snapshot:
             for name in names_of(f, selves.get(f.__code__, ()), _is_program)
         }
 
-    # -- the walk ------------------------------------------------------------------------------------------------------
+    # -- the walk ----------------------------------------------------------------------------------
 
     def _hold(self, path: str, read: Callable[[], list[Any]], source: Any = None) -> None:
         holder = Holder(path, read, source)
@@ -412,7 +432,7 @@ class Guard:
         }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _local_of, _layout_of, _requires_grad = (
     attrgetter("_local"),
@@ -481,7 +501,9 @@ def _slots(kind: type) -> list[str]:
 
 @functools.lru_cache(4096)
 def is_installed(file: str) -> bool:
-    """Return whether a source file belongs to torch, this library, the standard library or an installed package."""
+    """Return whether a source file belongs to torch, this library, the standard library or an
+    installed package.
+    """
     return file.startswith(_INSTALLED) or "/site-packages/" in file or "/dist-packages/" in file
 
 

@@ -1,7 +1,9 @@
-"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function of its name.
+"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function
+of its name.
 
-So the rules of public functions apply to them. The function and the way its arguments are passed are derived from names and
-the operator's schema; `_TRANSLATED` has the few operators without a public function.
+So the rules of public functions apply to them. The function and the way its arguments are passed
+are derived from names and the operator's schema; `_TRANSLATED` has the few operators without a
+public function.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def public_names(name: str) -> tuple[str, ...]:
 
 
 def public_call(op: Any) -> Callable[..., Any] | None:
-    """Return a function of the operator's own arguments that calls the public one; None for other than aten operators.
+    """Return a function of the operator's own arguments that calls the public one; None for other
+    than aten operators.
 
     Raises:
         NotImplementedError: no public function does what the operator does.
@@ -60,9 +63,9 @@ def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
 
 def _unknown(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
     return NotImplementedError(
-        f"torch.ops.{op} has no public function of torch that does the same, and ShardedTensors support only operators with one: "
-        "call a public function, or call the operator on this rank's part, x.to_local(), and wrap the result "
-        "with ShardedTensor.from_local"
+        f"torch.ops.{op} has no public function of torch that does the same, and ShardedTensors "
+        "support only operators with one: call a public function, or call the operator on this "
+        "rank's part, x.to_local(), and wrap the result with ShardedTensor.from_local"
     )
 
 
@@ -93,9 +96,11 @@ def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
-    """Return the public function of this name: one in the operator table, or else one of torch's own in C++ that writes no operand.
+    """Return the public function of this name: one in the operator table, or else one of torch's
+    own in C++ that writes no operand.
 
-    With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in C++ and words in Python.
+    With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in
+    C++ and words in Python.
     """
     found = list(_candidates(name))
     known = [func for func in found if func in HANDLERS or func in DECOMPOSITIONS or func in RULES]
@@ -118,7 +123,8 @@ def _candidates(name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
-    """Call the public function with an operator's arguments: by name where it is written in Python, since orders differ there.
+    """Call the public function with an operator's arguments: by name where it is written in Python,
+    since orders differ there.
 
     Raises:
         NotImplementedError: it has no parameter for an argument.
@@ -156,7 +162,7 @@ def _by_name(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- operators without a public function ------------------------------------------------------------------------------
+# -- operators without a public function -----------------------------------------------------------
 
 
 def _slice(
@@ -256,7 +262,8 @@ def _embedding_gradient(
 ) -> Any:
     if scale_grad_by_freq:
         raise NotImplementedError(
-            "the gradient of an embedding with scale_grad_by_freq=True, in a transform of torch.func"
+            "the gradient of an embedding with scale_grad_by_freq=True, in a transform of "
+            "torch.func"
         )
     rows, numbers = grad_output.flatten(0, indices.ndim - 1), indices.flatten()
     if padding_idx >= 0:

@@ -1,11 +1,12 @@
-"""Tests of a rule: every combination of placements in a simulated world, compared with a single process.
+"""Tests of a rule: every combination of placements in a simulated world, compared with a single
+process.
 
     sample args --> func ---------------------------------> value, gradients       the single process
          |                                                       ||
          +-- each combination of placements --> func --> full_tensor, gradients     2, 3 and 2 x 2 simulated ranks
 
-Pending inputs are contributions that differ from rank to rank and add up to the sample exactly, so that an operator
-that uses one of them as the value fails.
+Pending inputs are contributions that differ from rank to rank and add up to the sample exactly, so
+that an operator that uses one of them as the value fails.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ MAX_COMBINATIONS = 200  # on a mesh of several axes; of more, a sample that is t
 _AXES = ("a", "b", "c")
 # Absolute and relative, for results computed from tensors of these dtypes; 0 for others.
 _TOLERANCE = {
-    torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2,
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
-}  # fmt: skip
+}
 # How torch says that there is no gradient.
 _NO_GRADIENT = (
-    "derivative for", "is not differentiable with respect to", "Autograd not support dtype", "no autograd formula was registered",
-)  # fmt: skip
+    "derivative for",
+    "is not differentiable with respect to",
+    "Autograd not support dtype",
+    "no autograd formula was registered",
+)
 _QUANTUM = {
     torch.float64: 2**20,
     torch.complex128: 2**20,
@@ -55,18 +63,21 @@ class RuleError(Exception):
 
 
 def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any) -> int:
-    """check_rule(func, *sample) -> number of combinations tried: test an operator's rule numerically.
+    """check_rule(func, *sample) -> number of combinations tried: test an operator's rule
+    numerically.
 
-    The operator runs in a simulated world of 2, 3 and 2 x 2 ranks, with every tensor among the arguments replicated,
-    split in each dim, and pending as a sum, in every combination (on 2 x 2 ranks a fixed sample of `MAX_COMBINATIONS`); on
-    2 and 3 ranks also with each tensor once in parts of uneven sizes.
-    Its results and the gradients of all floating inputs must equal those of the single process. An in-place operator
-    may refuse a combination in which it would have to change the layout of the tensor that it writes.
+    The operator runs in a simulated world of 2, 3 and 2 x 2 ranks, with every tensor among the
+    arguments replicated, split in each dim, and pending as a sum, in every combination (on 2 x 2
+    ranks a fixed sample of `MAX_COMBINATIONS`); on 2 and 3 ranks also with each tensor once in
+    parts of uneven sizes. Its results and the gradients of all floating inputs must equal those of
+    the single process. An in-place operator may refuse a combination in which it would have to
+    change the layout of the tensor that it writes.
 
     Args:
         func: a torch function, method, or any function of tensors made of them.
-        sample_args: its arguments. Tensors should be small, float64 where they can be, and have uneven dims. Values
-            are rounded to multiples of 2**-20 (float64) or 2**-8 (float32): sums of contributions are then exact.
+        sample_args: its arguments. Tensors should be small, float64 where they can be, and have
+            uneven dims. Values are rounded to multiples of 2**-20 (float64) or 2**-8 (float32):
+            sums of contributions are then exact.
         sample_kwargs: the same by name.
 
     Raises:
@@ -90,7 +101,8 @@ def prove(
     kinds: Sequence[str] = ("sum",),
     most: int | None = None,
 ) -> int:
-    """Run `check_rule` on these meshes and pending kinds, with at most so many combinations on each mesh.
+    """Run `check_rule` on these meshes and pending kinds, with at most so many combinations on each
+    mesh.
 
     Gradients are compared where every kind is a sum.
     """
@@ -98,7 +110,7 @@ def prove(
     return sum(max(simulate(math.prod(shape))(_try_all)(sample, shape, most)) for shape in meshes)
 
 
-# -- the single process ------------------------------------------------------------------------------------------------
+# -- the single process ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -109,7 +121,8 @@ class _Sample:
         values: the tensors among the arguments, in order.
         in_place: the call writes the first of them.
         differentiable: for which of the values torch has a gradient.
-        results: everything the call returns, in order; for an in-place operator the tensor that it wrote.
+        results: everything the call returns, in order; for an in-place operator the tensor that it
+            wrote.
         tolerance: by which results may differ.
         weights: for each result with a gradient, what backward starts from.
         gradients: of each floating value.
@@ -168,7 +181,9 @@ class _Sample:
         ]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Call the operator on other tensors; an in-place one gets a copy to write, since leaves refuse it."""
+        """Call the operator on other tensors; an in-place one gets a copy to write, since leaves
+        refuse it.
+        """
         given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(given)
         args, kwargs = (
@@ -221,7 +236,7 @@ def _gradients(
     )
 
 
-# -- the simulated ranks -----------------------------------------------------------------------------------------------
+# -- the simulated ranks ---------------------------------------------------------------------------
 
 
 def _try_all(sample: _Sample, shape: tuple[int, ...], most: int | None) -> int:
@@ -262,7 +277,9 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
 def _ragged_combinations(
     sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]
 ) -> list[tuple[P, ...]]:
-    """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for the others."""
+    """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for
+    the others.
+    """
     if mesh.ndim > 1:
         return []
     combinations = []
@@ -276,7 +293,9 @@ def _ragged_combinations(
 
 
 def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
-    """Return the spec with one element (of two or fewer, none) on the first rank and the others on the last."""
+    """Return the spec with one element (of two or fewer, none) on the first rank and the others on
+    the last.
+    """
     (axis,), count, size = mesh.axis_names, mesh.size(), x.shape[dim]
     sizes = [0] * count
     sizes[0] = int(size > 2 and count > 1)
@@ -285,7 +304,9 @@ def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
 
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:
-    """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in each order."""
+    """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in
+    each order.
+    """
     kinds = [
         k
         for k in kinds
@@ -303,7 +324,9 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Return whether this combination ran (and gave the right result); False if an in-place operator refused it."""
+    """Return whether this combination ran (and gave the right result); False if an in-place
+    operator refused it.
+    """
     leaves = [
         place(x, mesh, spec, seed)
         for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
@@ -338,7 +361,9 @@ def _failure(sample: _Sample, leaves: Sequence[ShardedTensor], error: Exception)
 
 
 def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
-    """Return this value as a leaf in this layout. Pending contributions differ from rank to rank."""
+    """Return this value as a leaf in this layout. Pending contributions differ from rank to
+    rank.
+    """
     layout = Layout.of(mesh, spec, x.shape, x.dtype)
     index = count = 0
     for axis, _ in layout.spec.unreduced:
@@ -351,7 +376,9 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 
 
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
-    """Return `count` tensors that combine to x: small integers (powers of two for a product), and the rest."""
+    """Return `count` tensors that combine to x: small integers (powers of two for a product), and
+    the rest.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
     offsets = [
         torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x)
@@ -390,7 +417,8 @@ def _check_value(what: str, got: Any, want: Any, tolerance: float) -> None:
         raise RuleError(f"{what} is {got._layout}, and should be {want.dtype}{list(want.shape)}")
     if got._local.shape != got._layout.local_shape or got._local.dtype != got.dtype:
         raise RuleError(
-            f"{what} is {got._layout}, with a local tensor {got._local.dtype}{list(got._local.shape)}"
+            f"{what} is {got._layout}, with a local tensor "
+            f"{got._local.dtype}{list(got._local.shape)}"
         )
     found, wanted = got.detach()._local, want[slices(got._layout.box)]
     if got._layout.pending:

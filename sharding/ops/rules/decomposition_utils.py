@@ -1,8 +1,9 @@
 """Helpers for decompositions: how an operand is sharded, and results made from each rank's part.
 
-A decomposition (see `registry.decomposition`) computes an operator over a split dim without gathering it. Most are made of other
-operators on `ShardedTensor`s and need only `is_split` and `reduce_pending`. Those that work on this rank's part use `from_parts`,
-`part_sizes` and `interval_exchange.Fetch`.
+A decomposition (see `registry.decomposition`) computes an operator over a split dim without
+gathering it. Most are made of other operators on `ShardedTensor`s and need only `is_split` and
+`reduce_pending`. Those that work on this rank's part use `from_parts`, `part_sizes` and
+`interval_exchange.Fetch`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ..dispatch import wrap
 
 
 def layout_of(x: Any) -> Layout:
-    """Return the layout of an operand, given the meta tensor that stands for it while rules and decompositions are made."""
+    """Return the layout of an operand, given the meta tensor that stands for it while rules and
+    decompositions are made.
+    """
     return x._operand
 
 
@@ -41,12 +44,16 @@ def all_splitting_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def is_split(x: Any, dims: Iterable[int] | None = None) -> bool:
-    """Return whether any of these dims of an operand (a meta tensor) is split; without `dims`, whether any dim is."""
+    """Return whether any of these dims of an operand (a meta tensor) is split; without `dims`,
+    whether any dim is.
+    """
     return any(splitting_axes(layout_of(x), d) for d in (range(x.ndim) if dims is None else dims))
 
 
 def reduce_pending(x: Any) -> Any:
-    """Return the tensor with pending values reduced, so that using it several times communicates once."""
+    """Return the tensor with pending values reduced, so that using it several times communicates
+    once.
+    """
     return x.redistribute(x.spec.with_unreduced({})) if x._layout.pending else x
 
 
@@ -86,7 +93,9 @@ def part_sizes(layout: Layout, dim: int) -> list[int]:
 
 
 def with_part_sizes(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
-    """Return the layout with other lengths of the parts of a split dim, as an operator leaves it that shortens every part."""
+    """Return the layout with other lengths of the parts of a split dim, as an operator leaves it
+    that shortens every part.
+    """
     axes = layout.spec.dims[dim]
     return with_dim(layout, dim, [Cut(axes, tuple(sizes))] if axes else (), sum(sizes))
 
@@ -106,7 +115,9 @@ def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
 
 
 def interval_of(layout: Layout, dim: int, start: int, stop: int) -> Layout:
-    """Return the layout of the interval [start, stop) of a dim, with every element on the rank that has it."""
+    """Return the layout of the interval [start, stop) of a dim, with every element on the rank that
+    has it.
+    """
     bounds = accumulate(part_sizes(layout, dim), initial=0)
     return with_part_sizes(
         layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)]
@@ -129,7 +140,9 @@ def replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
 
 @cached_on_mesh(attrgetter("mesh"), 1024)
 def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
-    """Return the layout after a reduction that leaves `dims` with one element: pending over the axes that split them."""
+    """Return the layout after a reduction that leaves `dims` with one element: pending over the
+    axes that split them.
+    """
     cuts = [() if d in dims else old for d, old in enumerate(layout.spec.cuts)]
     shape = [1 if d in dims else n for d, n in enumerate(layout.shape)]
     axes = {axis: kind for d in dims for axis in layout.spec.dims[d]}
@@ -139,7 +152,9 @@ def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
 def all_from_parts(
     layouts: Sequence[Layout], func: Callable[..., Iterable[Tensor]], *tensors: ShardedTensor
 ) -> list[ShardedTensor]:
-    """Return the `ShardedTensor`s of which the results of `func` of this rank's parts are this rank's parts."""
+    """Return the `ShardedTensor`s of which the results of `func` of this rank's parts are this
+    rank's parts.
+    """
     if layouts[0].mesh.coordinate is None:  # type: ignore[attr-defined]
         return [nonmember.unknown(layout, *tensors) for layout in layouts]
     return [
@@ -149,10 +164,11 @@ def all_from_parts(
 
 
 def with_elements(x: Tensor) -> Tensor:
-    """Return this rank's part with one zero in every empty dim, for an operator of torch that refuses empty tensors.
+    """Return this rank's part with one zero in every empty dim, for an operator of torch that
+    refuses empty tensors.
 
-    The caller slices these elements off the result. So an empty part has the same autograd graph as those of other ranks, and
-    backward communicates alike on all, to every order.
+    The caller slices these elements off the result. So an empty part has the same autograd graph as
+    those of other ranks, and backward communicates alike on all, to every order.
     """
     return (
         x if x.numel() else F.pad(x, [n for size in reversed(x.shape) for n in (0, int(size == 0))])
@@ -163,8 +179,8 @@ def with_elements(x: Tensor) -> Tensor:
 def body_of(func: Any) -> Callable[..., Any]:
     """Return a copy of one of torch's Python functions that runs its own body on `ShardedTensor`s.
 
-    torch's functions first ask whether an argument overrides them. In the copy the answer is no, so the operators in its body are
-    dispatched one by one.
+    torch's functions first ask whether an argument overrides them. In the copy the answer is no, so
+    the operators in its body are dispatched one by one.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     body = FunctionType(
@@ -183,7 +199,9 @@ def _never(*_: Any) -> bool:
 
 
 def sequential(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[..., ShardedTensor]:
-    """Return the decomposition that applies these functions to this rank's part one after the other; its result has this layout."""
+    """Return the decomposition that applies these functions to this rank's part one after the
+    other; its result has this layout.
+    """
 
     def local(part: Tensor) -> Tensor:
         for step in steps:

@@ -9,9 +9,9 @@ one strategy:
     x[:, 0:8], x[:, 8:16]    likewise; x[:, 0:4] has another shape
     x[3] = y, x[4] = y       however x is split: every rank writes what it has of the elements
 
-Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not `int`).
-A strategy may depend on the sign of such an int, since x + 0 is linear in x and an integer tensor has
-no negative powers, as it may depend on whether a float is zero.
+Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not
+`int`). A strategy may depend on the sign of such an int, since x + 0 is linear in x and an integer
+tensor has no negative powers, as it may depend on whether a float is zero.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _OPERATORS = frozenset(
 def shared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with `AnyInt` and `SharedSlice` for what decides nothing; None without any.
+    """Return the arguments with `AnyInt` and `SharedSlice` for what decides nothing; None without
+    any.
 
     Calls of the function for which this is equal, with tensors of equal layouts, have one strategy.
 
@@ -105,7 +106,7 @@ def _any_number(item: Any) -> Any:
     return AnyInt.POSITIVE if item > 0 else AnyInt.NEGATIVE if item else AnyInt.ZERO
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +140,9 @@ def numbers_of(func: Callable[..., Any]) -> Numbers:
 
 
 def _own_order(func: Callable[..., Any]) -> list[str] | None:
-    """Return the parameters of a function that is written in Python, whose order may be another than the schema's."""
+    """Return the parameters of a function that is written in Python, whose order may be another
+    than the schema's.
+    """
     if not inspect.isfunction(func):
         return None
     try:
@@ -154,7 +157,9 @@ def _own_order(func: Callable[..., Any]) -> list[str] | None:
 
 
 def _tensor_schemas(packet: Any) -> Iterator[Any]:
-    """Yield the schemas of an operator that take a tensor; others are of Python's numbers and lists."""
+    """Yield the schemas of an operator that take a tensor; others are of Python's numbers and
+    lists.
+    """
     for overload in packet.overloads():
         schema = getattr(packet, overload)._schema
         if any(str(argument.type) == "Tensor" for argument in schema.arguments):
@@ -162,12 +167,14 @@ def _tensor_schemas(packet: Any) -> Iterator[Any]:
 
 
 def _kind(type_name: str, declared: bool) -> set[bool]:
-    """Return whether an argument of this type is a number; nothing for tensors, for which others may be given."""
+    """Return whether an argument of this type is a number; nothing for tensors, for which others
+    may be given.
+    """
     name = type_name.removeprefix("Optional[").removesuffix("]")
     return set() if name == "Tensor" else {declared or name in ("number", "float")}
 
 
-# -- indices -----------------------------------------------------------------------------------------------------------
+# -- indices ---------------------------------------------------------------------------------------
 
 
 def _is_split(layout: Layout, dim: int) -> bool:
@@ -191,7 +198,8 @@ def _shared_entry(entry: Any, size: int, split: bool) -> Any:
 
 
 def _shared_entries(layout: Layout, index: Any, writes: bool) -> tuple[Any, ...] | None:
-    """Return an index with an entry for each dim, shared where it may be; None for one with tensors.
+    """Return an index with an entry for each dim, shared where it may be; None for one with
+    tensors.
 
     Args:
         writes: ints decide nothing on split dims either.

@@ -1,4 +1,6 @@
-"""Queries that shape, dtype and layout answer, without values or communication; and functions of memory, which are refused."""
+"""Queries that shape, dtype and layout answer, without values or communication; and functions of
+memory, which are refused.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def _register_refusals() -> None:
 def _refused(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} works on the memory of a tensor, of which each rank of a ShardedTensor has only a part; use x.to_local() "
-            "for this rank's part, or x.full_tensor() for the whole"
+            f"{name} works on the memory of a tensor, of which each rank of a ShardedTensor has "
+            "only a part; use x.to_local() for this rank's part, or x.full_tensor() for the whole"
         )
 
     return refuse
@@ -49,7 +51,9 @@ def _refused(name: str) -> Any:
 
 def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
     def strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-        """Return the tensor where size, stride and offset are its own; others are of other ranks' memory."""
+        """Return the tensor where size, stride and offset are its own; others are of other ranks'
+        memory.
+        """
         given = (
             tuple(size),
             tuple(stride),
@@ -58,9 +62,10 @@ def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
         own = tuple(input.shape), tuple(input.stride()), input.storage_offset()
         if given != own:
             raise NotImplementedError(
-                f"{name}(size={given[0]}, stride={given[1]}, storage_offset={given[2]}) works on the memory "
-                "of a tensor, of which each rank of a ShardedTensor has only a part, so it takes only the "
-                f"tensor's own {own}; use view, expand, permute or unfold, or x.full_tensor() for the whole"
+                f"{name}(size={given[0]}, stride={given[1]}, storage_offset={given[2]}) works on "
+                "the memory of a tensor, of which each rank of a ShardedTensor has only a part, so "
+                f"it takes only the tensor's own {own}; use view, expand, permute or unfold, or "
+                "x.full_tensor() for the whole"
             )
         return result(input)
 
@@ -68,7 +73,9 @@ def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
 
 
 def _asked_of_wrapper(func: Any) -> Any:
-    """Return a handler that calls the function on the wrapper itself, a meta tensor of the global shape."""
+    """Return a handler that calls the function on the wrapper itself, a meta tensor of the global
+    shape.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -84,7 +91,9 @@ def _asked_of_part(func: Any) -> Any:
 
 @handler("is_complex")
 def _is_complex(input: Any) -> bool:
-    """Return `input.is_complex()`, which torch's optimizers ask of every parameter at every step."""
+    """Return `input.is_complex()`, which torch's optimizers ask of every parameter at every
+    step.
+    """
     return input._layout.dtype.is_complex
 
 
@@ -95,7 +104,9 @@ def _is_same_size(input: Any, other: Any) -> bool:
 
 @handler("_has_compatible_shallow_copy_type")
 def _can_share_data(input: Any, other: Any) -> bool:
-    """Return whether `input.data = other` is possible, which `Module.to` needs to know to change a parameter in place."""
+    """Return whether `input.data = other` is possible, which `Module.to` needs to know to change a
+    parameter in place.
+    """
     both = isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
     return both and input._local.device.type == other._local.device.type
 

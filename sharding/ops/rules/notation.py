@@ -1,12 +1,16 @@
 """Rules: what an operator does to the dims of its operands, in einops notation.
 
-A rule such as `"... m k, ... k n -> ... m n"` names the factors of every dim. It tells how the operator may be split:
+A rule such as `"... m k, ... k n -> ... m n"` names the factors of every dim. It tells how the
+operator may be split:
 
-* a factor may be split over a mesh axis in every operand and result that has it; operands without it stay whole;
-* a factor that no result has is reduced: splitting it leaves the result pending (`combine` says with which kind);
+* a factor may be split over a mesh axis in every operand and result that has it; operands without
+  it stay whole;
+* a factor that no result has is reduced: splitting it leaves the result pending (`combine` says
+  with which kind);
 * a `[bracketed]` factor must be whole, that is not split, on every rank;
 * `(b s)` is a dim made of several factors, major to minor, as a reshape makes them;
-* `1` is a dim of size one, `...` any number of leading dims, aligned from the right and broadcast as PyTorch does.
+* `1` is a dim of size one, `...` any number of leading dims, aligned from the right and broadcast
+  as PyTorch does.
 """
 
 from __future__ import annotations
@@ -34,21 +38,27 @@ class Rule:
     """One operator call, as factors.
 
     Attributes:
-        operands: the tensors that `inputs` describes (meta tensors of the global shape), in the order of `inputs`.
+        operands: the tensors that `inputs` describes (meta tensors of the global shape), in the
+            order of `inputs`.
         inputs: per operand, per dim, its factors.
         outputs: per result tensor, per dim, its factors.
         sizes: size of each factor.
         whole: factors that must not be split.
         combine: pending kind of a result when a factor that it lacks is split.
-        linear: groups of operands; the operator is linear in each group jointly (the other operands held fixed), so
-            that it may be applied to pending sums.
-        additive: operands that are added to the result (a bias): they become pending where the result does.
-        transparent: the operator only moves values, so that values pending with any kind pass through.
-        pointwise: the result has the broadcast shape of the operands, and a dtype that depends on nothing but their dtypes
-            and the static arguments.
-        local: function to call on the local tensors in place of the operator, with the operator's arguments.
-        bind: makes that function once all layouts are known: `(layouts of the operands, in the order of `operands`;
-            layouts of the results) -> function`. For sizes and offsets that differ from rank to rank.
+        linear: groups of operands; the operator is linear in each group jointly (the other operands
+            held fixed), so that it may be applied to pending sums.
+        additive: operands that are added to the result (a bias): they become pending where the
+            result does.
+        transparent: the operator only moves values, so that values pending with any kind pass
+            through.
+        pointwise: the result has the broadcast shape of the operands, and a dtype that depends on
+            nothing but their dtypes and the static arguments.
+        local: function to call on the local tensors in place of the operator, with the operator's
+            arguments.
+        bind: makes that function once all layouts are known:
+            `(layouts of the operands, in the order of
+            `operands`; layouts of the results) ->
+            function`. For sizes and offsets that differ from rank to rank.
         result: the operator's result on meta tensors, where the operator cannot be run on them.
     """
 
@@ -75,7 +85,8 @@ def einrule(
     additive: Sequence[int] = (),
     **options: Any,
 ) -> Rule:
-    """Return the rule that a pattern gives for these operands; those that are None are left out with their part of the pattern.
+    """Return the rule that a pattern gives for these operands; those that are None are left out
+    with their part of the pattern.
 
     A dim of size one whose factor is larger in another operand is broadcast and never split.
 
@@ -124,7 +135,9 @@ def einrule(
 
 
 def dim_names(count: int, whole: Iterable[int] = (), prefix: str = "d") -> str:
-    """Return the pattern of a tensor of `count` dims, of which those in `whole` must not be split: `"d0 [d1] d2"`."""
+    """Return the pattern of a tensor of `count` dims, of which those in `whole` must not be split:
+    `"d0 [d1] d2"`.
+    """
     chosen = set(whole)
     return " ".join([f"[{prefix}{d}]" if d in chosen else f"{prefix}{d}" for d in range(count)])
 
@@ -138,7 +151,8 @@ def along_dims(
     results: int = 1,
     **options: Any,
 ) -> Rule:
-    """Return the rule of an operator that works along some dims of one operand and keeps the others.
+    """Return the rule of an operator that works along some dims of one operand and keeps the
+    others.
 
     Args:
         dims: those dims, counted from 0.
@@ -160,7 +174,9 @@ def along_dims(
 def _factor_sizes(
     inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the size of every factor: that of the dims that have it, where they are not broadcast."""
+    """Return the size of every factor: that of the dims that have it, where they are not
+    broadcast.
+    """
     sizes = dict(given)
     for dims, tensor in zip(inputs, tensors, strict=True):
         for factors, size in zip(dims, tensor.shape, strict=True):
@@ -198,7 +214,9 @@ class _Sides(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
-    """Return the pattern with its ellipses written out; the parts of operands that are not given are left out."""
+    """Return the pattern with its ellipses written out; the parts of operands that are not given
+    are left out.
+    """
     left, right = _parse(pattern)
     if len(left) != len(ndims):
         raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
@@ -240,7 +258,9 @@ def _side(text: str) -> tuple[Dim, ...]:
 
 
 def _expand_ellipsis(names: tuple[Dim, ...], ndim: int) -> tuple[Dim, ...]:
-    """Replace `...` by factors numbered from the right, so that shorter operands line up as in broadcasting."""
+    """Replace `...` by factors numbered from the right, so that shorter operands line up as in
+    broadcasting.
+    """
     if _ANY not in names:
         return names
     at, extra = names.index(_ANY), ndim - len(names) + 1

@@ -1,7 +1,9 @@
-"""Arguments that torch takes as numbers: the alpha of `add_`, the beta of `addmm`, the value of `addcmul`.
+"""Arguments that torch takes as numbers: the alpha of `add_`, the beta of `addmm`, the value of
+`addcmul`.
 
 A 0-d tensor given there, a `ShardedTensor` or a plain one, is read as a number, as torch does.
-`torch.optim.LBFGS` calls `p.add_(direction, alpha=step_size)` with a step size computed from gradients.
+`torch.optim.LBFGS` calls `p.add_(direction, alpha=step_size)` with a step size computed from
+gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def has_tensor_as_number(func: Callable[..., Any], kwargs: dict[str, Any]) -> bo
 
 
 def with_numbers(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of an operator with numbers in place of tensors; torch refuses tensors with dims or a gradient.
+    """Return the keyword arguments of an operator with numbers in place of tensors; torch refuses
+    tensors with dims or a gradient.
 
     Communication: a `ShardedTensor` that is pending is reduced, as by `item`.
     """

@@ -1,12 +1,15 @@
-"""Sharding propagation: from a rule and the layouts of its operands to the cheapest way of running the operator.
+"""Sharding propagation: from a rule and the layouts of its operands to the cheapest way of running
+the operator.
 
-For each mesh axis separately it lists what the rule allows (leave everything whole; split one factor; let pending
-sums pass through), computes the communication that each choice needs, and takes the cheapest. A choice
-that moves nothing wins; ties go to the choice that keeps the largest operand in place. Since axes are decided one
-at a time, the work grows with the number of axes, not with the product of their choices.
+For each mesh axis separately it lists what the rule allows (leave everything whole; split one
+factor; let pending sums pass through), computes the communication that each choice needs, and takes
+the cheapest. A choice that moves nothing wins; ties go to the choice that keeps the largest operand
+in place. Since axes are decided one at a time, the work grows with the number of axes, not with the
+product of their choices.
 
-Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand and result; the
-largest operand split on it determines the cut. Otherwise the factor is cut evenly, and ragged operands are moved first.
+Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand
+and result; the largest operand split on it determines the cut. Otherwise the factor is cut evenly,
+and ragged operands are moved first.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ _IMPOSSIBLE = float("inf")
 
 
 class State(NamedTuple):
-    """The state of one operand on one mesh axis: whole, split on a factor (None: a dim that the rule cannot follow), or
-    pending with a kind."""
+    """The state of one operand on one mesh axis: whole, split on a factor (None: a dim that the
+    rule cannot follow), or pending with a kind."""
 
     what: str
     detail: str | None = None
@@ -42,7 +45,8 @@ REPLICATED = State(WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice for one axis: leave everything whole, split factor `detail`, or leave a linear group's sum pending.
+    """The choice for one axis: leave everything whole, split factor `detail`, or leave a linear
+    group's sum pending.
 
     Attributes:
         what: WHOLE, SPLIT or PENDING.
@@ -97,7 +101,8 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     Args:
         rule: the operator's rule for these operands.
         layouts: the layout of each operand of the rule, all on one mesh.
-        fixed: an operand that must keep its layout and is the result (the one written by an in-place operator).
+        fixed: an operand that must keep its layout and is the result (the one written by an
+            in-place operator).
 
     Raises:
         CannotKeep: every choice changes the layout of the fixed operand.
@@ -164,7 +169,7 @@ def _kept(layout: Layout, target: Layout) -> Layout:
     return layout
 
 
-# -- current state -----------------------------------------------------------------------------------------------------
+# -- current state ---------------------------------------------------------------------------------
 
 
 def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
@@ -177,7 +182,9 @@ def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
 
 
 def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
-    """Return axis -> the factor that it splits, for the axes of one dim, as far as the split is on factor boundaries."""
+    """Return axis -> the factor that it splits, for the axes of one dim, as far as the split is on
+    factor boundaries.
+    """
     size, found, at, parts = layout.mesh.size, {}, 0, 1
     for axis in layout.spec.dims[dim]:
         while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
@@ -197,7 +204,9 @@ def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
 
 
 def axis_order(by_weight: Sequence[Layout]) -> list[str]:
-    """Return the axes in the order in which they split dims: those of the first operand first, then mesh order."""
+    """Return the axes in the order in which they split dims: those of the first operand first, then
+    mesh order.
+    """
     order: dict[str, None] = {}
     for layout in by_weight:
         order.update(dict.fromkeys(axis for axes in layout.spec.dims for axis in axes))
@@ -205,7 +214,7 @@ def axis_order(by_weight: Sequence[Layout]) -> list[str]:
     return list(order)
 
 
-# -- candidates --------------------------------------------------------------------------------------------------------
+# -- candidates ------------------------------------------------------------------------------------
 
 
 def _choose(
@@ -246,13 +255,15 @@ def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) ->
 
 
 def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the axes over which a linear operator's result is pending if each of its operands is, over whichever axes.
+    """Return the axes over which a linear operator's result is pending if each of its operands is,
+    over whichever axes.
 
         x pending over a, y over a and b: x + y is pending over a and b     x is first kept on one rank of b, which moves nothing
         x pending over a, y replicated:   x + y is replicated               the one reduction would have to be made later anyway
 
     Returns:
-        axis -> kind; empty if an operand is not pending at all, or they are pending with several kinds.
+        axis -> kind; empty if an operand is not pending at all, or they are pending with several
+        kinds.
     """
     pending = [
         {axis: kind for axis, kind in x.pending.items() if x.mesh.size(axis) > 1} for x in layouts
@@ -263,7 +274,9 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
 
 
 def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
-    """Return whether a linear operator may be applied to values pending with this kind; bools do not add up."""
+    """Return whether a linear operator may be applied to values pending with this kind; bools do
+    not add up.
+    """
     return rule.transparent or (
         kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending)
     )
@@ -299,7 +312,9 @@ def _reduces(rule: Rule, choice: Choice) -> bool:
 def _price(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, choice: Choice
 ) -> tuple[float, float]:
-    """Return the bytes received per rank for this choice, then the bytes of operands that do not stay in place."""
+    """Return the bytes received per rank for this choice, then the bytes of operands that do not
+    stay in place.
+    """
     here, n = states[axis], layouts[0].mesh.size(axis)
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
@@ -317,7 +332,9 @@ def _price(
 
 
 def move_price(state: State, target: State, n: int) -> float:
-    """Return the bytes received per local byte when an axis of `n` ranks changes from one state to another."""
+    """Return the bytes received per local byte when an axis of `n` ranks changes from one state to
+    another.
+    """
     if state.what == WHOLE or n == 1:
         return 0
     if state.what == SPLIT:
@@ -330,7 +347,9 @@ def move_price(state: State, target: State, n: int) -> float:
 def _output_bytes(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str
 ) -> float:
-    """Return the estimated size of one rank's part of the first result, given how the other axes split its factors now."""
+    """Return the estimated size of one rank's part of the first result, given how the other axes
+    split its factors now.
+    """
     factors = {f for dim in rule.outputs[0] for f in dim}
     numel = math.prod(rule.sizes.get(f, 1) for f in factors)
     for other, here in states.items():
@@ -339,13 +358,15 @@ def _output_bytes(
     return numel * layouts[0].dtype.itemsize
 
 
-# -- result ------------------------------------------------------------------------------------------------------------
+# -- result ----------------------------------------------------------------------------------------
 
 
 def _unrepresentable(
     rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]
 ) -> str | None:
-    """Return an axis to leave whole where a composite dim cannot be split as chosen, since its parts would not be boxes."""
+    """Return an axis to leave whole where a composite dim cannot be split as chosen, since its
+    parts would not be boxes.
+    """
     split = _axes_by_factor(choices, order)
     for dims in (*rule.inputs, *rule.outputs):
         for factors in dims:
@@ -371,7 +392,9 @@ def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[st
 def _sized_factors(
     rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
 ) -> dict[str, Cut]:
-    """Return factor -> its cut into parts of given sizes, where the largest operand that is split on it has such a cut."""
+    """Return factor -> its cut into parts of given sizes, where the largest operand that is split
+    on it has such a cut.
+    """
     if not any(layout.spec.sizes for layout in layouts):
         return {}
     alone = factors_alone(rule)
@@ -398,7 +421,9 @@ def factors_alone(rule: Rule) -> set[str]:
 def _outer_cuts(
     dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]
 ) -> Iterator[tuple[str, Cut]]:
-    """Yield the outermost cut of each dim that is one factor, if the axes of the cut split that factor first."""
+    """Yield the outermost cut of each dim that is one factor, if the axes of the cut split that
+    factor first.
+    """
     size = layout.mesh.size
     for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
         axes = split.get(factors[0], []) if len(factors) == 1 and cuts else []
@@ -415,7 +440,9 @@ def _moves(
     choices: dict[str, Choice],
     splits: Splits,
 ) -> bool:
-    """Return whether the operand may have to change its layout, also the order of axes in a factor or the sizes of parts."""
+    """Return whether the operand may have to change its layout, also the order of axes in a factor
+    or the sizes of parts.
+    """
     if any(
         states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()
     ):

@@ -21,19 +21,22 @@ def register_rule(
     additive: Sequence[int] = (),
     combine: str = "sum",
 ) -> None:
-    """register_rule(func, "... m k, ... k n -> ... m n"): register how an operator may be split; call it on every rank.
+    """register_rule(func, "... m k, ... k n -> ... m n"): register how an operator may be split;
+    call it on every rank.
 
-    The names are factors. One that operands and result share may be split over any axis; one that the result lacks is
-    reduced, and splitting it leaves the result pending; a `[bracketed]` one must be whole on every rank; `1` is a dim
-    that is never split. Test the rule with `check_rule`.
+    The names are factors. One that operands and result share may be split over any axis; one that
+    the result lacks is reduced, and splitting it leaves the result pending; a `[bracketed]` one
+    must be whole on every rank; `1` is a dim that is never split. Test the rule with `check_rule`.
 
     Args:
-        func: a torch function or an operator of `torch.library` (`torch.ops.mine.op`, with a meta implementation), before
-            it is first called on a `ShardedTensor`.
+        func: a torch function or an operator of `torch.library` (`torch.ops.mine.op`, with a meta
+            implementation), before it is first called on a `ShardedTensor`.
         pattern: one part for each tensor among the arguments, in order, and one for each result.
-        linear: groups of operands in which the operator is linear, jointly: pending sums of those pass through.
+        linear: groups of operands in which the operator is linear, jointly: pending sums of those
+            pass through.
         additive: operands that are added to the result, such as a bias.
-        combine: how partial results combine where a reduced factor is split: "sum", "max", "min" or "product".
+        combine: how partial results combine where a reduced factor is split: "sum", "max", "min" or
+            "product".
 
     Raises:
         ValueError: a pattern without "->", or an unknown way to combine.
@@ -45,7 +48,8 @@ def register_rule(
     """
     if "->" not in pattern:
         raise ValueError(
-            f"pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', got {pattern!r}"
+            "pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', "
+            f"got {pattern!r}"
         )
     if combine not in KINDS:
         raise ValueError(f"combine must be one of {', '.join(map(repr, KINDS))}, got {combine!r}")

@@ -27,22 +27,25 @@ Choice = tuple[
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:
     """register_sharding(op)(f): list the shardings that an operator accepts; they replace its rule.
 
-    `f` is called with the operator's arguments, tensors replaced by meta tensors of the global shape (with `placements` and
-    `mesh`), and returns pairs for one mesh axis: a placement for each result, and one for each tensor among the arguments
-    (None for other arguments). For each axis by itself the pair is taken that moves the fewest bytes; ties go to the one that
-    leaves most where it is, then to the first. A rule in einops notation (`register_rule`) says the same in one line where the
-    operator has one, and keeps parts of given sizes.
+    `f` is called with the operator's arguments, tensors replaced by meta tensors of the global
+    shape (with `placements` and `mesh`), and returns pairs for one mesh axis: a placement for each
+    result, and one for each tensor among the arguments (None for other arguments). For each axis by
+    itself the pair is taken that moves the fewest bytes; ties go to the one that leaves most where
+    it is, then to the first. A rule in einops notation (`register_rule`) says the same in one line
+    where the operator has one, and keeps parts of given sizes.
 
     Args:
-        op: a torch function, an operator of `torch.library`, or a list of those, before it is first called on a
-            `ShardedTensor`. An overload of aten, `torch.ops.aten.gelu.default`, stands for the public functions and methods
-            of its name; `f` then gets the arguments of the overload's schema.
+        op: a torch function, an operator of `torch.library`, or a list of those, before it is first
+            called on a `ShardedTensor`. An overload of aten, `torch.ops.aten.gelu.default`, stands
+            for the public functions and methods of its name; `f` then gets the arguments of the
+            overload's schema.
 
     Raises:
-        ValueError: an aten overload without public functions of its name; when the operator is called, pairs that do not fit
-            its tensors, or none that can be reached.
+        ValueError: an aten overload without public functions of its name; when the operator is
+            called, pairs that do not fit its tensors, or none that can be reached.
 
-    Communication: none; calling the operator, that of bringing its operands where the chosen pairs want them.
+    Communication: none; calling the operator, that of bringing its operands where the chosen pairs
+    want them.
 
     Example:
         >>> @register_sharding(torch.ops.mine.scale)
@@ -55,15 +58,15 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[.
         for one in op if isinstance(op, list | tuple) else [op]:
             for func in _callables(one):
                 HANDLERS.pop(func, None)
-                DECOMPOSITIONS[func] = _maker(
+                DECOMPOSITIONS[func] = _maker(  # type: ignore[assignment]
                     func, accepted, one._schema if isinstance(one, OpOverload) else None
-                )  # type: ignore[assignment]
+                )
         return accepted
 
     return register
 
 
-# -- which functions, and how they are called --------------------------------------------------------------------------
+# -- which functions, and how they are called ------------------------------------------------------
 
 
 def _callables(op: Any) -> list[Callable[..., Any]]:
@@ -79,8 +82,9 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
     public = list(functions(*public_names(packet.__name__)))
     if not public:
         raise ValueError(
-            f"register_sharding({op}): no public function of torch has this name, and shardings are registered for functions that "
-            "programs call; pass the function, as in register_sharding(torch.softmax)"
+            f"register_sharding({op}): no public function of torch has this name, and shardings "
+            "are registered for functions that programs call; pass the function, as in "
+            "register_sharding(torch.softmax)"
         )
     return [packet, *overloads, *public]
 
@@ -88,7 +92,9 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
 def _by_schema(
     schema: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments by the names of an aten overload, without those it lacks (such as dtype=None), added flags False."""
+    """Return the arguments by the names of an aten overload, without those it lacks (such as
+    dtype=None), added flags False.
+    """
     kinds = {argument.name: argument for argument in schema.arguments}
     named = dict(zip(kinds, args, strict=False))
     named.update({"self" if name == "input" else name: value for name, value in kwargs.items()})
@@ -104,7 +110,7 @@ def _by_schema(
     return positional, {name: value for name, value in named.items() if name in kinds}
 
 
-# -- the strategy ------------------------------------------------------------------------------------------------------
+# -- the strategy ----------------------------------------------------------------------------------
 
 
 def _maker(
@@ -139,8 +145,9 @@ def _choice(
     outs, ins = ([p for p in side if p is not None] for side in pair)
     if (len(outs), len(ins)) != (len(results), len(operands)):
         raise ValueError(
-            f"register_sharding: {name_of(func)} has {len(results)} results and {len(operands)} tensors among its arguments, and the "
-            f"pair {pair} has {len(outs)} and {len(ins)} placements; give one for each tensor, None for other arguments"
+            f"register_sharding: {name_of(func)} has {len(results)} results and {len(operands)} "
+            f"tensors among its arguments, and the pair {pair} has {len(outs)} and {len(ins)} "
+            "placements; give one for each tensor, None for other arguments"
         )
     return tuple(map(_state, outs, results)), tuple(map(_state, ins, operands))
 
@@ -158,7 +165,8 @@ def _state(placement: Placement, x: Tensor) -> State:
     if isinstance(placement, Replicate):
         return REPLICATED
     raise ValueError(
-        f"register_sharding: expected Shard of one of {x.ndim} dims, Replicate or Partial, got {placement!r}"
+        f"register_sharding: expected Shard of one of {x.ndim} dims, Replicate or Partial, got "
+        f"{placement!r}"
     )
 
 
@@ -221,8 +229,9 @@ def _cheapest(
             _cannot_keep(func, layouts[0])
             if in_place
             else ValueError(
-                f"register_sharding: no accepted sharding of {name_of(func)} can be reached from {', '.join(map(str, layouts))} on axis "
-                f"{axis!r}; accept Replicate() everywhere as well"
+                f"register_sharding: no accepted sharding of {name_of(func)} can be reached from "
+                f"{', '.join(map(str, layouts))} on axis {axis!r}; accept Replicate() everywhere "
+                "as well"
             )
         )
     return pairs[prices.index(min(prices))]
@@ -230,7 +239,8 @@ def _cheapest(
 
 def _cannot_keep(func: Callable[..., Any], layout: Layout) -> CannotKeep:
     return CannotKeep(
-        f"{name_of(func)} writes into {layout}, and no accepted sharding leaves that as it is; redistribute it first"
+        f"{name_of(func)} writes into {layout}, and no accepted sharding leaves that as it is; "
+        "redistribute it first"
     )
 
 

@@ -39,7 +39,9 @@ def functions(*names: str) -> Iterator[Callable[..., Any]]:
 
 
 def unique(names: Iterable[str], also: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Return the functions of these names and the further ones, each once: torch has many of them in two places."""
+    """Return the functions of these names and the further ones, each once: torch has many of them
+    in two places.
+    """
     return list(dict.fromkeys((*functions(*names), *also)))
 
 
@@ -47,12 +49,14 @@ def _put(table: dict[Callable[..., Any], Any], func: Callable[..., Any], entry: 
     """Add an entry.
 
     Raises:
-        ValueError: the function has one; which of the two is used would depend on the order of imports.
+        ValueError: the function has one; which of the two is used would depend on the order of
+            imports.
     """
     if func in table:
         name = getattr(func, "__qualname__", repr(func))
         raise ValueError(
-            f"{name} is registered twice: by {_whose(table[func])} and by {_whose(entry)}; remove one"
+            f"{name} is registered twice: by {_whose(table[func])} and by {_whose(entry)}; remove "
+            "one"
         )
     table[func] = entry
 
@@ -62,15 +66,20 @@ def _whose(entry: Any) -> str:
     return f"{entry.__module__}.{entry.__qualname__}"
 
 
-# A strategy is cached for calls that differ only in floats (a slope, a probability, the order of a norm), or in ints where torch takes a
-# number (`free_ints`). So nothing that makes a rule or a decomposition may depend on the value of such a number, but for its sign, or keep
-# it. Exceptions: operators with a result shape that depends on a float.
+# A strategy is cached for calls that differ only in floats (a slope, a probability, the order of a
+# norm), or in ints where torch takes a number (`free_ints`). So nothing that makes a rule or a
+# decomposition may depend on the value of such a number, but for its sign, or keep it. Exceptions:
+# operators with a result shape that depends on a float.
 LOOKS_AT_FLOATS = frozenset(
     functions(
-        "interpolate", "upsample", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
+        "interpolate",
+        "upsample",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "fractional_max_pool2d_with_indices",
         "fractional_max_pool3d_with_indices",
     )
-)  # fmt: skip
+)
 
 
 def rule(
@@ -78,11 +87,13 @@ def rule(
 ) -> Callable[[Maker], Maker]:
     """Register a function that makes rules for every torch function of these names.
 
-    It is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and returns the
-    `Rule` for them, or None if it has none (the operator then runs on gathered inputs).
+    It is called with the operator's own arguments, tensors replaced by meta tensors of the global
+    shape, and returns the `Rule` for them, or None if it has none (the operator then runs on
+    gathered inputs).
 
     Args:
-        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
+        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or
+            `torch.linalg`.
         also: further functions.
         view: the result shares memory with the operand.
     """
@@ -98,7 +109,9 @@ def rule(
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of one call by the parameter names of a decomposition, defaults filled in; tensors are meta tensors."""
+    """The arguments of one call by the parameter names of a decomposition, defaults filled in;
+    tensors are meta tensors.
+    """
 
 
 @cache
@@ -115,21 +128,25 @@ def decomposition(
     prepare: Callable[[Any], Any] | None = None,
     rule: Callable[[Any], Rule | None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a decomposition: another way to compute an operator where its rule would gather a split dim.
+    """Register a decomposition: another way to compute an operator where its rule would gather a
+    split dim.
 
-    The decorated function is called in place of the operator, with the operator's own arguments, `ShardedTensor`s included. A
-    softmax over a split dim, for instance, is two small reductions. Its signature is the only one: `when`, `prepare` and `rule` get
-    the arguments of a call by its parameter names, as `Arguments`. They are called once for each new combination of layouts and
-    static arguments, with meta tensors (`layout_of` tells how they are sharded), so they cost nothing when the operator runs.
-    They must not depend on a float, see `LOOKS_AT_FLOATS`.
+    The decorated function is called in place of the operator, with the operator's own arguments,
+    `ShardedTensor`s included. A softmax over a split dim, for instance, is two small reductions.
+    Its signature is the only one: `when`, `prepare` and `rule` get the arguments of a call by its
+    parameter names, as `Arguments`. They are called once for each new combination of layouts and
+    static arguments, with meta tensors (`layout_of` tells how they are sharded), so they cost
+    nothing when the operator runs. They must not depend on a float, see `LOOKS_AT_FLOATS`.
 
     Args:
-        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
+        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or
+            `torch.linalg`.
         also: further functions.
-        check: a function of torch that raises for arguments that torch refuses, called with the call's own arguments.
+        check: a function of torch that raises for arguments that torch refuses, called with the
+            call's own arguments.
         when: whether the decomposition applies; if not, the call is left to the rule.
-        prepare: in place of `when`: what to compute in advance. It is passed to the function as its first argument, ahead of the
-            operator's own. None if the decomposition does not apply.
+        prepare: in place of `when`: what to compute in advance. It is passed to the function as its
+            first argument, ahead of the operator's own. None if the decomposition does not apply.
         rule: the operator's rule for the calls that are left to it, or None if it has none.
     """
 
@@ -161,10 +178,12 @@ def decomposition_maker(
     rule: Callable[[Any], Rule | None] | None = None,
     view: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a function that makes a decomposition, for those of which most can be computed in advance.
+    """Register a function that makes a decomposition, for those of which most can be computed in
+    advance.
 
-    It is called as `rule` is, with meta tensors, once for each new combination of layouts and static arguments. It returns the
-    function to call in place of the operator, with the operator's own arguments, or None to leave the call to the rule.
+    It is called as `rule` is, with meta tensors, once for each new combination of layouts and
+    static arguments. It returns the function to call in place of the operator, with the operator's
+    own arguments, or None to leave the call to the rule.
 
     Args:
         names, also, check, rule: as in `decomposition`; here `check` is called first.
@@ -200,7 +219,9 @@ def _register(
     make: DecompositionMaker,
     rule: Callable[[Any], Rule | None] | None,
 ) -> None:
-    """Add a maker of decompositions to the table and, where a rule is given, a maker of rules with the same signature."""
+    """Add a maker of decompositions to the table and, where a rule is given, a maker of rules with
+    the same signature.
+    """
 
     def make_rule(*args: Any, **kwargs: Any) -> Rule | None:
         return rule(_bound(function, skip, args, kwargs))  # type: ignore[misc]
@@ -217,10 +238,12 @@ def _register(
 def handler(
     *names: str, also: tuple[Callable[..., Any], ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that is called with the operator's own arguments, `ShardedTensor`s included, on every call.
+    """Register a function that is called with the operator's own arguments, `ShardedTensor`s
+    included, on every call.
 
-    For functions that are not operators on values, or that decide by values; an operator made of others is a
-    decomposition. A handler may return NotImplemented to leave the call to the operator's decomposition or rule.
+    For functions that are not operators on values, or that decide by values; an operator made of
+    others is a decomposition. A handler may return NotImplemented to leave the call to the
+    operator's decomposition or rule.
     """
 
     def register(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,9 @@
     "all_gather"   keys and values, once                     their gradients, once          all keys and values
     "all_to_all"   q, k, v and the output, a share of each   their gradients                its heads of the whole sequence
 
-"ring" hides its hops behind the computation and needs the least memory; "all_to_all" (Jacobs et al. 2023, "DeepSpeed Ulysses") moves
-the least, 4/n of the parts, and needs as many heads of keys as ranks; "all_gather" (Llama 3) is the simplest, good for few key heads.
+"ring" hides its hops behind the computation and needs the least memory; "all_to_all" (Jacobs et al.
+2023, "DeepSpeed Ulysses") moves the least, 4/n of the parts, and needs as many heads of keys as
+ranks; "all_gather" (Llama 3) is the simplest, good for few key heads.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def context_parallel_attention(
     balanced: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l): `F.scaled_dot_product_attention` of sequences split over an axis.
+    """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l):
+    `F.scaled_dot_product_attention` of sequences split over an axis.
 
         rank 0   q0 k0 v0        softmax(q0 [k0 k1]') [v0 v1]
         rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query attends to the keys of all ranks
@@ -62,28 +64,34 @@ def context_parallel_attention(
 
     Args:
         query: [... h l e]. Other dims may be split over other axes: batch and heads are not moved.
-        key, value: [... g s e] and [... g s f]; g divides h, and query heads are groups of the key's, as with `enable_gqa`.
+        key, value: [... g s e] and [... g s f]; g divides h, and query heads are groups of the
+            key's, as with `enable_gqa`.
         axis: the axis, or axes, major to minor, that split l and s, evenly or not.
         is_causal: each query attends to the keys up to its own position.
         scale: of scores; by default 1 / sqrt(e).
         method: "ring", "all_gather" or "all_to_all": see the table of this module.
-        balanced: the sequences are in the order of `balance_sequence`; a causal mask uses the original positions. All ranks then have
-            the same work; otherwise the last one has twice the mean.
-        mesh: for plain tensors, which are this rank's parts of the sequence (of any lengths): the mesh with the axis; by default the
-            current one. The result is plain, and gradients are those of the sum of all ranks' losses.
+        balanced: the sequences are in the order of `balance_sequence`; a causal mask uses the
+            original positions. All ranks then have the same work; otherwise the last one has twice
+            the mean.
+        mesh: for plain tensors, which are this rank's parts of the sequence (of any lengths): the
+            mesh with the axis; by default the current one. The result is plain, and gradients are
+            those of the sum of all ranks' losses.
 
     Returns:
         [... h l f], laid out as the query.
 
     Raises:
         TypeError: plain tensors mixed with sharded ones.
-        ValueError: on every rank, before any communication: shapes that do not match, sequences not split over the axis alone, sizes that
-            are not those of a balanced sequence, fewer key heads than ranks for "all_to_all".
+        ValueError: on every rank, before any communication: shapes that do not match, sequences not
+            split over the axis alone, sizes that are not those of a balanced sequence, fewer key
+            heads than ranks for "all_to_all".
 
-    Communication: by this rank, of n: "ring": n - 1 permutes with the keys and values of all others; backward again, and n - 1 with
-        gradients of all blocks but one. "all_gather": one all_gather of keys and values; backward one reduce_scatter. "all_to_all": one
-        all_to_all of q, k and v, and one of the output; the same backward. Before that, a redistribution of keys and values if their
-        batch or heads are not split as the query's. For plain tensors two small all_gathers of shapes.
+    Communication: by this rank, of n: "ring": n - 1 permutes with the keys and values of all
+        others; backward again, and n - 1 with gradients of all blocks but one. "all_gather": one
+        all_gather of keys and values; backward one reduce_scatter. "all_to_all": one all_to_all of
+        q, k and v, and one of the output; the same backward. Before that, a redistribution of keys
+        and values if their batch or heads are not split as the query's. For plain tensors two small
+        all_gathers of shapes.
 
     Example:
         >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh, placements=P("dp", "tp", "cp")) for _ in range(3))
@@ -92,7 +100,8 @@ def context_parallel_attention(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if method not in METHODS:
         raise ValueError(
-            f"context_parallel_attention: method={method!r}; write one of {', '.join(map(repr, METHODS))}"
+            f"context_parallel_attention: method={method!r}; write one of "
+            f"{', '.join(map(repr, METHODS))}"
         )
     options = AttentionOptions(axes, is_causal, scale, method, balanced)
     sharded = [isinstance(x, ShardedTensor) for x in (query, key, value)]
@@ -100,8 +109,8 @@ def context_parallel_attention(
         return _attention(query, key, value, options)
     if any(sharded):
         raise TypeError(
-            "context_parallel_attention: query, key and value must all be ShardedTensors, or all this rank's plain parts; got "
-            f"{[type(x).__name__ for x in (query, key, value)]}"
+            "context_parallel_attention: query, key and value must all be ShardedTensors, or all "
+            f"this rank's plain parts; got {[type(x).__name__ for x in (query, key, value)]}"
         )
     return _of_plain(query, key, value, options, given_or_current(mesh))
 
@@ -109,7 +118,9 @@ def context_parallel_attention(
 def _of_plain(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along other axes."""
+    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
+    other axes.
+    """
     axis_mesh = mesh[options.axes]
     spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
     q, k = (_whole_of(x, axis_mesh, spec) for x in (query, key))
@@ -118,7 +129,9 @@ def _of_plain(
 
 
 def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
-    """Return the sequence that has this local part; lengths may differ. Communication: one small all_gather."""
+    """Return the sequence that has this local part; lengths may differ. Communication: one small
+    all_gather.
+    """
     lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
     by_place = [
         lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()
@@ -158,7 +171,7 @@ def _strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> Att
     )
 
 
-# -- for unchanged models ---------------------------------------------------------------------------------------------
+# -- for unchanged models --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,17 +187,20 @@ class _ContextParallelBlock:
 def context_parallel(
     axis: Axis = "cp", *, method: str = "ring", balanced: bool = False
 ) -> Iterator[None]:
-    """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the axis as `context_parallel_attention`.
+    """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the
+    axis as `context_parallel_attention`.
 
-    A model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed as
-    usual. Activation checkpointing recomputes attention as its forward ran it, also if backward is called after the block.
+    A model that calls torch's attention needs no change. Attention whose queries or keys are not
+    split over the axis is computed as usual. Activation checkpointing recomputes attention as its
+    forward ran it, also if backward is called after the block.
 
     Args:
         axis, method, balanced: see `context_parallel_attention`.
 
     Raises:
-        ValueError: an unknown method. Later, from attention: what `context_parallel_attention` raises; a mask or dropout with sequences
-            split over the axis; a causal mask on a balanced sequence that is not split over it.
+        ValueError: an unknown method. Later, from attention: what `context_parallel_attention`
+            raises; a mask or dropout with sequences split over the axis; a causal mask on a
+            balanced sequence that is not split over it.
 
     Communication: none by itself.
 
@@ -227,8 +243,9 @@ def _in_block(
         return NotImplemented
     if attn_mask is not None or dropout_p:
         raise ValueError(
-            f"scaled_dot_product_attention inside context_parallel({block.axes}): {_given(attn_mask, dropout_p)} for queries "
-            f"{query._layout}; keys of other ranks are processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
+            f"scaled_dot_product_attention inside context_parallel({block.axes}): "
+            f"{_given(attn_mask, dropout_p)} for queries {query._layout}; keys of other ranks are "
+            "processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
             "call this attention outside the block, where keys and values are gathered"
         )
     options = AttentionOptions(block.axes, is_causal, scale, block.method, block.balanced)
@@ -252,8 +269,8 @@ def _check_axes(block: _ContextParallelBlock, x: ShardedTensor) -> None:
     unknown = [a for a in block.axes if a not in x.mesh.axis_names]
     if unknown:
         raise ValueError(
-            f"context_parallel({block.axes}): attention of {x._layout}, whose mesh has no axis {unknown[0]!r}; use one of "
-            f"{x.mesh.axis_names}"
+            f"context_parallel({block.axes}): attention of {x._layout}, whose mesh has no axis "
+            f"{unknown[0]!r}; use one of {x.mesh.axis_names}"
         )
 
 
@@ -262,7 +279,7 @@ def _check_order_known(
 ) -> None:
     if block.balanced and is_causal and query.mesh.size(block.axes) > 1:
         raise ValueError(
-            f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query._layout} and "
-            f"{key._layout}, which are not both split over {block.axes}, so their order is unknown; balance both, or call it "
-            "outside the block"
+            f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): "
+            f"is_causal for {query._layout} and {key._layout}, which are not both split over "
+            f"{block.axes}, so their order is unknown; balance both, or call it outside the block"
         )

@@ -1,10 +1,12 @@
-"""Blockwise attention with an online softmax: the state is the weighted output so far and its log-sum-exp.
+"""Blockwise attention with an online softmax: the state is the weighted output so far and its
+log-sum-exp.
 
     scores          block 1   block 2                            (out, lse) of block 1
     queries         q k1'     q k2'        merged one by one     (out, lse) of block 2  ->  both weighted by exp(lse - total lse)
 
-A softmax over all keys then needs one block at a time (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), and
-its gradients need the final output and lse only (Dao et al. 2022, "FlashAttention", section 3.1).
+A softmax over all keys then needs one block at a time (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"), and its gradients need the final output and lse only (Dao et
+al. 2022, "FlashAttention", section 3.1).
 
 Tensor names: q [... h*g l e], k [... h s e], v [... h s f]; g query heads share a head of keys.
 """
@@ -120,7 +122,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# -- by matrix products, if torch has no kernel ---------------------------------------------------------------------------
+# -- by matrix products, if torch has no kernel ----------------------------------------------------
 
 
 def _by_matmul(
@@ -147,7 +149,9 @@ def _grads_by_matmul(
     scale: float,
     diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale, grad_k = d' q scale."""
+    """With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale,
+    grad_k = d' q scale.
+    """
     grad, q, k, v, out = (x.to(_wide(x.dtype)) for x in (grad, q, k, v, out))
     level = (grad * out).sum(-1, keepdim=True)
     grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
@@ -174,7 +178,9 @@ def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
-    """Return the scores of some query rows, grouped as by `_grouped`, with the keys up to the last that they attend to."""
+    """Return the scores of some query rows, grouped as by `_grouped`, with the keys up to the last
+    that they attend to.
+    """
     scores = _grouped(q, k) @ k.mT * scale
     if not diagonal:
         return scores

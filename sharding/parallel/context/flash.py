@@ -1,7 +1,9 @@
-"""torch's fused attention kernels, with the log-sum-exp: the operators under `F.scaled_dot_product_attention`.
+"""torch's fused attention kernels, with the log-sum-exp: the operators under
+`F.scaled_dot_product_attention`.
 
-They do not materialise the scores. They are private in torch; the public operator neither returns the log-sum-exp nor takes one for
-backward. If torch lacks them, or they do not support the tensors, attention is computed by matrix products (`blockwise.py`).
+They do not materialise the scores. They are private in torch; the public operator neither returns
+the log-sum-exp nor takes one for backward. If torch lacks them, or they do not support the tensors,
+attention is computed by matrix products (`blockwise.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class FlashKernel(NamedTuple):
 
     Attributes:
         forward: `(q, k, v, scale, diagonal)` -> output and lse.
-        backward: `(grad, q, k, v, out, lse, scale, diagonal)` -> gradients of q, k and v; out and lse are over all blocks.
+        backward: `(grad, q, k, v, out, lse, scale, diagonal)` -> gradients of q, k and v; out and
+            lse are over all blocks.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -30,7 +33,8 @@ class FlashKernel(NamedTuple):
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> FlashKernel | None:
     """Return a kernel that supports these tensors [b h l e]; there may be fewer key heads.
 
-    On CUDA it is that of cuDNN where `F.scaled_dot_product_attention` would use it, else FlashAttention 2.
+    On CUDA it is that of cuDNN where `F.scaled_dot_product_attention` would use it, else
+    FlashAttention 2.
     """
     if q.ndim != 4 or v.shape[-1] != q.shape[-1] or not (q.numel() and k.numel()):
         return None
@@ -76,7 +80,7 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# -- on the CPU: half precision is computed in float32, so that blocks are not rounded before they are merged -------------
+# -- on the CPU: half precision is computed in float32, so that blocks are not rounded before they a
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -102,7 +106,7 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
     return [_in_rows(x.to(torch.promote_types(x.dtype, torch.float32))) for x in tensors]
 
 
-# -- on CUDA, in half precision ---------------------------------------------------------------------------------------
+# -- on CUDA, in half precision --------------------------------------------------------------------
 
 
 def on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:

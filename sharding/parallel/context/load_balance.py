@@ -1,9 +1,11 @@
-"""Load balance of causal attention: the order of a sequence over ranks, and the blocks that each rank computes.
+"""Load balance of causal attention: the order of a sequence over ranks, and the blocks that each
+rank computes.
 
     10 positions over 2 ranks, contiguous      0 1 2 3 4 | 5 6 7 8 9      rank 1 computes 40 of the 55 pairs
     in 4 pieces, balanced                      0 1 2 8 9 | 3 4 5 6 7      rank i has the pieces i and 3 - i: 25 and 30 pairs
 
-Queries of piece p attend to p + 1 pieces, so the pieces i and 2n-1-i of n ranks cost 2n + 1 together for every i.
+Queries of piece p attend to p + 1 pieces, so the pieces i and 2n-1-i of n ranks cost 2n + 1
+together for every i.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Block(NamedTuple):
 
 @lru_cache(4096)
 def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
-    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own position.
+    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own
+    position.
 
     queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
                                        3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
@@ -80,7 +83,9 @@ def _shift(interval: Interval, by: int) -> Interval:
 
 
 def _append_block(found: list[Block], new: Block) -> None:
-    """Append a block; merge it with the last one if that has the preceding queries and the same keys."""
+    """Append a block; merge it with the last one if that has the preceding queries and the same
+    keys.
+    """
     last = found[-1] if found else new
     if last[1:4] == (new.q_start, new.k_start, new.k_stop) and not (last.diagonal or new.diagonal):
         found[-1] = last._replace(q_stop=new.q_stop)
@@ -88,7 +93,7 @@ def _append_block(found: list[Block], new: Block) -> None:
         found.append(new)
 
 
-# -- balanced ---------------------------------------------------------------------------------------------------------
+# -- balanced --------------------------------------------------------------------------------------
 
 
 def contiguous(sizes: Sequence[int]) -> list[Runs]:
@@ -98,7 +103,9 @@ def contiguous(sizes: Sequence[int]) -> list[Runs]:
 
 @lru_cache(1024)
 def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n pieces of almost equal length."""
+    """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n
+    pieces of almost equal length.
+    """
     count = 2 * ranks
     bounds = list(
         accumulate([length // count + (i < length % count) for i in range(count)], initial=0)
@@ -133,25 +140,30 @@ def _inverse(order: Sequence[Interval]) -> list[Interval]:
 def balance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every rank the same.
+    """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every
+    rank the same.
 
         x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9      in 2n pieces; rank i gets the pieces i and 2n-1-i
                          0 1 2 8 9 | 3 4 5 6 7
 
-    Balance everything that depends on the position: tokens, labels, and the positions for rotary or learned embeddings,
-    `balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. Operators on each position alone, and a loss that is a mean over
-    positions, give the same in any order; pass `balanced=True` to attention.
+    Balance everything that depends on the position: tokens, labels, and the positions for rotary or
+    learned embeddings, `balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. Operators on
+    each position alone, and a loss that is a mean over positions, give the same in any order; pass
+    `balanced=True` to attention.
 
     Args:
         x: a sharded tensor.
         dim: the dim of the sequence.
-        axis: the axis, or axes, major to minor, that split the sequence afterwards. The dim must be split over them, or not at all.
+        axis: the axis, or axes, major to minor, that split the sequence afterwards. The dim must be
+            split over them, or not at all.
 
     Returns:
-        The tensor, with the dim split over the axis into parts that differ by at most two positions.
+        The tensor, with the dim split over the axis into parts that differ by at most two
+        positions.
 
     Raises:
-        ValueError: on every rank, before any communication: an unknown axis, or one that splits another dim, or a dim that others split.
+        ValueError: on every rank, before any communication: an unknown axis, or one that splits
+            another dim, or a dim that others split.
 
     Communication: one all_to_all over the axis, the same backward; none if the dim is whole.
 
@@ -170,7 +182,8 @@ def balance_sequence(
 def unbalance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`, split evenly over the axis.
+    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`,
+    split evenly over the axis.
 
     Args, Raises, Communication: as for `balance_sequence`.
 
@@ -213,25 +226,30 @@ def checked_axes(
     """
     if not isinstance(x, ShardedTensor):
         raise TypeError(
-            f"{name}: expected a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first"
+            f"{name}: expected a ShardedTensor, got {type(x).__name__}; place it with "
+            "sm.device_put(x, mesh, P(...)) first"
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not axes or any(a not in x.mesh.axis_names for a in axes):
         raise ValueError(
-            f"{name}: axis={axis!r} is not on the mesh of {x._layout}; use one of {x.mesh.axis_names}"
+            f"{name}: axis={axis!r} is not on the mesh of {x._layout}; use one of "
+            f"{x.mesh.axis_names}"
         )
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}"
+            f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} "
+            f"to {x.ndim - 1}"
         )
     dim %= x.ndim
     taken = [a for a in axes if x._layout.dim_of.get(a, dim) != dim or a in x._layout.pending]
     if taken:
         raise ValueError(
-            f"{name}: axis {taken[0]!r} cannot split dim {dim} of {x._layout}, since it is in use; redistribute first"
+            f"{name}: axis {taken[0]!r} cannot split dim {dim} of {x._layout}, since it is in use; "
+            "redistribute first"
         )
     if x.spec.dims[dim] not in ((), axes):
         raise ValueError(
-            f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]} and must be split over {axes} alone; redistribute first"
+            f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]} and must be split "
+            f"over {axes} alone; redistribute first"
         )
     return axes, dim

@@ -1,4 +1,5 @@
-"""Ring attention: queries stay, keys and values are passed to the next rank until every rank has processed every block.
+"""Ring attention: queries stay, keys and values are passed to the next rank until every rank has
+processed every block.
 
                hop 0          hop 1           hop 2           hop 3
     rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        the next block is received
@@ -6,9 +7,10 @@
     rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3
     rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
 
-Backward passes the blocks around once more, since forward saves only the output and its log-sum-exp. The gradient of a block follows it
-one hop behind; each rank adds its contribution, and after the last hop it is on the block's own rank (Liu, Zaharia and Abbeel 2023, "Ring
-attention with blockwise transformers").
+Backward passes the blocks around once more, since forward saves only the output and its
+log-sum-exp. The gradient of a block follows it one hop behind; each rank adds its contribution, and
+after the last hop it is on the block's own rank (Liu, Zaharia and Abbeel 2023, "Ring attention with
+blockwise transformers").
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Ring:
     Attributes:
         world: the world of the ranks.
         group: the ranks.
-        order: by position in the ring, the rank's index in the group; this rank alone if it has all keys.
+        order: by position in the ring, the rank's index in the group; this rank alone if it has all
+            keys.
         place: the position of this rank.
         keys: by position, the length of the block of keys that starts there.
         blocks: by hop, the part of the current block that this rank's queries attend to.
@@ -60,8 +63,8 @@ class Ring:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return this rank's part of the attention; differentiable once.
 
-        Communication: `size - 1` permutes, in each a block of keys and values; backward as many, and again as many with gradients, in
-        at least float32.
+        Communication: `size - 1` permutes, in each a block of keys and values; backward as many,
+        and again as many with gradients, in at least float32.
         """
         return _RingAttention.apply(q, k, v, self)  # type: ignore[return-value]
 
@@ -77,7 +80,8 @@ class Ring:
         yield current
 
     def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending:
-        """Give a block to the next rank; what waits for the one from the rank before, which is here after `hop` hops.
+        """Give a block to the next rank; what waits for the one from the rank before, which is here
+        after `hop` hops.
 
         Args:
             block: flat.
@@ -94,7 +98,9 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that were packed into the block that this rank holds after `hop` hops."""
+        """Return the two tensors that were packed into the block that this rank holds after `hop`
+        hops.
+        """
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (
@@ -138,7 +144,9 @@ class _RingAttention(torch.autograd.Function):
 def _ring_grads(
     ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> AttentionGrads:
-    """Pass the blocks once more; each is followed by the sum of the gradients from earlier ranks."""
+    """Pass the blocks once more; each is followed by the sum of the gradients from earlier
+    ranks.
+    """
     own = AttentionGrads.zeros(q, k, v)
     following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
     for hop, current in enumerate(ring.passing(k, v)):

@@ -1,4 +1,6 @@
-"""Strategies of context-parallel attention: layouts of query, key and value, and the computation on local parts."""
+"""Strategies of context-parallel attention: layouts of query, key and value, and the computation on
+local parts.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
 
 
 def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
-    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else none."""
+    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else
+    none.
+    """
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
@@ -98,7 +102,7 @@ def _scale(q: Layout, options: AttentionOptions) -> float:
     return 1 / math.sqrt(max(1, q.shape[-1])) if options.scale is None else options.scale
 
 
-# -- ring and all_gather ----------------------------------------------------------------------------------------------
+# -- ring and all_gather ---------------------------------------------------------------------------
 
 
 def _ring(
@@ -197,7 +201,7 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
     )
 
 
-# -- all_to_all -------------------------------------------------------------------------------------------------------
+# -- all_to_all ------------------------------------------------------------------------------------
 
 
 def _all_to_all(
@@ -220,7 +224,8 @@ def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> La
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
-    """Return the number of key heads of each rank: those of ranks that share a sequence, split as evenly as possible.
+    """Return the number of key heads of each rank: those of ranks that share a sequence, split as
+    evenly as possible.
 
     Raises:
         ValueError: a rank would get none.
@@ -234,8 +239,10 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
         raise ValueError(
-            f"context_parallel_attention, method='all_to_all': {min(known)} of the {k.shape[HEADS]} key heads{over} are too few "
-            f"for the {ranks} ranks of {options.axes}; use method='ring' or 'all_gather', which split no heads, or at least {ranks} heads"
+            f"context_parallel_attention, method='all_to_all': {min(known)} of the "
+            f"{k.shape[HEADS]} key heads{over} are too few for the {ranks} ranks of "
+            f"{options.axes}; use method='ring' or 'all_gather', which split no heads, or at least "
+            f"{ranks} heads"
         )
     return [n for heads in known for n in _evenly(heads, ranks)]
 
@@ -274,7 +281,7 @@ def _positions(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
     )
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
@@ -282,7 +289,8 @@ def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
         if other.mesh is not q.mesh:
             here, there = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
-                f"context_parallel_attention: query, key and value are on two meshes, {here} and {there}; move them to one mesh first"
+                f"context_parallel_attention: query, key and value are on two meshes, {here} and "
+                f"{there}; move them to one mesh first"
             )
     why = _shape_error(q, k, v)
     if why:
@@ -292,23 +300,37 @@ def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
 def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
     shapes = q.shape, k.shape, v.shape
     if min(map(len, shapes)) < 3 or len({len(shape) for shape in shapes}) > 1:
-        return "query, key and value must be [... heads positions features], with the same number of dims, at least 3"
+        return (
+            "query, key and value must be [... heads positions features], with the same number of "
+            "dims, at least 3"
+        )
     if len({layout.dtype for layout in (q, k, v)}) > 1 or not q.dtype.is_floating_point:
         return (
             "query, key and value must have the same floating dtype; convert them with .to(dtype)"
         )
     if len({shape[:HEADS] for shape in shapes}) > 1:
-        return f"dims before the heads must be the same, and they are {[list(shape[:HEADS]) for shape in shapes]}; expand them first"
+        return (
+            "dims before the heads must be the same, and they are "
+            f"{[list(shape[:HEADS]) for shape in shapes]}; expand them first"
+        )
     if q.shape[WIDTH] != k.shape[WIDTH] or k.shape[:WIDTH] != v.shape[:WIDTH]:
-        return "query and key must have the same number of features, key and value the same heads and positions"
+        return (
+            "query and key must have the same number of features, key and value the same heads and "
+            "positions"
+        )
     heads, groups = q.shape[HEADS], k.shape[HEADS]
     if heads != groups and (not groups or heads % groups):
-        return f"the number of query heads, {heads}, must be a multiple of the number of key heads, {groups}"
+        return (
+            f"the number of query heads, {heads}, must be a multiple of the number of key heads, "
+            f"{groups}"
+        )
     return ""
 
 
 def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
-    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right sizes."""
+    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right
+    sizes.
+    """
     mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
     given = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]
@@ -320,8 +342,8 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
             for d, cuts in enumerate(_without(layout, options.axes))
         ]
         raise ValueError(
-            f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no other axis; "
-            f"redistribute it to {P.of_cuts(wanted, {})} first"
+            f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no "
+            f"other axis; redistribute it to {P.of_cuts(wanted, {})} first"
         )
     if options.balanced and options.is_causal:
         sizes, wanted_sizes = (
@@ -330,8 +352,10 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
         )
         if sizes != wanted_sizes:
             raise ValueError(
-                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} positions, but balanced parts have "
-                f"{wanted_sizes}; make it with sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True out"
+                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} "
+                f"positions, but balanced parts have {wanted_sizes}; make it with "
+                f"sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True "
+                "out"
             )
 
 

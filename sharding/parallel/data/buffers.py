@@ -27,8 +27,10 @@ class _Changed(NamedTuple):
 
 
 class BuffersInUse:
-    """Replaces buffers during a forward: with sharded activations plain ones become replicated, and sharded ones are projected to the
-    mesh of the activations. The replacements share memory, so in-place writes reach the originals."""
+    """Replaces buffers during a forward: with sharded activations plain ones become replicated, and
+    sharded ones are projected to the mesh of the activations. The replacements share memory, so
+    in-place writes reach the originals.
+    """
 
     def __init__(self) -> None:
         self._changed: list[_Changed] = []
@@ -60,7 +62,9 @@ class BuffersInUse:
                     module._buffers[name] = found
 
     def unwrap(self) -> None:
-        """Restore the buffers. Communication: if the module set a new buffer that is split, an all_gather of it."""
+        """Restore the buffers. Communication: if the module set a new buffer that is split, an
+        all_gather of it.
+        """
         for table, name, original, in_use in self._changed:
             now = table.get(name)
             if now is in_use:

@@ -33,48 +33,61 @@ def fully_shard(
     transport: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split over the ranks (FSDP, ZeRO-3).
+    """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split
+    over the ranks (FSDP, ZeRO-3).
 
         sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      so that all_gather and reduce_scatter need no copies
         in use    all_gather -> w_0, w_1 -> forward -> free              again before backward
         backward  gradients of w_0, w_1 -> reduce_scatter -> `.grad`, split as the parameters are
 
-    As with torch's `fully_shard`, call it on the blocks of a model first and on the model last; each call makes a unit of the parameters
-    that are in no unit yet. Or name the blocks: `fully_shard(model, mesh, units=Block)`.
+    As with torch's `fully_shard`, call it on the blocks of a model first and on the model last;
+    each call makes a unit of the parameters that are in no unit yet. Or name the blocks:
+    `fully_shard(model, mesh, units=Block)`.
 
-    Inputs may be plain tensors, different on each rank: gradients are averaged over the ranks, and the module computes with plain
-    parameters. Or they may be sharded tensors: loss and gradients are those of the global batch. Parameters that
-    `parallelize` has split over other axes of the mesh stay split in use.
+    Inputs may be plain tensors, different on each rank: gradients are averaged over the ranks, and
+    the module computes with plain parameters. Or they may be sharded tensors: loss and gradients
+    are those of the global batch. Parameters that `parallelize` has split over other axes of the
+    mesh stay split in use.
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
-        mesh: the mesh, by default that of `with mesh:`; ours or torch's `DeviceMesh`. Parameters may already be split over other
-            axes of the mesh, or over another slice of the mesh that this one is a slice of.
-        axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
-            in torch: they are replicated over the first (HSDP).
-        units: the modules that become units: classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
-            "blocks.*", functions of path and module, or several of these. "auto" for the model's own blocks: the classes that a model of
-            Hugging Face names in `_no_split_modules`, else the entries of each ModuleList of modules of one class.
-        reshard_after_forward: True to free whole parameters after forward and gather them again for backward; False to keep them, which
-            saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
+        mesh: the mesh, by default that of `with mesh:`; ours or torch's `DeviceMesh`. Parameters
+            may already be split over other axes of the mesh, or over another slice of the mesh that
+            this one is a slice of.
+        axes: the axes that split parameters. By default all axes that split no parameter yet, but
+            of two such axes only the second, as in torch: they are replicated over the first
+            (HSDP).
+        units: the modules that become units: classes, names of classes such as "LlamaDecoderLayer",
+            patterns of paths such as "blocks.*", functions of path and module, or several of these.
+            "auto" for the model's own blocks: the classes that a model of Hugging Face names in
+            `_no_split_modules`, else the entries of each ModuleList of modules of one class.
+        reshard_after_forward: True to free whole parameters after forward and gather them again for
+            backward; False to keep them, which saves an all_gather; a number to keep them split
+            over an axis of that size. By default True, and False for the outermost unit.
         mp_policy: dtypes; our policy or torch's.
-        offload_policy: `CPUOffloadPolicy()` to keep sharded parameters on the host. The process group needs a backend for both devices.
+        offload_policy: `CPUOffloadPolicy()` to keep sharded parameters on the host. The process
+            group needs a backend for both devices.
         ignored_params: parameters to leave unchanged.
-        find_unused_parameters: allow parameters that contribute to the loss on some ranks only; on the other ranks their gradient counts
-            as zeros. Without it that is an error, which names them. Each unit must run on all ranks, except units of `data_parallel`
-            whose parameters and optimizer state are not split.
-        transport: "int8" or "fp8" to gather parameters and reduce gradients in 8 bits, see `redistribute`.
-        src_data_rank: as in `distribute_tensor`: the rank whose values are used; None if all ranks have the same values already.
+        find_unused_parameters: allow parameters that contribute to the loss on some ranks only; on
+            the other ranks their gradient counts as zeros. Without it that is an error, which names
+            them. Each unit must run on all ranks, except units of `data_parallel` whose parameters
+            and optimizer state are not split.
+        transport: "int8" or "fp8" to gather parameters and reduce gradients in 8 bits, see
+            `redistribute`.
+        src_data_rank: as in `distribute_tensor`: the rank whose values are used; None if all ranks
+            have the same values already.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of an earlier unit; a number
-            that is the size of no axis; offloading with parameters that are replicated over an axis.
+        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to
+            one of an earlier unit; a number that is the size of no axis; offloading with parameters
+            that are replicated over an axis.
 
-    Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit and step all_gathers of its parameters
-        (one in forward and one in backward; with reshard_after_forward=False one) and one reduce_scatter of its gradients.
+    Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit
+        and step all_gathers of its parameters (one in forward and one in backward; with
+        reshard_after_forward=False one) and one reduce_scatter of its gradients.
 
     Example:
         >>> for block in model.blocks:
@@ -107,7 +120,9 @@ def fully_shard_options(
     transport: str | None = None,
     ignored: Collection[nn.Parameter] = (),
 ) -> tuple[UnitOptions, str | None]:
-    """Return the options of the units that `fully_shard` makes, and what they keep after forward; arguments and errors are its."""
+    """Return the options of the units that `fully_shard` makes, and what they keep after forward;
+    arguments and errors are its.
+    """
     given = _mesh_of("fully_shard", "axes", mesh)
     used = _axes_in_use(module, ignored)
     names, mesh = _axes(used, given, axes), _with_tensor_axes(module, given, ignored)
@@ -144,23 +159,28 @@ def data_parallel(
     transport: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in any stage from DDP to FSDP.
+    """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in
+    any stage from DDP to FSDP.
 
         DDP      ()       ()       ()          ZeRO-2   ()       "dp"     "dp"         HSDP on a mesh (dp, fsdp):
         ZeRO-1   ()       ()       "dp"        FSDP     "dp"     "dp"     "dp"         "fsdp"   "fsdp"   "fsdp"
 
     Args:
         parameter: the axes over which parameters are split between steps.
-        gradient: the axes over which gradients are split while they accumulate in `accumulate_grads()`: those of the optimizer, for a
-            reduce_scatter per micro-batch, or none, for whole gradients in memory and one reduce_scatter at the end.
-        optimizer: the axes over which optimizer state is split, and the parameters in `module.parameters()`.
-        module, mesh, units, mp_policy, ignored_params, find_unused_parameters, transport, src_data_rank: as in `fully_shard`.
+        gradient: the axes over which gradients are split while they accumulate in
+            `accumulate_grads()`: those of the optimizer, for a reduce_scatter per micro-batch, or
+            none, for whole gradients in memory and one reduce_scatter at the end.
+        optimizer: the axes over which optimizer state is split, and the parameters in
+            `module.parameters()`.
+        module, mesh, units, mp_policy, ignored_params, find_unused_parameters, transport,
+            src_data_rank: as in `fully_shard`.
 
     Raises:
-        ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer; gradients split over other axes than it.
+        ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer;
+            gradients split over other axes than it.
 
-    With plain inputs, buffers that forward writes (the running statistics of batch norm) are each rank's own: unlike DDP, nothing
-    broadcasts rank 0's. See `docs/parallel.md`.
+    With plain inputs, buffers that forward writes (the running statistics of batch norm) are each
+    rank's own: unlike DDP, nothing broadcasts rank 0's. See `docs/parallel.md`.
 
     Communication: as the table in `docs/parallel.md` says.
 
@@ -177,7 +197,7 @@ def data_parallel(
     return wrap(module, options, units, None, ignored_params, src_data_rank)
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def _check_offload(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> None:
@@ -189,8 +209,9 @@ def _check_offload(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> None:
     ]
     if copies:
         raise ValueError(
-            f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be reduced on the host; "
-            f"split over all axes, axes={(*copies, *stage.optimizer)!r}"
+            f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients "
+            "would be reduced on the host; split over all axes, "
+            f"axes={(*copies, *stage.optimizer)!r}"
         )
 
 
@@ -202,8 +223,9 @@ def _mesh_of(layer: str, argument: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """
     if isinstance(mesh, str | tuple | list):
         raise TypeError(
-            f"{layer}(module, {mesh!r}): the second argument is the mesh; write {layer}(module, mesh, {argument}={mesh!r}), "
-            f"or {layer}(module, {argument}={mesh!r}) inside `with mesh:`"
+            f"{layer}(module, {mesh!r}): the second argument is the mesh; write {layer}(module, "
+            f"mesh, {argument}={mesh!r}), or {layer}(module, {argument}={mesh!r}) inside `with "
+            "mesh:`"
         )
     return given_or_current(mesh)
 
@@ -215,8 +237,8 @@ def _axes(used: set[str], mesh: DeviceMesh, axes: Axes | None) -> Axes:
     free = [axis for axis in mesh.axis_names if axis not in used]
     if len(free) not in (1, 2):
         raise ValueError(
-            f"{mesh} has the axes {free} that split no parameter yet; give axes=..., the ones over which to split parameters: over the "
-            "others they are replicated"
+            f"{mesh} has the axes {free} that split no parameter yet; give axes=..., the ones over "
+            "which to split parameters: over the others they are replicated"
         )
     return free[-1]
 
@@ -224,9 +246,11 @@ def _axes(used: set[str], mesh: DeviceMesh, axes: Axes | None) -> Axes:
 def _with_tensor_axes(
     module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]
 ) -> DeviceMesh:
-    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh.
+    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are
+    slices of one mesh.
 
-    Nested units extend it if their mesh contains this one: others have their parameters on a mesh of their own, as experts do.
+    Nested units extend it if their mesh contains this one: others have their parameters on a mesh
+    of their own, as experts do.
     """
     found = {x.mesh for x in _sharded_outside_units(module, ignored)}
     found |= {unit.options.mesh for unit in units_of(module) if is_slice(mesh, unit.options.mesh)}
@@ -251,7 +275,9 @@ def _axes_in_use(module: nn.Module, ignored: Collection[nn.Parameter]) -> set[st
 
 
 def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:
-    """Return the axes along which plain inputs may differ: those that split parameters, and others without tensor parallelism."""
+    """Return the axes along which plain inputs may differ: those that split parameters, and others
+    without tensor parallelism.
+    """
     return tuple(axis for axis in mesh.axis_names if axis in stage.optimizer or axis not in used)
 
 
@@ -265,7 +291,7 @@ def what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None)
     fitting = [axis for axis, size in sizes.items() if size == reshard]
     if not fitting:
         raise ValueError(
-            f"reshard_after_forward={reshard} is not the size of any of the axes {sizes}; make the mesh with an axis of {reshard} ranks "
-            "or pass True or False"
+            f"reshard_after_forward={reshard} is not the size of any of the axes {sizes}; make the "
+            f"mesh with an axis of {reshard} ranks or pass True or False"
         )
     return fitting[-1]

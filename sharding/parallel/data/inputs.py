@@ -29,14 +29,16 @@ def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | No
         return mesh
     here, there = distinct_mesh_names(mesh, whole)
     raise ValueError(
-        f"an input of {unit} is on {here}, but its parameters are on {there}; redistribute the input to that mesh, or a part of it"
+        f"an input of {unit} is on {here}, but its parameters are on {there}; redistribute the "
+        "input to that mesh, or a part of it"
     )
 
 
 def mesh_of_parameter(
     own: DeviceMesh | None, whole: DeviceMesh, split: tuple[str, ...], tensor_axes: tuple[str, ...]
 ) -> DeviceMesh | None:
-    """Return the mesh on which a parameter is used when inputs are plain; None to use it as a plain tensor.
+    """Return the mesh on which a parameter is used when inputs are plain; None to use it as a plain
+    tensor.
 
     Args:
         own: its mesh before data parallelism; None if it was a plain tensor.
@@ -65,17 +67,19 @@ def gradient_scale(
     data_axes: Sequence[str] = (),
     divide_factor: float | None = None,
 ) -> float:
-    """Return the factor of gradients, which are summed over the axes of the activations' mesh and averaged over all others.
+    """Return the factor of gradients, which are summed over the axes of the activations' mesh and
+    averaged over all others.
 
     Args:
         whole: the mesh with all axes.
         on: the mesh of the activations; None if they are plain.
         data_axes: the axes along which plain inputs may differ.
-        divide_factor: what to divide by instead of the number of ranks along `data_axes`. It has no effect on sharded
-            inputs over all of them, whose loss is that of the global batch.
+        divide_factor: what to divide by instead of the number of ranks along `data_axes`. It has no
+            effect on sharded inputs over all of them, whose loss is that of the global batch.
 
     Raises:
-        ValueError: a `divide_factor`, and inputs that are sharded over some of the `data_axes` only.
+        ValueError: a `divide_factor`, and inputs that are sharded over some of the `data_axes`
+            only.
     """
     inside = () if on is None else on.axis_names
     averaged = [axis for axis in whole.axis_names if axis not in inside]
@@ -84,8 +88,9 @@ def gradient_scale(
     plain = [axis for axis in data_axes if axis in averaged]
     if plain and len(plain) < len(data_axes):
         raise ValueError(
-            f"set_gradient_divide_factor({divide_factor}) with inputs on {on}: they are sharded over some of the "
-            f"data-parallel axes {tuple(data_axes)} and plain over {tuple(plain)}; pass them sharded over all, or plain"
+            f"set_gradient_divide_factor({divide_factor}) with inputs on {on}: they are sharded "
+            f"over some of the data-parallel axes {tuple(data_axes)} and plain over "
+            f"{tuple(plain)}; pass them sharded over all, or plain"
         )
     others = math.prod(whole.size(axis) for axis in averaged if axis not in plain)
     return 1 / (others * divide_factor if plain else others)

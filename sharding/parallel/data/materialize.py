@@ -1,4 +1,6 @@
-"""`materialize`: memory and initial values for a module made on "meta"; each rank makes the values that it holds."""
+"""`materialize`: memory and initial values for a module made on "meta"; each rank makes the values
+that it holds.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,19 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
         fully_shard(model, mesh, units=Block)           assigns rows to ranks
         materialize(model)                              each rank makes its rows: the same values on every mesh
 
-    Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner modules first, as in construction; within
-    a Hugging Face model by the model's `_init_weights(module)`, which also computes buffers such as `inv_freq`. Random numbers are
+    Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner
+    modules first, as in construction; within a Hugging Face model by the model's
+    `_init_weights(module)`, which also computes buffers such as `inv_freq`. Random numbers are
     those of `manual_seed` and do not depend on the mesh.
 
     Args:
-        module: after `fully_shard` or `parallelize`; make the optimizer after this call, which replaces parameters.
+        module: after `fully_shard` or `parallelize`; make the optimizer after this call, which
+            replaces parameters.
         init: called on each such module instead; its parameters are sharded tensors.
 
     Raises:
-        ValueError: no parameter is on a mesh; a module that owns tensors on "meta" has no initialiser, or its initialiser does not write
-            some of them.
+        ValueError: no parameter is on a mesh; a module that owns tensors on "meta" has no
+            initialiser, or its initialiser does not write some of them.
 
     Communication: none for initialisers that work element by element.
 
@@ -104,12 +108,13 @@ def _mesh_of(module: nn.Module) -> DeviceMesh:
     ]
     if not units and not meshes:
         raise ValueError(
-            f"{type(module).__name__} is not sharded, so it is not known which rank holds what; call fully_shard first"
+            f"{type(module).__name__} is not sharded, so it is not known which rank holds what; "
+            "call fully_shard first"
         )
     return units[0].options.mesh if units else max(meshes, key=lambda mesh: mesh.ndim)
 
 
-# -- initial values ----------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------
 
 Init = Callable[[nn.Module], object]
 
@@ -135,7 +140,8 @@ def _steps(
             f"{name or 'the module itself'} ({type(owners[name]).__name__})" for name in missing
         ]
         raise ValueError(
-            f"no reset_parameters() to initialise the tensors on meta of {_some(listed)}; define it, or pass init="
+            f"no reset_parameters() to initialise the tensors on meta of {_some(listed)}; define "
+            "it, or pass init="
         )
     owned = {id(inner) for inner in owners.values()}
     found: list[tuple[Init, nn.Module]] = []
@@ -152,7 +158,9 @@ def _steps(
 
 
 def _by_model(module: nn.Module, outer: Init | None) -> Iterator[tuple[int, Init]]:
-    """Yield the id of each module within a Hugging Face model, and the `_init_weights` of the innermost such model."""
+    """Yield the id of each module within a Hugging Face model, and the `_init_weights` of the
+    innermost such model.
+    """
     initialise = getattr(module, "_init_weights", outer)
     if initialise is not None:
         yield id(module), initialise  # type: ignore[misc]
@@ -194,7 +202,9 @@ def _clear_row(x: ShardedTensor, row: int) -> None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return by name a version token of each tensor, which changes when it is written or replaced."""
+    """Return by name a version token of each tensor, which changes when it is written or
+    replaced.
+    """
     named = {
         name: x
         for table in (module._parameters, module._buffers)
@@ -210,7 +220,9 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
 def _check_written(
     owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]
 ) -> None:
-    """Raise a ValueError for tensors that no initialiser has written; the same on all ranks, which run the same initialisers."""
+    """Raise a ValueError for tensors that no initialiser has written; the same on all ranks, which
+    run the same initialisers.
+    """
     left = [
         f"{path}.{name}" if path else name
         for path, inner in owners.items()
@@ -219,7 +231,8 @@ def _check_written(
     ]
     if left:
         raise ValueError(
-            f"no initialiser writes {_some(left)}, which were on meta; set them in reset_parameters() or _init_weights(), or pass init="
+            f"no initialiser writes {_some(left)}, which were on meta; set them in "
+            "reset_parameters() or _init_weights(), or pass init="
         )
 
 
@@ -266,7 +279,9 @@ class _Memory:
         return out
 
     def _allocated(self, x: Tensor) -> ShardedTensor:
-        """Allocate memory; for a plain tensor a replicated one, so that all ranks make the same values."""
+        """Allocate memory; for a plain tensor a replicated one, so that all ranks make the same
+        values.
+        """
         layout = (
             x._layout
             if isinstance(x, ShardedTensor)

@@ -6,7 +6,8 @@
             └─ nn.Module.__call__   again, with the attribute removed; compiled if `module.compile()` was called
                 └─ hooks, forward
 
-While a unit runs, its calls are not intercepted, so that a compiler sees plain modules with plain parameters.
+While a unit runs, its calls are not intercepted, so that a compiler sees plain modules with plain
+parameters.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class CallInterception:
         return {"modules": self.modules, "_compiled": [None] * len(self.modules)}
 
     def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile a module's call with gathered parameters; the arguments are those of `torch.compile`."""
+        """Compile a module's call with gathered parameters; the arguments are those of
+        `torch.compile`.
+        """
         at = next(i for i, known in enumerate(self.modules) if known is module)
         self._compiled[at] = torch.compile(
             MethodType(type(module)._call_impl, module), *args, **kwargs
@@ -84,7 +87,8 @@ def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _ForwardMethod:
-    """A method of a unit's module whose calls gather the unit's parameters, as those of the module do.
+    """A method of a unit's module whose calls gather the unit's parameters, as those of the module
+    do.
 
     Args:
         module: the module.
@@ -116,7 +120,9 @@ class _ForwardMethod:
 
 
 def intercept_method(module: nn.Module, name: str) -> None:
-    """Gather the parameters of a module's unit for calls of this method, as for calls of the module."""
+    """Gather the parameters of a module's unit for calls of this method, as for calls of the
+    module.
+    """
     if not isinstance(module.__dict__.get(name), _ForwardMethod):
         module.__dict__[name] = _ForwardMethod(module, name)
 
@@ -126,7 +132,8 @@ def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_caller(module: nn.Module, frame: FrameType) -> None:
-    """Raise if another module calls: one that has copied this module's attributes, and this one's call with them.
+    """Raise if another module calls: one that has copied this module's attributes, and this one's
+    call with them.
 
     An attribute of an instance is not told whose call it is; the frame of `nn.Module.__call__` is.
 
@@ -137,8 +144,10 @@ def _check_caller(module: nn.Module, frame: FrameType) -> None:
         caller = frame.f_locals["self"]
         if caller is not module:
             raise RuntimeError(
-                f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, as copy.copy, higher.innerloop_ctx and "
-                "learn2learn make one; its call would be one of the module itself, with that module's parameters, since fully_shard and "
-                "data_parallel gather these in each call. For an inner loop, use torch.func.functional_call(model, values, inputs); for "
-                "a model of its own, copy.deepcopy(model)"
+                f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, "
+                "as copy.copy, higher.innerloop_ctx and learn2learn make one; its call would be "
+                "one of the module itself, with that module's parameters, since fully_shard and "
+                "data_parallel gather these in each call. For an inner loop, use "
+                "torch.func.functional_call(model, values, inputs); for a model of its own, "
+                "copy.deepcopy(model)"
             )

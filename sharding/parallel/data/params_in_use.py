@@ -44,19 +44,22 @@ def _checked(slot: Slot, x: Any) -> Tensor:
     if isinstance(x, ShardedTensor):
         if x.shape != slot.base.shape:
             raise ValueError(
-                f"{slot.path} of shape {list(slot.base.shape)} was replaced by {x._layout}; pass a value of the same shape"
+                f"{slot.path} of shape {list(slot.base.shape)} was replaced by {x._layout}; pass a "
+                "value of the same shape"
             )
         if x.mesh != slot.base.mesh:
             raise ValueError(
-                f"{slot.path} was replaced by {x._layout}; pass a value on {slot.base.mesh}, where the parameter is"
+                f"{slot.path} was replaced by {x._layout}; pass a value on {slot.base.mesh}, where "
+                "the parameter is"
             )
         return x
     if isinstance(x, nn.Parameter):
         raise TypeError(
-            f"{slot.path} was replaced by a plain tensor that is an nn.Parameter, whose gradient would not be averaged over the ranks; "
-            f"copy the values into the parameter, or shard them as {slot.rest.spec}. For torch.func.functional_call pass ShardedTensors, "
-            "or plain tensors that are no nn.Parameter, such as x.detach().requires_grad_(): each rank then uses its own, and its gradient "
-            "is this rank's"
+            f"{slot.path} was replaced by a plain tensor that is an nn.Parameter, whose gradient "
+            "would not be averaged over the ranks; copy the values into the parameter, or shard "
+            f"them as {slot.rest.spec}. For torch.func.functional_call pass ShardedTensors, or "
+            "plain tensors that are no nn.Parameter, such as x.detach().requires_grad_(): each "
+            "rank then uses its own, and its gradient is this rank's"
         )
     if not isinstance(x, Tensor):
         raise TypeError(f"{slot.path} was replaced by {type(x).__name__}; assign a tensor")
@@ -141,8 +144,9 @@ class ParamsInUse:
             now = use.owner._parameters.get(use.name)
             if now is not use.in_use and not use.is_replaced:
                 raise RuntimeError(
-                    f"{use.slot.path} was replaced in forward, by {type(now).__name__}; write to the parameter's values instead, "
-                    "as in self.weight.data = values, or use another attribute"
+                    f"{use.slot.path} was replaced in forward, by {type(now).__name__}; write to "
+                    "the parameter's values instead, as in self.weight.data = values, or use "
+                    "another attribute"
                 )
             if use.is_written:
                 yield use

@@ -12,14 +12,16 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32): torch's, with the same meaning.
+    """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32): torch's, with
+    the same meaning.
 
     Parameters, their gradients and the optimizer's state keep the dtype that the module has.
 
     Attributes:
         param_dtype: the dtype in which parameters are gathered and used; None for their own.
         reduce_dtype: the dtype in which gradients are reduced over ranks; None for `param_dtype`.
-        output_dtype: the dtype to which floating outputs of the module are cast; None to not cast. Not applied to nested `units`.
+        output_dtype: the dtype to which floating outputs of the module are cast; None to not cast.
+            Not applied to nested `units`.
         cast_forward_inputs: whether floating inputs of the module are cast to `param_dtype`.
 
     Communication: none by itself; gathering moves `param_dtype`, reducing `reduce_dtype`.
@@ -58,13 +60,14 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """CPUOffloadPolicy(pin_memory=True): torch's, with the same meaning.
 
-    Sharded parameters, their gradients and the optimizer's state are kept in host memory, and the optimizer steps there. It changes
-    nothing on a CPU mesh.
+    Sharded parameters, their gradients and the optimizer's state are kept in host memory, and the
+    optimizer steps there. It changes nothing on a CPU mesh.
 
     Attributes:
         pin_memory: whether to use pinned memory, from which a GPU copies asynchronously.
 
-    Communication: none; each gather copies this rank's part to the device, each reduction copies it back.
+    Communication: none; each gather copies this rank's part to the device, each reduction copies it
+    back.
     """
 
     pin_memory: bool = True
@@ -80,7 +83,9 @@ def precision_of(given: Any) -> MixedPrecisionPolicy:
 
 
 def offload_of(given: Any) -> CPUOffloadPolicy | None:
-    """Return our policy for a given one: ours, torch's, or None. Torch's base class `OffloadPolicy()` means None."""
+    """Return our policy for a given one: ours, torch's, or None. Torch's base class
+    `OffloadPolicy()` means None.
+    """
     pinned = getattr(given, "pin_memory", None)
     return None if pinned is None else CPUOffloadPolicy(pinned)
 

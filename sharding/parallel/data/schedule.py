@@ -1,6 +1,8 @@
-"""The order in which the units of a model run, so that the next one is gathered while the current one computes.
+"""The order in which the units of a model run, so that the next one is gathered while the current
+one computes.
 
-A forward is expected to have the order of the last one, the first forward that of the modules. Backward goes in reverse.
+A forward is expected to have the order of the last one, the first forward that of the modules.
+Backward goes in reverse.
 """
 
 from __future__ import annotations
@@ -50,14 +52,16 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Return the units that gather parameters of a module and its submodules, also units around them."""
+    """Return the units that gather parameters of a module and its submodules, also units around
+    them.
+    """
     units = [unit_of(inner) for inner in module.modules()]
     return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules whose calls belong to the unit, each once: its module, submodules outside nested units, and those that nested
-    units share."""
+    """Yield the modules whose calls belong to the unit, each once: its module, submodules outside
+    nested units, and those that nested units share."""
     todo: list[nn.Module] = [*unit.shared_modules, unit.module]
     visited: set[nn.Module] = set()
     while todo:
@@ -115,7 +119,9 @@ class Schedule:
                 unit.schedule = self
 
     def reset(self) -> None:
-        """Drop all state of the running step, accumulated gradients included: a forward or backward has failed."""
+        """Drop all state of the running step, accumulated gradients included: a forward or backward
+        has failed.
+        """
         thread_context.schedule = None
         self._running_units.clear()
         self._order = []
@@ -133,7 +139,9 @@ class Schedule:
             self._release()
 
     def tensor_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
-        """Return the axes of a mesh that split parameters in use (tensor parallelism), in mesh order."""
+        """Return the axes of a mesh that split parameters in use (tensor parallelism), in mesh
+        order.
+        """
         found = {
             axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes
         }
@@ -157,16 +165,18 @@ class Schedule:
             if engine_hooks.current_backward() == -1:
                 order, self._order = self._order or self._last_order, []
                 if order and (order[0] is self.units[0] or self._last_order[:1] != self.units[:1]):
-                    self._last_order = order  # not that of an inner unit called alone, as in a loss computed in chunks
+                    # not that of an inner unit called alone, as in a loss computed in chunks
+                    self._last_order = order
                 for other in self.units:
                     other.drop_prefetched()
 
     def enclosing_mesh(self, unit: Unit) -> DeviceMesh | None:
-        """Return the mesh that the enclosing unit computes on; None if this unit's parameters are on another one.
+        """Return the mesh that the enclosing unit computes on; None if this unit's parameters are
+        on another one.
 
         Raises:
-            ValueError: the enclosing unit computes the loss of a global batch, and this unit's parameters are on another
-                mesh, so that the scale of its gradients is unknown.
+            ValueError: the enclosing unit computes the loss of a global batch, and this unit's
+                parameters are on another mesh, so that the scale of its gradients is unknown.
         """
         enclosing = [other for other in self._running_units if other is not unit]
         mesh = enclosing[-1].computes_on if enclosing else None
@@ -176,16 +186,18 @@ class Schedule:
         if is_global and unit.controls.divide_factor is None:
             here, there = distinct_mesh_names(mesh, unit.options.mesh)
             raise ValueError(
-                f"{unit.display_name} was called with plain tensors inside of {enclosing[-1].display_name}, which computes "
-                f"on {here}, but its parameters are on {there}: it is unknown which ranks have the same inputs. Pass "
-                "sharded tensors on its mesh, or say by set_gradient_divide_factor what to divide its gradients by"
+                f"{unit.display_name} was called with plain tensors inside of "
+                f"{enclosing[-1].display_name}, which computes on {here}, but its parameters are "
+                f"on {there}: it is unknown which ranks have the same inputs. Pass sharded tensors "
+                "on its mesh, or say by set_gradient_divide_factor what to divide its gradients by"
             )
         return None
 
-    # -- prefetching ---------------------------------------------------------------------------------------------------
+    # -- prefetching -------------------------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
-        """Gather the next unit: in forward the one that followed the last time, in backward the previous one.
+        """Gather the next unit: in forward the one that followed the last time, in backward the
+        previous one.
 
         Communication: one all_gather per dtype, or none.
         """
@@ -211,10 +223,11 @@ class Schedule:
         return order[place] if place < len(order) else None
 
     def before_backward(self, unit: Unit, outputs: Any) -> Any:
-        """Return the outputs of a unit; backward from those of the outermost one begins with the gather of the unit that ran last.
+        """Return the outputs of a unit; backward from those of the outermost one begins with the
+        gather of the unit that ran last.
 
-        Without this, that gather would be launched after the backward of what follows the unit, such as the head of a language model, and
-        nothing would be left to overlap with it.
+        Without this, that gather would be launched after the backward of what follows the unit,
+        such as the head of a language model, and nothing would be left to overlap with it.
         """
         if (
             unit is self.units[0]
@@ -248,7 +261,8 @@ class Schedule:
                 unit.gather()
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Gather the unit that ran before this one; if a reduction is under way, at half of this unit's backward.
+        """Gather the unit that ran before this one; if a reduction is under way, at half of this
+        unit's backward.
 
         Communication: as `prefetch`.
         """
@@ -272,8 +286,8 @@ class Schedule:
     def at_half_of_backward(self) -> None:
         """Launch a delayed gather: half of the gradients of the unit in backward exist.
 
-        Launched earlier, it would share the links with a reduction, and the buffers of both would be in memory together with the unit's
-        activations. Communication: as `prefetch`.
+        Launched earlier, it would share the links with a reduction, and the buffers of both would
+        be in memory together with the unit's activations. Communication: as `prefetch`.
         """
         unit, self._delayed = self._delayed, None
         if unit is not None and unit.saved:

@@ -70,7 +70,9 @@ class Slot:
         self._set(value)
 
     def adopt(self) -> None:
-        """Take over an `nn.Parameter` that a module has instead, as after `load_state_dict(assign=True)`."""
+        """Take over an `nn.Parameter` that a module has instead, as after
+        `load_state_dict(assign=True)`.
+        """
         for owner, name in self.places:
             x: Any = owner._parameters.get(name)
             if x is not self.value and isinstance(x, nn.Parameter):
@@ -89,13 +91,15 @@ class Slot:
         """
         if layout is not self.rest.replace(dtype=layout.dtype):
             raise ValueError(
-                f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}"
+                f"parameter {self.path} was replaced by {layout}; redistribute it to "
+                f"{self.rest.spec}"
             )
         self.rest, self.base = layout, self.base.replace(dtype=layout.dtype)
 
 
 def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], unit: str) -> None:
-    """Update the layouts of a unit's slots after the module was converted to another dtype; `together` has the slots of each buffer.
+    """Update the layouts of a unit's slots after the module was converted to another dtype;
+    `together` has the slots of each buffer.
 
     Raises: TypeError, ValueError for a parameter that was replaced by one with another layout.
     """
@@ -103,7 +107,8 @@ def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], u
         x = slot.value
         if type(x) is not ShardedTensor:
             raise TypeError(
-                f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or shard them as {slot.rest.spec}"
+                f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, "
+                f"or shard them as {slot.rest.spec}"
             )
         if x._layout is not slot.rest:
             slot.update_dtype(x._layout)
@@ -111,7 +116,8 @@ def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], u
         if len({slots[i].rest.dtype for i in numbers}) > 1:
             dtypes = {slots[i].path: slots[i].rest.dtype for i in numbers}
             raise ValueError(
-                f"parameters of {unit} are gathered together but have several dtypes: {dtypes}; convert all of them"
+                f"parameters of {unit} are gathered together but have several dtypes: {dtypes}; "
+                "convert all of them"
             )
 
 
@@ -127,7 +133,8 @@ class UnitOptions:
         find_unused: whether a parameter may have a gradient on some ranks only.
         offload: whether sharded parameters are kept on the host.
         offloaded: their gradients, if they are copied while backward continues.
-        data_axes: the axes along which ranks may have different plain inputs, so that gradients are averaged.
+        data_axes: the axes along which ranks may have different plain inputs, so that gradients are
+            averaged.
     """
 
     mesh: DeviceMesh

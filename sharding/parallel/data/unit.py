@@ -1,10 +1,11 @@
-"""A unit: the parameters of a module that are gathered together before its forward and freed after it.
+"""A unit: the parameters of a module that are gathered together before its forward and freed after
+it.
 
     forward     all_gather -> set the unsharded parameters -> module -> set the sharded ones again -> free
     backward    autograd unpacks a saved parameter -> all_gather -> ... -> reduce the gradients over ranks -> free
 
-The first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and when. Hooks on the outputs of the model
-only launch the first gather earlier.
+The first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and
+when. Hooks on the outputs of the model only launch the first gather earlier.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ class Unit:
     Attributes:
         name: the path of the module, used in messages.
         module: the module, or a list of the modules that are one unit.
-        roots: the module, or those of the list: gathered before the first one's forward, freed after the last one's.
+        roots: the module, or those of the list: gathered before the first one's forward, freed
+            after the last one's.
         controls: what the program may change between steps.
         parts: the units of those of its parameters that are on other meshes.
         slots: its parameters, without those of nested units.
         shared_modules: modules whose calls belong to the unit although only nested units have them.
-        outer_units: the units that own parameters which modules of this unit share with modules of others.
+        outer_units: the units that own parameters which modules of this unit share with modules of
+            others.
         calls: interception of its modules' calls, which become calls of `call`.
         computes_on: during forward, the mesh of its sharded inputs; None for plain ones.
         saved: how many views of gathered buffers autograd has saved since the last backward.
@@ -116,7 +119,8 @@ class Unit:
 
     @property
     def keep(self) -> str:
-        """What to keep between forward and backward: "all", only the shard ("rest"), or the axis over which to keep them split.
+        """What to keep between forward and backward: "all", only the shard ("rest"), or the axis
+        over which to keep them split.
 
         By default the outermost unit keeps all, since backward begins with it.
         """
@@ -125,7 +129,7 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name or 'the root'}, {len(self.slots)} parameters)"
 
-    # -- sharding ------------------------------------------------------------------------------------------------------
+    # -- sharding ----------------------------------------------------------------------------------
 
     @property
     def tensor_axes(self) -> set[str]:
@@ -171,7 +175,9 @@ class Unit:
         return self.name or " + ".join(type(root).__name__ for root in self.roots)
 
     def flatten_params(self) -> None:
-        """Make the local parts views of the flat shards, so that an all_gather copies nothing first."""
+        """Make the local parts views of the flat shards, so that an all_gather copies nothing
+        first.
+        """
         self.adopt_parameters()
         for bucket in self._buckets:
             parameters = [self.slots[i].value for i in bucket.numbers]
@@ -191,10 +197,12 @@ class Unit:
             for i in bucket.numbers
         )
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of submodules that own its parameters, to `call`."""
+        """Redirect calls of the unit's module, and of submodules that own its parameters, to
+        `call`.
+        """
         own = list(own_modules(self))
         for module in own:
             set_unit(module, self)
@@ -266,7 +274,9 @@ class Unit:
             self._saving.__enter__()
 
     def _put_unsharded(self) -> None:
-        """Set the unsharded parameters in the modules, or what is made of values that replace them. Communication: as `gather`."""
+        """Set the unsharded parameters in the modules, or what is made of values that replace them.
+        Communication: as `gather`.
+        """
         replaced, meshes = replaced_values(self.slots), self._param_meshes()
         in_place_of = self._prepare_replaced(replaced, meshes)
         values: list[Any] = [None] * len(self.slots)
@@ -284,7 +294,9 @@ class Unit:
         self._hashes = self._hash_copies()
 
     def unshard(self) -> None:
-        """Gather the parameters and leave them in the modules, until `reshard` or the end of a forward. Communication: as `gather`."""
+        """Gather the parameters and leave them in the modules, until `reshard` or the end of a
+        forward. Communication: as `gather`.
+        """
         if not self._in_use.uses:
             self.computes_on = None
             self._put_unsharded()
@@ -324,7 +336,9 @@ class Unit:
         return [self._plain_input_mesh(slot.own) for slot in self.slots]
 
     def _plain_input_mesh(self, own: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh on which a parameter or buffer of mesh `own` is used when inputs are plain."""
+        """Return the mesh on which a parameter or buffer of mesh `own` is used when inputs are
+        plain.
+        """
         return mesh_of_parameter(
             own,
             self.options.mesh,
@@ -353,7 +367,9 @@ class Unit:
         self.schedule.leave(self)
 
     def _awaits_another(self, module: nn.Module) -> bool:
-        """Return whether other modules of the unit are to run in the model's forward, after this one."""
+        """Return whether other modules of the unit are to run in the model's forward, after this
+        one.
+        """
         if len(self.roots) == 1 or engine_hooks.current_backward() != -1:
             return False
         self._still_to_run = (self._still_to_run or set(self.roots)) - {module}
@@ -366,7 +382,7 @@ class Unit:
             for bucket in self._buckets:
                 bucket.storage.after_forward(self.keep)
 
-    # -- gathering -----------------------------------------------------------------------------------------------------
+    # -- gathering ---------------------------------------------------------------------------------
 
     def _sharded_parameters(self) -> list[ShardedTensor]:
         """Return the sharded parameters."""
@@ -388,7 +404,9 @@ class Unit:
 
     @not_recomputed
     def prefetch(self) -> None:
-        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other values replace all parameters."""
+        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other
+        values replace all parameters.
+        """
         if all(
             owner._parameters.get(name) is not slot.value
             for slot in self.slots
@@ -471,7 +489,9 @@ class Unit:
     def _wrap_value(
         self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor
     ) -> Tensor:
-        """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the activations."""
+        """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the
+        activations.
+        """
         if mesh is None:
             return value
         layout = (
@@ -483,14 +503,16 @@ class Unit:
         out._lineage = lineage
         return out
 
-    # -- values that replace parameters for a call ---------------------------------------------------------------------
+    # -- values that replace parameters for a call -------------------------------------------------
 
     def _prepare_replaced(
         self, replaced: dict[tuple[int, int], Tensor], meshes: Sequence[DeviceMesh | None]
     ) -> dict[tuple[int, int], Any]:
-        """Return what modules see of values that replace parameters for this call, as those of `torch.func.functional_call`.
+        """Return what modules see of values that replace parameters for this call, as those of
+        `torch.func.functional_call`.
 
-        A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A plain one is this rank's.
+        A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A
+        plain one is this rank's.
 
         Communication: one redistribution of all sharded ones.
         """
@@ -512,20 +534,22 @@ class Unit:
             for place, x in replaced.items()
         }
 
-    # -- writes in forward ---------------------------------------------------------------------------------------------
+    # -- writes in forward -------------------------------------------------------------------------
 
     @not_recomputed
     def _keep_writes(self) -> None:
         """Carry over what forward has written to parameters in use.
 
-        Writes to `.data` of a copy leave no trace: the first, 16th, 256th, ... forward compares hashes of the values. Where
-        copies last until the next step (ZeRO-1, ZeRO-2), this rank's rows are copied to the parameter after the others.
+        Writes to `.data` of a copy leave no trace: the first, 16th, 256th, ... forward compares
+        hashes of the values. Where copies last until the next step (ZeRO-1, ZeRO-2), this rank's
+        rows are copied to the parameter after the others.
 
         Raises:
             RuntimeError: a written value is one that forward frees, or one in another dtype.
             ReplicaError: with sharded optimizer state, ranks have written different values.
 
-        Communication: none if nothing is written; else with sharded optimizer state one comparison, see `assert_replicated`.
+        Communication: none if nothing is written; else with sharded optimizer state one comparison,
+        see `assert_replicated`.
         """
         if not self._in_use.uses:
             return
@@ -551,7 +575,9 @@ class Unit:
             self._write_copies(copies)
 
     def _hash_copies(self) -> list[tuple[Use, Tensor]]:
-        """Return each copy in use with a hash of its values; none if this forward does not compare them."""
+        """Return each copy in use with a hash of its values; none if this forward does not compare
+        them.
+        """
         self._forwards += 1
         is_due = self._forwards in _COMPARED_FORWARDS and engine_hooks.current_backward() == -1
         if not is_due or thread_context.recorder is not None:
@@ -564,7 +590,9 @@ class Unit:
         ]
 
     def _written_by_data(self, known: Collection[int]) -> list[Use]:
-        """Return the uses whose values have changed since they were hashed, without those of known numbers."""
+        """Return the uses whose values have changed since they were hashed, without those of known
+        numbers.
+        """
         hashed = [(use, before) for use, before in self._hashes if use.number not in known]
         self._hashes = []
         if not hashed:
@@ -586,8 +614,9 @@ class Unit:
         self._unsharded, self._forwards = None, 0  # the next forward compares again
         path = use.slot.path
         raise RuntimeError(
-            f"{path} was written in forward, and the write would be lost: {why}. Write to {path} outside of forward, where it is a "
-            "ShardedTensor, or keep it in a buffer; with data_parallel(model, mesh), without a precision policy, parameters are whole and "
+            f"{path} was written in forward, and the write would be lost: {why}. Write to {path} "
+            "outside of forward, where it is a ShardedTensor, or keep it in a buffer; with "
+            "data_parallel(model, mesh), without a precision policy, parameters are whole and "
             "forward may write to them"
         )
 
@@ -606,7 +635,10 @@ class Unit:
         ):
             return f"it is {use.in_use._layout} now; assign values laid out as {layout.spec}"
         if local.shape != layout.local_shape or local.dtype is not layout.dtype:
-            return f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign values of the same shape and dtype"
+            return (
+                f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign "
+                "values of the same shape and dtype"
+            )
         if local._base is not None and type(local._base.grad_fn).__name__ == "CopySlices":
             return "autograd records it; write under torch.no_grad()"
         return None
@@ -635,7 +667,7 @@ class Unit:
                     parameters, {k: use.local for k, use in mine.items()}, is_in_whole=is_in_whole
                 )
 
-    # -- backward ------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _find_buffer(self, address: int) -> GatheredBuffer | None:
         """Return the gathered buffer at a storage address."""
@@ -665,8 +697,9 @@ class Unit:
         before, now = buffer.versions[i][1], bucket.storage.versions[i][1]
         if before != now:
             raise RuntimeError(
-                f"{self.slots[bucket.numbers[i]].path} was written between forward and backward (version {now}, expected {before}), but "
-                "backward needs the values of the forward; step the optimizer after backward, or run the forward again"
+                f"{self.slots[bucket.numbers[i]].path} was written between forward and backward "
+                f"(version {now}, expected {before}), but backward needs the values of the "
+                "forward; step the optimizer after backward, or run the forward again"
             )
 
     def release(self) -> None:
@@ -679,7 +712,9 @@ class Unit:
                 bucket.storage.after_backward()
 
     def _is_deferred(self) -> bool:
-        """Return whether the running backward defers the reduction: to a later one, or to the end of `accumulate_grads()`."""
+        """Return whether the running backward defers the reduction: to a later one, or to the end
+        of `accumulate_grads()`.
+        """
         if not self.controls.reduces_grads:
             return True
         return self.options.stage.defers_reduction and leaf_grads.is_accumulating(
@@ -687,7 +722,9 @@ class Unit:
         )
 
     def _grad_buffers(self) -> dict[int, tuple[GradBufferSource, int]]:
-        """Return the buffer, and the index in it, that each parameter's gradient is written to, by the parameter's number."""
+        """Return the buffer, and the index in it, that each parameter's gradient is written to, by
+        the parameter's number.
+        """
         if self.options.stage.optimizer:
             return {
                 i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)
@@ -712,9 +749,11 @@ class Unit:
         return self.schedule.bucketer.buffer(source)
 
     def _reduce_grads(self, grads: Grads, scale: float, writer: GradWriter) -> Callable[[], Grads]:
-        """Launch the reduction of gradients; the returned function waits and gives the gradients of the local parts.
+        """Launch the reduction of gradients; the returned function waits and gives the gradients of
+        the local parts.
 
-        Communication: one reduce_scatter per dtype; if gradients stay whole, none inside `accumulate_grads()` and one at its end.
+        Communication: one reduce_scatter per dtype; if gradients stay whole, none inside
+        `accumulate_grads()` and one at its end.
         """
         self.schedule.on_backward()
         self.release()
@@ -787,9 +826,11 @@ class Unit:
     def _accumulate(self, parts: Grads, writer: GradWriter) -> Grads:
         """Return what autograd adds to `.grad`, None for gradients that are added later.
 
-        Those are gradients of replicated parameters: they are reduced over more axes while other units continue their backward.
+        Those are gradients of replicated parameters: they are reduced over more axes while other
+        units continue their backward.
 
-        Communication: where parameters are replicated, one all_reduce per dtype; for units without sharded parameters see `GradBucketer`.
+        Communication: where parameters are replicated, one all_reduce per dtype; for units without
+        sharded parameters see `GradBucketer`.
         """
         parameters, nodes = self._sharded_parameters(), writer.leaves
         parts = self._held.exchange(parts, parameters, keep=not self.controls.all_reduces_grads)
@@ -799,8 +840,8 @@ class Unit:
         mine = [
             i
             for i in numbers
-            if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])
-        ]  # type: ignore[union-attr]
+            if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])  # type: ignore[union-attr]
+        ]
         if not mine:
             return parts
         missing = [
@@ -817,25 +858,33 @@ class Unit:
             leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
             alone = self.schedule.units[0] is self
             self.schedule.bucketer.add(
-                UnitGrads(self.display_name, leaves, grads, missing, own, source, alone)
-            )  # type: ignore[arg-type]
+                UnitGrads(self.display_name, leaves, grads, missing, own, source, alone)  # type: ignore[arg-type]
+            )
             return [None if i in mine else part for i, part in enumerate(parts)]
         tag = reduction_tag(self.display_name, len(mine), missing)
-        # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has its own loss.
+        # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has
+        # its own loss.
         with comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
             leaf_grads.start(
-                [parameters[i] for i in mine], [parts[i] for i in mine], tag, donate=own
-            )  # type: ignore[misc]
+                [parameters[i] for i in mine],
+                [parts[i] for i in mine],  # type: ignore[misc]
+                tag,
+                donate=own,
+            )
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _reduced_per_unit(self) -> list[int]:
-        """Return the parameters whose gradients are reduced unit by unit; the others are reduced together at the end of backward."""
+        """Return the parameters whose gradients are reduced unit by unit; the others are reduced
+        together at the end of backward.
+        """
         if self.options.stage.optimizer:
             return [i for bucket in self._buckets for i in bucket.numbers]
         return [] if self.options.find_unused else list(range(len(self.slots)))
 
     def fill_unused(self) -> None:
-        """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and unsharded parameters."""
+        """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and
+        unsharded parameters.
+        """
         if (
             self.options.find_unused
             and not self.options.stage.optimizer
@@ -867,7 +916,9 @@ class Unit:
         return lambda: nothing
 
     def _with_held(self, bucket: Bucket, grads: Grads) -> GradBuffer:
-        """Add a bucket's held gradients to those in `grads`; return the buffer that has the sums."""
+        """Add a bucket's held gradients to those in `grads`; return the buffer that has the
+        sums.
+        """
         refuse_recording()
         del self._held.buckets[bucket]
         bucket.defer([grads[i] for i in bucket.numbers])
@@ -879,7 +930,8 @@ class Unit:
         return GradBuffer(whole, bucket.flat.wholes_in(whole))
 
     def reduce_held(self) -> None:
-        """Reduce held gradients of parameters that the ended backward did not reach, once gradients are to be reduced.
+        """Reduce held gradients of parameters that the ended backward did not reach, once gradients
+        are to be reduced.
 
         Communication: as a backward of the unit, or none.
         """
@@ -904,7 +956,9 @@ class Unit:
         self._drop_deferred()
 
     def _reduce_deferred(self, scale: float) -> None:
-        """Reduce the accumulated gradients and add them to `.grad`. Communication: one reduce_scatter per dtype."""
+        """Reduce the accumulated gradients and add them to `.grad`. Communication: one
+        reduce_scatter per dtype.
+        """
         parameters = self._sharded_parameters()
         with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
             for bucket in self._buckets:

@@ -40,12 +40,15 @@ def wrap(
     src: int | None,
     dims: Mapping[int, int] | None = None,
 ) -> nn.Module:
-    """Make units of a module and of its submodules that `units` matches; `dims` has dims to split, by the id of the parameter."""
+    """Make units of a module and of its submodules that `units` matches; `dims` has dims to split,
+    by the id of the parameter.
+    """
     for root in module if isinstance(module, UnitModules) else (module,):
         unit = unit_of(root)
         if unit is not None and root in unit.roots:
             raise ValueError(
-                f"{type(root).__name__} is a unit already; call fully_shard once per module, on the inner ones first"
+                f"{type(root).__name__} is a unit already; call fully_shard once per module, on "
+                "the inner ones first"
             )
     modules = {"": module} | dict(_matching_modules(module, units))
     found = _parameters(module, ignored)
@@ -109,15 +112,17 @@ def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[
         paths = [name for name, _ in module.named_modules() if name]
         listed = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
         raise ValueError(
-            f"units={units!r} matches no module of {type(module).__name__}; its modules are {listed}"
+            f"units={units!r} matches no module of {type(module).__name__}; its modules are "
+            f"{listed}"
         )
 
 
 def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
     """Return which modules are the blocks of a model, by its own account or as they repeat.
 
-    Models of Hugging Face name the classes, in `_no_split_modules`. Otherwise, and if the model has no modules of these, blocks are the
-    entries of each ModuleList whose entries are of one class and have parameters; lists inside of blocks do not count.
+    Models of Hugging Face name the classes, in `_no_split_modules`. Otherwise, and if the model has
+    no modules of these, blocks are the entries of each ModuleList whose entries are of one class
+    and have parameters; lists inside of blocks do not count.
 
     Raises:
         ValueError: the model has neither.
@@ -128,8 +133,10 @@ def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
     blocks = set(_repeated_blocks(module))
     if not blocks:
         raise ValueError(
-            f'units="auto": {type(module).__name__} neither names its blocks, as models of Hugging Face do in _no_split_modules, nor has '
-            'it a ModuleList of blocks of one class; name them, such as units=Block or units="layers.*"'
+            f'units="auto": {type(module).__name__} neither names its blocks, as models of Hugging '
+            f"Face do in _no_split_modules, nor has "
+            "it a ModuleList of blocks of one class; name them, such as units=Block or "
+            'units="layers.*"'
         )
     return lambda _, inner: inner in blocks
 
@@ -159,7 +166,7 @@ def _matcher(units: Units) -> Callable[[str, nn.Module], bool]:
     return lambda name, inner: any(matches(name, inner) for matches in tests)
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Found]:
@@ -177,8 +184,8 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
         slot = taken.get(id(x)) or slot_of_replaced(x)
         if slot is not None and (owner, name) not in slot.places:
             raise ValueError(
-                f"{path} is tied to {slot.path}, which is in a unit of its own; shard both in one call: "
-                "fully_shard(model, mesh, units=...)"
+                f"{path} is tied to {slot.path}, which is in a unit of its own; shard both in one "
+                "call: fully_shard(model, mesh, units=...)"
             )
         if slot is None and id(x) not in left_out:
             found.setdefault(id(x), (path, []))[1].append((owner, name))
@@ -199,7 +206,9 @@ Enclosing = dict[
 
 
 def _enclosing_units(module: nn.Module, names: dict[nn.Module, str]) -> Enclosing:
-    """Return the units around each module, its own included. A module in two of them is in the innermost one around both."""
+    """Return the units around each module, its own included. A module in two of them is in the
+    innermost one around both.
+    """
     around: Enclosing = {module: ()}
     found: Enclosing = {}
     for parent in _parents_first(module):
@@ -234,7 +243,9 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _unit_for(found: Found, enclosing: Enclosing) -> str:
-    """Return the name of the innermost unit that contains all owners of a parameter, on every path to them."""
+    """Return the name of the innermost unit that contains all owners of a parameter, on every path
+    to them.
+    """
     return reduce(_common, [enclosing[owner] for owner, _ in found[1]])[-1]
 
 
@@ -263,7 +274,7 @@ def _parameter_at(places: Sequence[Place]) -> Any:
     return owner._parameters[name]
 
 
-# -- sharding ----------------------------------------------------------------------------------------------------------
+# -- sharding --------------------------------------------------------------------------------------
 
 
 def _base_layout(found: Found, mesh: DeviceMesh) -> Layout:
@@ -281,7 +292,8 @@ def _base_layout(found: Found, mesh: DeviceMesh) -> Layout:
     ):
         here, there = distinct_mesh_names(part, mesh)
         raise ValueError(
-            f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the axes of both"
+            f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the "
+            "axes of both"
         )
     return Layout.of(mesh, x.spec, x.shape, x.dtype)
 

@@ -1,4 +1,5 @@
-"""Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer state.
+"""Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer
+state.
 
                 parameter       gradient        optimizer        what a step moves, for p bytes of parameters and n ranks
 DDP             ()              ()              ()               all_reduce p
@@ -23,8 +24,10 @@ class ZeroStage:
 
     Attributes:
         parameter: the axes over which parameters are split between steps.
-        gradient: the axes over which gradients are split while they accumulate: those of the optimizer, or none.
-        optimizer: the axes over which optimizer state is split, major to minor, those of `parameter` first.
+        gradient: the axes over which gradients are split while they accumulate: those of the
+            optimizer, or none.
+        optimizer: the axes over which optimizer state is split, major to minor, those of
+            `parameter` first.
     """
 
     parameter: tuple[str, ...]
@@ -43,7 +46,8 @@ def make_zero_stage(
     """Return the row with these axes.
 
     Raises:
-        ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is not, or gradients over others than it.
+        ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is
+            not, or gradients over others than it.
     """
     rows = {
         "parameter": _names(parameter),
@@ -54,18 +58,20 @@ def make_zero_stage(
         unknown = [axis for axis in axes if axis not in mesh.axis_names]
         if unknown or len(set(axes)) < len(axes):
             raise ValueError(
-                f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}"
+                f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from "
+                f"{mesh.axis_names}"
             )
     parameter, gradient, optimizer = rows.values()
     if not set(parameter) <= set(optimizer):
         raise ValueError(
-            f"parameter={parameter!r} and optimizer={optimizer!r}: axes that split parameters must split optimizer state as well; "
-            f"write optimizer={(*optimizer, *[axis for axis in parameter if axis not in optimizer])!r}"
+            f"parameter={parameter!r} and optimizer={optimizer!r}: axes that split parameters must "
+            "split optimizer state as well; write "
+            f"optimizer={(*optimizer, *[axis for axis in parameter if axis not in optimizer])!r}"
         )
     if gradient and set(gradient) != set(optimizer):
         raise ValueError(
-            f"gradient={gradient!r} and optimizer={optimizer!r}: gradients must be split like the optimizer state, or whole; write "
-            f"gradient={optimizer!r} or gradient=()"
+            f"gradient={gradient!r} and optimizer={optimizer!r}: gradients must be split like the "
+            f"optimizer state, or whole; write gradient={optimizer!r} or gradient=()"
         )
     ordered = (*parameter, *[axis for axis in optimizer if axis not in parameter])
     return ZeroStage(parameter, ordered if gradient else (), ordered)

@@ -18,18 +18,21 @@ from .router import Routing
 
 
 class Experts(nn.Module):
-    """Experts(modules, mesh): modules of one kind as the experts of `moe`, with parameters stacked [e ...] and split over an axis.
+    """Experts(modules, mesh): modules of one kind as the experts of `moe`, with parameters stacked
+    [e ...] and split over an axis.
 
-    Its parameters have the names of one module's under `each`. They are ordinary ShardedTensor parameters for optimizers,
-    `fully_shard` and checkpoints.
+    Its parameters have the names of one module's under `each`. They are ordinary ShardedTensor
+    parameters for optimizers, `fully_shard` and checkpoints.
 
     Args:
-        modules: one module per expert, with equal parameter shapes; each maps rows [n d] to [n f]. The mesh's first rank gives the values.
+        modules: one module per expert, with equal parameter shapes; each maps rows [n d] to [n f].
+            The mesh's first rank gives the values.
         mesh: the mesh; by default the one that is set.
         axis, capacity: see `moe`.
 
     Raises:
-        ValueError: no modules, modules whose parameters differ in name, shape or dtype, or modules with buffers.
+        ValueError: no modules, modules whose parameters differ in name, shape or dtype, or modules
+            with buffers.
 
     Communication: one all_to_all per parameter in the constructor.
 
@@ -80,10 +83,12 @@ def _check_alike(modules: Sequence[nn.Module]) -> None:
     different = next((i for i, one in enumerate(described) if one != described[0]), None)
     if different is not None:
         raise ValueError(
-            f"Experts: modules[{different}] has parameters {described[different]}, but modules[0] {described[0]}"
+            f"Experts: modules[{different}] has parameters {described[different]}, but modules[0] "
+            f"{described[0]}"
         )
     buffers = [name for name, _ in modules[0].named_buffers()]
     if buffers:
         raise ValueError(
-            f"Experts: the modules have buffers {buffers}, which experts cannot share; use modules without buffers"
+            f"Experts: the modules have buffers {buffers}, which experts cannot share; use modules "
+            "without buffers"
         )

@@ -37,7 +37,8 @@ def moe(
     axis: str | tuple[str, ...] = "ep",
     capacity: float | None = None,
 ) -> Tensor:
-    """moe(x: S(tokens), routing, expert, params: S(experts)) -> S(tokens): for each token the weighted sum of its experts' outputs.
+    """moe(x: S(tokens), routing, expert, params: S(experts)) -> S(tokens): for each token the
+    weighted sum of its experts' outputs.
 
         rank 0   tokens a b   choose experts 1 0      b e | a     experts 0, 1        a' b'
         rank 1   tokens e f   choose experts 0 3 ->     f         experts 2, 3   ->   e' f'
@@ -45,30 +46,37 @@ def moe(
     Only chosen rows are sent, without padding.
 
     Args:
-        x: tokens [... d], a ShardedTensor; leading dims may be split over any axes, evenly or not. If the axis of the experts splits
-            none of them, each of its ranks takes a share of the tokens, and the result is gathered. Or a plain tensor, like the routing:
-            this rank's own tokens. The batch is then that of the ranks along the axis, the result is plain, and gradients of the
-            parameters are averaged over the axis, as `fully_shard` averages them over others.
+        x: tokens [... d], a ShardedTensor; leading dims may be split over any axes, evenly or not.
+            If the axis of the experts splits none of them, each of its ranks takes a share of the
+            tokens, and the result is gathered. Or a plain tensor, like the routing: this rank's own
+            tokens. The batch is then that of the ranks along the axis, the result is plain, and
+            gradients of the parameters are averaged over the axis, as `fully_shard` averages them
+            over others.
         routing: the chosen experts and their weights [... k], as from `top_k_routing`.
-        expert: `expert(rows, params_of_one)`: one expert's function of rows [n d] -> [n f], row by row. n may be 0.
-        params: a tree of ShardedTensors [e ...] with one slice per expert. They are used split over the axis in dim 0, as they are split
-            there already, and whole otherwise: other splits are gathered.
+        expert: `expert(rows, params_of_one)`: one expert's function of rows [n d] -> [n f], row by
+            row. n may be 0.
+        params: a tree of ShardedTensors [e ...] with one slice per expert. They are used split over
+            the axis in dim 0, as they are split there already, and whole otherwise: other splits
+            are gathered.
         axis: the axis, or axes, over which experts are split; sizes need not divide.
-        capacity: an expert takes at most ceil(capacity * tokens * k / e) rows of the global batch and drops the others: first choices
-            come before second ones, and so on (as GShard), and equal choices are in the order of the batch, so that the same ones are
-            dropped on every mesh. None drops none.
+        capacity: an expert takes at most ceil(capacity * tokens * k / e) rows of the global batch
+            and drops the others: first choices come before second ones, and so on (as GShard), and
+            equal choices are in the order of the batch, so that the same ones are dropped on every
+            mesh. None drops none.
 
     Returns:
         [... f], with the leading dims laid out as those of x.
 
     Raises:
         TypeError: plain parameters, or plain tensors among sharded ones.
-        ValueError: on every rank, before any communication: shapes or meshes that do not fit, a capacity that is not positive; after
-            the exchange of counts: a choice that is not the index of an expert.
+        ValueError: on every rank, before any communication: shapes or meshes that do not fit, a
+            capacity that is not positive; after the exchange of counts: a choice that is not the
+            index of an expert.
 
-    Communication: one all_gather of counts (see `token_dispatch.make_dispatch`), one all_to_all of rows [d] and one of results [f], over
-        the axis of the experts; the same two in backward. For replicated parameters, one reduction of gradients at its end. For plain
-        tokens one more small all_gather, of their numbers.
+    Communication: one all_gather of counts (see `token_dispatch.make_dispatch`), one all_to_all of
+        rows [d] and one of results [f], over the axis of the experts; the same two in backward. For
+        replicated parameters, one reduction of gradients at its end. For plain tokens one more
+        small all_gather, of their numbers.
 
     Example:
         >>> routing = sm.parallel.top_k_routing(x @ router, 2)
@@ -86,9 +94,14 @@ def moe(
 
 
 def _of_sharded(
-    tokens: Any, routing: Routing, expert: Expert, leaves: dict[str, Any], structure: pytree.TreeSpec, axes: tuple[str, ...],
+    tokens: Any,
+    routing: Routing,
+    expert: Expert,
+    leaves: dict[str, Any],
+    structure: pytree.TreeSpec,
+    axes: tuple[str, ...],
     capacity: float | None,
-) -> ShardedTensor:  # fmt: skip
+) -> ShardedTensor:
     _check(tokens, routing, leaves, axes, capacity)
     lead, stacked = _token_cuts(tokens._layout, axes), _expert_cut(leaves, axes)
     given: Any = [tokens, *routing, *leaves.values()]
@@ -112,14 +125,21 @@ def _of_sharded(
         return made.redistribute(P.of_cuts([*tokens.spec.cuts[:-1], ()], {}))
 
 
-# -- plain tokens -----------------------------------------------------------------------------------------------------
+# -- plain tokens ----------------------------------------------------------------------------------
 
 
 def _of_plain(
-    x: Tensor, routing: Routing, expert: Expert, leaves: dict[str, Any], structure: pytree.TreeSpec, axes: tuple[str, ...],
+    x: Tensor,
+    routing: Routing,
+    expert: Expert,
+    leaves: dict[str, Any],
+    structure: pytree.TreeSpec,
+    axes: tuple[str, ...],
     capacity: float | None,
-) -> Tensor:  # fmt: skip
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along other axes."""
+) -> Tensor:
+    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
+    other axes.
+    """
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
@@ -142,7 +162,9 @@ def _of_plain(
 
 
 def _on_expert_mesh(p: ShardedTensor, expert_mesh: DeviceMesh, cut: Cut) -> ShardedTensor:
-    """Return a parameter on the mesh of the experts' axes. Its gradient is the mean over these and the sum over others."""
+    """Return a parameter on the mesh of the experts' axes. Its gradient is the mean over these and
+    the sum over others.
+    """
     split = p.redistribute(P.of_cuts([[cut]], {}))
     others = P.of_cuts([[cut]], dict.fromkeys(split._layout.replicated_axes, "sum"))
     local = _ScaleGrad.apply(split.to_local(grad_placements=others), 1 / expert_mesh.size())
@@ -162,7 +184,7 @@ class _ScaleGrad(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-# -- on this rank -----------------------------------------------------------------------------------------------------
+# -- on this rank ----------------------------------------------------------------------------------
 
 
 class _Mixture(NamedTuple):
@@ -198,7 +220,9 @@ class _Mixture(NamedTuple):
         return mixed_rows.view(*x.shape[:-1], back.shape[-1])
 
     def _apply(self, rows: Tensor, counts: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-        """Apply this rank's experts to their rows, also to no rows, so that all parameters get a gradient."""
+        """Apply this rank's experts to their rows, also to no rows, so that all parameters get a
+        gradient.
+        """
         if not counts:
             return self.apply_expert(rows, [p.sum() + p.new_zeros(p.shape[1:]) for p in params])
         slices = zip(*[p.unbind(0) for p in params], strict=True)
@@ -218,7 +242,8 @@ class _Mixture(NamedTuple):
         made = self.expert(rows, pytree.tree_unflatten(params, self.structure))
         if made.ndim != 2 or len(made) != len(rows):
             raise ValueError(
-                f"moe: an expert returned {list(made.shape)} for rows {list(rows.shape)}; it must map [n d] -> [n f] for any n"
+                f"moe: an expert returned {list(made.shape)} for rows {list(rows.shape)}; it must "
+                "map [n d] -> [n f] for any n"
             )
         return made
 
@@ -244,11 +269,13 @@ def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], made: Tensor
     )
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the longest parts."""
+    """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the
+    longest parts.
+    """
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]
     longest = max(
@@ -262,7 +289,8 @@ def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
 
 
 def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
-    """Return how the axes split the experts: as in the parameters that are split over them, else evenly.
+    """Return how the axes split the experts: as in the parameters that are split over them, else
+    evenly.
 
     Raises:
         ValueError: two parameters are split differently.
@@ -275,7 +303,8 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
             found[name] = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
     if len(set(found.values())) > 1:
         raise ValueError(
-            f"moe: the experts are split over {axes} into parts of {found}; split all parameters in the same way"
+            f"moe: the experts are split over {axes} into parts of {found}; split all parameters "
+            "in the same way"
         )
     return Cut(axes, next(iter(found.values()))) if found else Cut(axes, _evenly(params, axes))
 
@@ -297,7 +326,7 @@ def _peers(params: Layout, axes: tuple[str, ...]) -> ExpertGroup:
     )
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check(
@@ -311,7 +340,8 @@ def _check(
     _check_tokens(x, experts, weights)
     if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(
-            f"moe: capacity={capacity}: an expert's limit as a multiple of its even share must be a positive number, or None"
+            f"moe: capacity={capacity}: an expert's limit as a multiple of its even share must be "
+            "a positive number, or None"
         )
 
 
@@ -325,12 +355,14 @@ def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
     first = next(iter(params.values()))
     if not axes or any(a not in first.mesh.axis_names for a in axes):
         raise ValueError(
-            f"moe: axis={axes!r} for {next(iter(params))} {first._layout}; use one of the axes {first.mesh.axis_names}"
+            f"moe: axis={axes!r} for {next(iter(params))} {first._layout}; use one of the axes "
+            f"{first.mesh.axis_names}"
         )
     counts = {name: p.shape[0] if p.ndim else 0 for name, p in params.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
         raise ValueError(
-            f"moe: dim 0 of all parameters must be the number of experts, at least 1; they have {counts}"
+            "moe: dim 0 of all parameters must be the number of experts, at least 1; they have "
+            f"{counts}"
         )
 
 
@@ -340,7 +372,8 @@ def _check_one_mesh(given: dict[str, Any]) -> None:
         if x.mesh is not first.mesh:
             here, there = distinct_mesh_names(first.mesh, x.mesh)
             raise ValueError(
-                f"moe: {name} is on {here}, but {other} on {there}; redistribute all to one mesh first"
+                f"moe: {name} is on {here}, but {other} on {there}; redistribute all to one mesh "
+                "first"
             )
 
 
@@ -352,11 +385,12 @@ def _check_tokens(x: Any, experts: Any, weights: Any) -> None:
         or not weights.is_floating_point()
     ):
         raise ValueError(
-            f"moe: x must be floating [tokens ... features], experts int64 and weights floating; got {x._layout}, {experts._layout} "
-            f"and {weights._layout}"
+            "moe: x must be floating [tokens ... features], experts int64 and weights floating; "
+            f"got {x._layout}, {experts._layout} and {weights._layout}"
         )
     if experts.shape != weights.shape or experts.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"moe: x {list(x.shape)} has tokens {list(x.shape[:-1])}, and routing.experts {list(experts.shape)} and routing.weights "
-            f"{list(weights.shape)} must have the same and one dim for choices: {[*x.shape[:-1], 'k']}"
+            f"moe: x {list(x.shape)} has tokens {list(x.shape[:-1])}, and routing.experts "
+            f"{list(experts.shape)} and routing.weights {list(weights.shape)} must have the same "
+            f"and one dim for choices: {[*x.shape[:-1], 'k']}"
         )

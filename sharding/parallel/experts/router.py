@@ -26,12 +26,14 @@ class Routing(NamedTuple):
 
 
 def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
-    """top_k_routing(logits, k) -> Routing: the k experts with the largest logits per token, weighted by the softmax.
+    """top_k_routing(logits, k) -> Routing: the k experts with the largest logits per token,
+    weighted by the softmax.
 
     Args:
         logits: of all experts [... e], whole in the last dim.
         k: the number of experts per token.
-        normalize: take the softmax over the chosen experts, so that weights sum to 1; else over all experts (Switch).
+        normalize: take the softmax over the chosen experts, so that weights sum to 1; else over all
+            experts (Switch).
 
     Communication: none if the last dim is whole.
 
@@ -46,10 +48,12 @@ def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
 
 
 def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
-    """load_balance_loss(logits, experts) -> a scalar, from 1 if all experts get the same share to e if one gets all.
+    """load_balance_loss(logits, experts) -> a scalar, from 1 if all experts get the same share to e
+    if one gets all.
 
-    e * sum over experts of (its share of the choices) * (its mean probability): Fedus et al. 2021, "Switch Transformers", equations 4
-    to 6, for any number of choices. Its gradient is through the probabilities only. Shares and means are over the global batch.
+    e * sum over experts of (its share of the choices) * (its mean probability): Fedus et al. 2021,
+    "Switch Transformers", equations 4 to 6, for any number of choices. Its gradient is through the
+    probabilities only. Shares and means are over the global batch.
 
     Args:
         logits: of the router [... e], with the last dim whole. Plain logits are a separate batch.
@@ -92,6 +96,6 @@ def check_sharded(name: str, given: dict[str, Any]) -> None:
         if not isinstance(x, ShardedTensor):
             shape = f" of shape {list(x.shape)}" if isinstance(x, Tensor) else ""
             raise TypeError(
-                f"{name}: {path} is a plain {type(x).__name__}{shape}; place it on the mesh with sm.from_local(x, mesh, P(...)) or "
-                "sm.device_put(x, mesh, P(...))"
+                f"{name}: {path} is a plain {type(x).__name__}{shape}; place it on the mesh with "
+                "sm.from_local(x, mesh, P(...)) or sm.device_put(x, mesh, P(...))"
             )

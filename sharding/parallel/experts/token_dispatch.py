@@ -1,11 +1,13 @@
-"""Token dispatch: send rows to the experts that tokens choose, and combine their results, with one all_to_all each way.
+"""Token dispatch: send rows to the experts that tokens choose, and combine their results, with one
+all_to_all each way.
 
     rank 0   tokens   a b c d     by expert  [ b | a d |   | c ]     arrived  [b e | a d f]  for the experts 0 and 1
              choose   1 0 3 1     of expert    0    1    2   3
     rank 1   tokens   e f g       by expert  [ e |  f  | g |   ]     arrived  [g | c]        for the experts 2 and 3
              choose   0 1 2
 
-Ranks exchange how many of their tokens chose each expert; all sizes follow from these counts, the same on every rank.
+Ranks exchange how many of their tokens chose each expert; all sizes follow from these counts, the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -57,20 +59,23 @@ class ExpertGroup:
 
     @property
     def order(self) -> list[int]:
-        """The order in which rows are sorted by expert: the experts of the group's first rank first."""
+        """The order in which rows are sorted by expert: the experts of the group's first rank
+        first.
+        """
         return [e for start, stop in self.experts for e in range(start, stop)]
 
 
 class TokenDispatch:
     """Which rows this rank sends and receives.
 
-    Sizes of messages must be known on the host, to which they are copied once; it waits for them when they are first used.
+    Sizes of messages must be known on the host, to which they are copied once; it waits for them
+    when they are first used.
 
     Args:
         peers: the ranks that exchange rows.
         order: the flat indices of all (token, choice), those that are sent first, in sending order.
-        counts: waits for [rank, expert+1], on the host: the number of rows that each rank sends to each expert, and that of its
-            choices that are not the index of an expert.
+        counts: waits for [rank, expert+1], on the host: the number of rows that each rank sends to
+            each expert, and that of its choices that are not the index of an expert.
         ranks: the ranks of `counts`.
         places: the index in `ranks` of each peer.
         drops: whether some (token, choice) may not be sent.
@@ -96,7 +101,8 @@ class TokenDispatch:
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """[source, expert]: the number of rows that each rank of the group sends to each expert, on all ranks.
+        """[source, expert]: the number of rows that each rank of the group sends to each expert, on
+        all ranks.
 
         Raises:
             ValueError: see `make_dispatch`.
@@ -107,7 +113,8 @@ class TokenDispatch:
             by_rank = {rank: n for rank, n in zip(self._ranks, wrong, strict=True) if n}
             last = counts.shape[1] - 2
             raise ValueError(
-                f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are from 0 to {last}"
+                f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are "
+                f"from 0 to {last}"
             )
         return [counts[i, :-1].tolist() for i in self._places]
 
@@ -117,12 +124,16 @@ class TokenDispatch:
         return self._order[: sum(self._send_sizes)] if self._drops else self._order
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Send rows, in the order of `slots`; return the rows for this rank's experts, sorted by expert. Communication: one all_to_all."""
+        """Send rows, in the order of `slots`; return the rows for this rank's experts, sorted by
+        expert. Communication: one all_to_all.
+        """
         arrived = all_to_all_v(rows, self.peers, self._recv_sizes, self._send_sizes)
         return arrived.index_select(0, self._by_expert)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Send the experts' results back; return them in the order of `slots`. Communication: one all_to_all."""
+        """Send the experts' results back; return them in the order of `slots`. Communication: one
+        all_to_all.
+        """
         by_source = rows.index_select(0, self._by_expert.argsort())
         return all_to_all_v(by_source, self.peers, self._send_sizes, self._recv_sizes)
 
@@ -160,14 +171,17 @@ def make_dispatch(
     Args:
         chosen: this rank's part of the chosen experts [... k].
         layout: the layout of the choices.
-        capacity: the maximum number of rows per expert; None for all. First choices come before second ones, and so on; equal choices
-            are in the order of the global batch, so the result is the same on every mesh.
+        capacity: the maximum number of rows per expert; None for all. First choices come before
+            second ones, and so on; equal choices are in the order of the global batch, so the
+            result is the same on every mesh.
 
     Raises:
-        ValueError: on every rank of the all_gather, when the counts are first used: a choice is not the index of an expert.
+        ValueError: on every rank of the all_gather, when the counts are first used: a choice is not
+            the index of an expert.
 
-    Communication: one all_gather of counts over the axes of the experts, one number per expert; with a capacity also over the axes of
-        the tokens, one per expert, choice and run of consecutive tokens of the batch.
+    Communication: one all_gather of counts over the axes of the experts, one number per expert;
+        with a capacity also over the axes of the tokens, one per expert, choice and run of
+        consecutive tokens of the batch.
     """
     if capacity is None:
         valid = _valid(chosen.reshape(1, -1, 1), peers.count)
@@ -206,7 +220,9 @@ def _valid(chosen: Tensor, experts: int) -> Tensor:
 
 
 def _counted(valid: Tensor, experts: int) -> Tensor:
-    """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry for invalid choices."""
+    """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry
+    for invalid choices.
+    """
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
         choices, device=valid.device
@@ -235,7 +251,7 @@ def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
     return position[valid].argsort(stable=True)
 
 
-# -- with a capacity --------------------------------------------------------------------------------------------------
+# -- with a capacity -------------------------------------------------------------------------------
 
 
 class _Runs:
@@ -282,7 +298,9 @@ class _Runs:
 
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
-    """Return how many rows of each expert precede each run and choice: [rank run choice expert], as `table`."""
+    """Return how many rows of each expert precede each run and choice: [rank run choice expert], as
+    `table`.
+    """
     starts = sorted(
         (start, rank, run)
         for rank, starts in enumerate(runs.starts)
@@ -298,7 +316,9 @@ def _before(table: Tensor, runs: _Runs) -> Tensor:
 
 
 def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
-    """Return each token's position [run token choice] among all that choose its expert, in the order of admission."""
+    """Return each token's position [run token choice] among all that choose its expert, in the
+    order of admission.
+    """
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
         choices, device=valid.device
@@ -312,13 +332,15 @@ def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
     return place.view_as(valid)
 
 
-# -- communication ----------------------------------------------------------------------------------------------------
+# -- communication ---------------------------------------------------------------------------------
 
 
 def all_to_all_v(
     rows: Tensor, peers: ExpertGroup, recv_sizes: Sequence[int], send_sizes: Sequence[int]
 ) -> Tensor:
-    """Send rows to every rank of the group, in its order; differentiable any number of times. Communication: one all_to_all."""
+    """Send rows to every rank of the group, in its order; differentiable any number of times.
+    Communication: one all_to_all.
+    """
     return _AllToAllRows.apply(rows, peers, recv_sizes, send_sizes)  # type: ignore[return-value]
 
 

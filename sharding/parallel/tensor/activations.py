@@ -1,4 +1,5 @@
-"""Layouts of activations: hooks that redistribute a module's inputs before and its outputs after forward.
+"""Layouts of activations: hooks that redistribute a module's inputs before and its outputs after
+forward.
 
 A hook specifies layouts along some axes; along the others a tensor keeps its own:
 
@@ -36,9 +37,11 @@ class ActivationLayout:
 
     Attributes:
         to: a `P`, or a placement on the hook's axis; None to leave it unchanged.
-        plain: the layout in which a plain tensor is taken, as this rank's part; None for that of `to`.
+        plain: the layout in which a plain tensor is taken, as this rank's part; None for that of
+            `to`.
         local: return this rank's part as a plain tensor.
-        size: the global size of the dim along which a plain tensor is split, if known; otherwise ranks exchange shapes.
+        size: the global size of the dim along which a plain tensor is split, if known; otherwise
+            ranks exchange shapes.
     """
 
     to: AxisLayout = None
@@ -141,7 +144,8 @@ class OutputHook:
                 else f"one {type(output).__name__}"
             )
             raise ValueError(
-                f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned {found}; give one for each, or one for all"
+                f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned "
+                f"{found}; give one for each, or one for all"
             )
         wanted = [
             (f"output {i}", x, lay)
@@ -167,12 +171,14 @@ def input_hook(
     kinds, known = {p.kind for p in taken}, {p.name for p in taken}
     if len(positional) > len(names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ValueError(
-            f"{site} has layouts for {len(positional)} arguments, but forward takes {len(names)}: {', '.join(names)}"
+            f"{site} has layouts for {len(positional)} arguments, but forward takes {len(names)}: "
+            f"{', '.join(names)}"
         )
     unknown = sorted(set(named) - known)
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ValueError(
-            f"{site} has a layout for the argument {unknown[0]!r}, but forward takes {', '.join(map(repr, names))}"
+            f"{site} has a layout for the argument {unknown[0]!r}, but forward takes "
+            f"{', '.join(map(repr, names))}"
         )
     at = {i: lay for i, lay in enumerate(positional) if lay is not None}
     by_name = {names[i]: lay for i, lay in at.items() if i < len(names)}
@@ -186,24 +192,27 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
         unknown = [axis for axis in where.axes if axis not in site.mesh.axis_names]
         if unknown:
             raise ValueError(
-                f"{site}: {where} has axis {unknown[0]!r}, but {site.mesh} has {', '.join(map(repr, site.mesh.axis_names))}"
+                f"{site}: {where} has axis {unknown[0]!r}, but {site.mesh} has "
+                f"{', '.join(map(repr, site.mesh.axis_names))}"
             )
 
 
-# -- redistribution ----------------------------------------------------------------------------------------------------
+# -- redistribution --------------------------------------------------------------------------------
 
 
 def redistribute_activations(
     site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
-    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed together.
+    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed
+    together.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
         ValueError: a spec that does not fit a tensor.
         RuntimeError: under `torch.jit.trace`.
 
-    Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if `from_local` needs it.
+    Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if
+    `from_local` needs it.
     """
     if all(_has_layout(site, value, lay) for _, value, lay in wanted):
         return [value for _, value, _ in wanted]
@@ -219,7 +228,9 @@ def redistribute_activations(
 
 
 def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
-    """Return whether this is a tensor known to have the desired layout: the common case, and cheap."""
+    """Return whether this is a tensor known to have the desired layout: the common case,
+    and cheap.
+    """
     if type(x) is not ShardedTensor or lay.local:
         return False
     return lay.to is None or x._layout.decisions.get((along, lay.to, site.axis)) is x._layout
@@ -268,9 +279,11 @@ def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout 
 
 
 def along(layout: Layout, where: P | Placement, axis: str) -> P:
-    """Return the spec of a layout changed to `where` along `axis` and the axes in `where`, and unchanged along others.
+    """Return the spec of a layout changed to `where` along `axis` and the axes in `where`, and
+    unchanged along others.
 
-    Other axes that split the same dim stay major. If the same axes split the dim already, their order does not change.
+    Other axes that split the same dim stay major. If the same axes split the dim already, their
+    order does not change.
     """
     spec = (
         placements_to_spec([where], (axis,), len(layout.shape))
@@ -292,7 +305,9 @@ def _merged(kept: Sequence[Cut], given: Sequence[Cut], own: Sequence[Cut]) -> Se
 
 
 def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
-    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the removed ones."""
+    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the
+    removed ones.
+    """
     return [cut for cut in (_cut_without(cut, named, layout) for cut in cuts) if cut.axes]
 
 
@@ -305,11 +320,12 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
     return Cut(kept, tuple(int(n) for n in grid.sum(axis=gone).flat))
 
 
-# -- plain tensors -----------------------------------------------------------------------------------------------------
+# -- plain tensors ---------------------------------------------------------------------------------
 
 
 def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
-    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are unchanged.
+    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are
+    unchanged.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -336,9 +352,10 @@ def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: Activati
 def _ambiguous(site: HookSite, name: str, x: Tensor) -> str:
     others = [a for a in site.mesh.axis_names if a != site.axis and site.mesh.size(a) > 1]
     return (
-        f"{site}: {name} is a plain tensor {list(x.shape)}, and along {', '.join(map(repr, others))} of {site.mesh} it may be the whole "
-        f"tensor or this rank's part; convert it before the model: sm.device_put(x, mesh, P({others[0]!r})) for the whole tensor, "
-        f"sm.from_local(x, mesh, P({others[0]!r})) for this rank's part of the batch"
+        f"{site}: {name} is a plain tensor {list(x.shape)}, and along "
+        f"{', '.join(map(repr, others))} of {site.mesh} it may be the whole tensor or this rank's "
+        f"part; convert it before the model: sm.device_put(x, mesh, P({others[0]!r})) for the "
+        f"whole tensor, sm.from_local(x, mesh, P({others[0]!r})) for this rank's part of the batch"
     )
 
 
@@ -350,15 +367,15 @@ def _check_has_axis(site: HookSite, name: str, x: ShardedTensor) -> ShardedTenso
     """
     if site.axis not in x._layout.mesh.axis_names:
         raise ValueError(
-            f"{site}: {name} is {x._layout}, on a mesh without the axis {site.axis!r}; place it on {site.mesh}, where the module's "
-            "parameters are"
+            f"{site}: {name} is {x._layout}, on a mesh without the axis {site.axis!r}; place it on "
+            f"{site.mesh}, where the module's parameters are"
         )
     return x
 
 
 def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh on which the layout of a plain tensor is unambiguous: a mesh of the axis alone, that of the plan or of the
-    module's parameters."""
+    """Return the mesh on which the layout of a plain tensor is unambiguous: a mesh of the axis
+    alone, that of the plan or of the module's parameters."""
     meshes = [site.mesh, *{p.mesh for p in module.parameters() if isinstance(p, ShardedTensor)}]
     return next(
         (m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)),

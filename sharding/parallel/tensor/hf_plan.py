@@ -1,9 +1,10 @@
 """Hugging Face's plans: the styles that their strings stand for.
 
-    {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.mlp.experts.down_proj": "rowwise", "lm_head": "colwise_gather_output"}
+    {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.mlp.experts.down_proj":
+    "rowwise", "lm_head": "colwise_gather_output"}
 
-In Hugging Face the strings also say which local results and gradients must be summed. Here layouts determine that, so most strings
-only say how parameters are split.
+In Hugging Face the strings also say which local results and gradients must be summed. Here layouts
+determine that, so most strings only say how parameters are split.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _WHOLE = P()
 
 
 class _AsItComes(Style):
-    """Whole parameters, unchanged activations: gradients are summed if each rank has a part of the activations."""
+    """Whole parameters, unchanged activations: gradients are summed if each rank has a part of the
+    activations.
+    """
 
     def __repr__(self) -> str:
         return "Style()"
@@ -39,23 +42,36 @@ _AS_IT_COMES = _AsItComes()
 
 # For modules, given the number of units of their features (None if it does not matter).
 _OF_MODULES: dict[str, Callable[[int | None], Style]] = {
-    **dict.fromkeys(("colwise", "packed_colwise", "local_colwise"), lambda units: colwise(units=units)),
-    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda units: colwise(out=_WHOLE, units=units)),
     **dict.fromkeys(
-        ("rowwise", "packed_rowwise", "local_rowwise", "local_packed_rowwise", "embedding_rowwise"), lambda units: rowwise(units=units)
+        ("colwise", "packed_colwise", "local_colwise"), lambda units: colwise(units=units)
     ),
-    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), lambda units: rowwise(in_=_WHOLE, units=units)),
+    **dict.fromkeys(
+        ("colwise_gather_output", "colwise_rep"), lambda units: colwise(out=_WHOLE, units=units)
+    ),
+    **dict.fromkeys(
+        ("rowwise", "packed_rowwise", "local_rowwise", "local_packed_rowwise", "embedding_rowwise"),
+        lambda units: rowwise(units=units),
+    ),
+    **dict.fromkeys(
+        ("rowwise_split_input", "rowwise_rep"), lambda units: rowwise(in_=_WHOLE, units=units)
+    ),
     "embedding_colwise": lambda _: colwise(out=_WHOLE),
     "sequence_parallel": lambda _: sequence_parallel(1),
     **dict.fromkeys(("all_reduce", "gather", "moe_tp_experts"), lambda _: prepare_outputs(_WHOLE)),
     **dict.fromkeys(
         (
-            "replicate", "replicated", "replicated_with_grad_allreduce", "local_params", "local", "isolated", "mla_kv_a_proj",
+            "replicate",
+            "replicated",
+            "replicated_with_grad_allreduce",
+            "local_params",
+            "local",
+            "isolated",
+            "mla_kv_a_proj",
             "moe_identity_expert",
         ),
         lambda _: _AS_IT_COMES,
     ),
-}  # fmt: skip
+}
 _BY_OUTPUTS = frozenset(
     {"colwise", "packed_colwise", "local_colwise", "colwise_gather_output", "colwise_rep"}
 )
@@ -73,7 +89,8 @@ _BY_INPUTS = frozenset(
 
 
 def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its pattern matches.
+    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its
+    pattern matches.
 
     Args:
         module: the module to parallelize.
@@ -82,7 +99,8 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
     Raises:
         ValueError: an unknown string; "auto" for a module without a plan.
 
-    A pattern of the module's own plan that matches nothing is left out, since this configuration may lack the module.
+    A pattern of the module's own plan that matches nothing is left out, since this configuration
+    may lack the module.
     """
     own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     if isinstance(plan, str):
@@ -107,8 +125,8 @@ def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[
         raise ValueError(f"parallelize takes a plan, or 'auto' for the model's own, got {given!r}")
     if not own:
         raise ValueError(
-            f"{type(module).__name__} has no plan of its own (tp_plan), unlike some models of Hugging Face; write one, such as "
-            "{'*.up': colwise(), '*.down': rowwise()}"
+            f"{type(module).__name__} has no plan of its own (tp_plan), unlike some models of "
+            "Hugging Face; write one, such as {'*.up': colwise(), '*.down': rowwise()}"
         )
     return own
 
@@ -117,14 +135,17 @@ def _check_known(strings: Mapping[str, str]) -> None:
     for pattern, given in strings.items():
         if given not in _OF_MODULES:
             raise ValueError(
-                f"plan[{pattern!r}] is {given!r}, which is unknown; write one of {', '.join(map(repr, sorted(_OF_MODULES)))}"
+                f"plan[{pattern!r}] is {given!r}, which is unknown; write one of "
+                f"{', '.join(map(repr, sorted(_OF_MODULES)))}"
             )
 
 
 def _matched(
     pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the style of each module and the spec of each parameter that the pattern matches, by path."""
+    """Return the style of each module and the spec of each parameter that the pattern matches, by
+    path.
+    """
     styles: dict[str, Any] = {
         path: _style_of(given, inner, modules.get(path.rpartition(".")[0]))
         for path, inner in modules.items()
@@ -138,7 +159,9 @@ def _matched(
 
 
 def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
-    """Return the style for a module; the projections of an attention with a `head_dim` are split by whole heads."""
+    """Return the style for a module; the projections of an attention with a `head_dim` are split by
+    whole heads.
+    """
     known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
     dims = (
         None
@@ -149,13 +172,15 @@ def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
         if given in _BY_INPUTS
         else None
     )
-    features = None if not dims else module.weight.shape[dims["weight"]]  # type: ignore[union-attr,index]
+    features = None if not dims else module.weight.shape[dims[("weight")]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
     return _OF_MODULES[given](features // size if whole else None)  # type: ignore[operator]
 
 
 def _spec_of(given: str, ndim: int) -> Any:
-    """Return the placement of a parameter: matrices, or stacks of them, by rows (outputs) or columns; an output bias like the rows."""
+    """Return the placement of a parameter: matrices, or stacks of them, by rows (outputs) or
+    columns; an output bias like the rows.
+    """
     if given in _BY_OUTPUTS:
         return Shard(max(ndim - 2, 0))
     return Shard(ndim - 1) if given in _BY_INPUTS and ndim > 1 else _WHOLE

@@ -1,6 +1,7 @@
 """`parallelize`: tensor and sequence parallelism by a plan, from patterns of paths to styles.
 
-    {"*.q_proj": colwise(), "*.o_proj": rowwise(out=P(None, "tp", None)), "*.norm": sequence_parallel(1), "*.w_qkv": P("tp")}
+    {"*.q_proj": colwise(), "*.o_proj": rowwise(out=P(None, "tp", None)), "*.norm":
+    sequence_parallel(1), "*.w_qkv": P("tp")}
 
 The whole plan is worked out and checked before the first parameter is changed.
 """
@@ -43,35 +44,42 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by the plan.
+    """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by
+    the plan.
 
         "*.up": colwise()      x [b, k] whole            -> [b, n/tp]            weight [n/tp, k]
         "*.down": rowwise()    [b, n/tp]                 -> [b, k] pending -> summed      weight [k, n/tp]
 
-    Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no pattern matches are replicated. Tied ones
-    stay tied. A style concerns one axis of the mesh; layouts along the others, such as a batch split over "dp", do not change.
-    Parameters on the meta device stay there. `repr(module)` shows all layouts from then on. Plain tensors that a forward makes itself
-    (positions, masks) count as replicated; ranks compare them the first time.
+    Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no
+    pattern matches are replicated. Tied ones stay tied. A style concerns one axis of the mesh;
+    layouts along the others, such as a batch split over "dp", do not change. Parameters on the meta
+    device stay there. `repr(module)` shows all layouts from then on. Plain tensors that a forward
+    makes itself (positions, masks) count as replicated; ranks compare them the first time.
 
-    Called with plain tensors, each rank's rows and equal along the axes of the plan, the module returns plain tensors where they are
-    whole on every rank. Others, such as logits split by vocabulary, stay `ShardedTensor`s, and plain targets next to them count as
-    replicated. Called with a `ShardedTensor`, it returns `ShardedTensor`s. `generate` of a Hugging Face model returns plain ids for
-    plain ids; logits that are split are gathered for it.
+    Called with plain tensors, each rank's rows and equal along the axes of the plan, the module
+    returns plain tensors where they are whole on every rank. Others, such as logits split by
+    vocabulary, stay `ShardedTensor`s, and plain targets next to them count as replicated. Called
+    with a `ShardedTensor`, it returns `ShardedTensor`s. `generate` of a Hugging Face model returns
+    plain ids for plain ids; logits that are split are gathered for it.
 
     Args:
         module: any module.
         device_mesh: the mesh, with all its axes; by default that of `set_mesh`.
-        plan: patterns of paths, as `named_modules` and `named_parameters` spell them ("*" matches dots too, "" is the module itself),
-            each with a style (`colwise`, `rowwise`, `sequence_parallel`, `prepare_inputs`, `prepare_outputs`, `shard_params`, torch's),
-            several styles in a list, for parameters and buffers a `P` or a placement, or a string of Hugging Face's plans ("colwise",
-            "rowwise", ...). "auto" for the plan of a Hugging Face model, `model.tp_plan`.
+        plan: patterns of paths, as `named_modules` and `named_parameters` spell them ("*" matches
+            dots too, "" is the module itself), each with a style (`colwise`, `rowwise`,
+            `sequence_parallel`, `prepare_inputs`, `prepare_outputs`, `shard_params`, torch's),
+            several styles in a list, for parameters and buffers a `P` or a placement, or a string
+            of Hugging Face's plans ("colwise", "rowwise", ...). "auto" for the plan of a Hugging
+            Face model, `model.tp_plan`.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
-        ValueError: a pattern that matches nothing (lists similar paths); a parameter or an activation with two layouts from two patterns; a
-            style that does not fit the module or the mesh; an unknown string. The module is then unchanged.
+        ValueError: a pattern that matches nothing (lists similar paths); a parameter or an
+            activation with two layouts from two patterns; a style that does not fit the module or
+            the mesh; an unknown string. The module is then unchanged.
 
-    Communication: one all_to_all per parameter and buffer; none if `src_data_rank` is None. In forward, that of the styles.
+    Communication: one all_to_all per parameter and buffer; none if `src_data_rank` is None. In
+    forward, that of the styles.
 
     Example:
         >>> mesh = sm.init_device_mesh("cuda", (2, 4), axis_names=("fsdp", "tp"))
@@ -81,7 +89,8 @@ def parallelize(
     """
     if not isinstance(plan, (Mapping, str)):
         raise TypeError(
-            f"parallelize: plan must be a dict such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}"
+            f"parallelize: plan must be a dict such as {{'*.up': colwise(), '*.down': rowwise()}}, "
+            f"got {plan!r}"
         )
     return apply_plan(
         module,
@@ -100,14 +109,17 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's name, arguments and semantics.
+    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's name,
+    arguments and semantics.
 
-    It differs from `parallelize` as torch does: each part of a pattern between dots is matched by itself, a single
-    style is for the module itself, and parameters that no pattern matches stay plain tensors.
+    It differs from `parallelize` as torch does: each part of a pattern between dots is matched by
+    itself, a single style is for the module itself, and parameters that no pattern matches stay
+    plain tensors.
 
     Args:
         module: any module.
-        device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of `set_mesh`.
+        device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of
+            `set_mesh`.
         parallelize_plan: patterns of module paths with their styles, or one style; torch's, ours,
             or the program's own, whose `_apply(module, device_mesh)` is called, after all others
             (see `ParallelStyle`). None does nothing, with a warning.
@@ -123,7 +135,8 @@ def parallelize_module(
     """
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles",
+            "parallelize_module without a plan does nothing; give a style, or a dict of patterns "
+            "and styles",
             stacklevel=2,
         )
         return module
@@ -134,7 +147,9 @@ def parallelize_module(
 
 
 def _parts_match(path: str, pattern: str) -> bool:
-    """Return whether each part of the path matches that of the pattern, as in torch: "*" does not match a dot."""
+    """Return whether each part of the path matches that of the pattern, as in torch: "*" does not
+    match a dot.
+    """
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -148,7 +163,9 @@ def apply_plan(
     *,
     rest: bool,
 ) -> nn.Module:
-    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
+    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become
+    replicated.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
@@ -202,7 +219,7 @@ def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
     return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 
-# -- matching ----------------------------------------------------------------------------------------------------------
+# -- matching --------------------------------------------------------------------------------------
 
 
 class _StyleUse(NamedTuple):
@@ -261,7 +278,8 @@ def _uses_of(
             else "write P(...) for the layout of each"
         )
         raise ValueError(
-            f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only {kinds[1]}; {instead}"
+            f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only "
+            f"{kinds[1]}; {instead}"
         )
     for path in paths:
         yield _StyleUse(
@@ -270,7 +288,8 @@ def _uses_of(
 
 
 def _style(given: Any, pattern: str) -> Style:
-    """Return our style for an entry of a plan: a style of ours or torch's, or a spec for parameters.
+    """Return our style for an entry of a plan: a style of ours or torch's, or a spec for
+    parameters.
 
     Raises:
         TypeError: something else.
@@ -282,8 +301,9 @@ def _style(given: Any, pattern: str) -> Style:
     style = given if isinstance(given, Style) else own_style(given)
     if style is None:
         raise TypeError(
-            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), sequence_parallel(1), prepare_inputs(...), "
-            "prepare_outputs(...), shard_params(...)), a list of styles, or for parameters P(...)"
+            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), "
+            "sequence_parallel(1), prepare_inputs(...), prepare_outputs(...), shard_params(...)), "
+            "a list of styles, or for parameters P(...)"
         )
     return style
 
@@ -300,7 +320,9 @@ def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], 
 
 
 def _near(pattern: str, paths: Iterable[str]) -> str:
-    """Return paths similar to a pattern, with numbers as `*`, or after `*.` if the pattern starts so."""
+    """Return paths similar to a pattern, with numbers as `*`, or after `*.` if the pattern starts
+    so.
+    """
     known = [path for path in dict.fromkeys(paths) if path]
     numberless = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in known]
     ends = ["*." + ".".join(path.split(".")[-count:]) for count in (1, 2) for path in known]
@@ -317,7 +339,7 @@ def _near(pattern: str, paths: Iterable[str]) -> str:
     return f"there are {', '.join(map(repr, known[:8]))}{', ...' if len(known) > 8 else ''}"
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 class _PlannedLayout(NamedTuple):
@@ -334,7 +356,8 @@ def _layouts(
     """Return the layout of each tensor that the plan matches, by id: a tied tensor has one layout.
 
     Raises:
-        ValueError: two patterns, or two of its names, give it two layouts; or a spec does not fit it.
+        ValueError: two patterns, or two of its names, give it two layouts; or a spec does not fit
+            it.
     """
     placed: dict[int, _PlannedLayout] = {}
     for use in uses:
@@ -370,7 +393,8 @@ def _layout(
     """
     if is_lazy(tensor):
         raise ValueError(
-            f"{name} has no shape before the first call of its lazy module; call it once on plain tensors before parallelize"
+            f"{name} has no shape before the first call of its lazy module; call it once on plain "
+            "tensors before parallelize"
         )
     now = (
         tensor._layout
@@ -379,7 +403,8 @@ def _layout(
     )
     if now.mesh is not mesh:
         raise ValueError(
-            f"{name} is {now} already, and the plan is for {mesh}; parallelize first, on the mesh with all axes"
+            f"{name} is {now} already, and the plan is for {mesh}; parallelize first, on the mesh "
+            "with all axes"
         )
     try:
         return now if axis is None else now.replace(along(now, spec, axis))
@@ -394,15 +419,17 @@ def _two_ways(one: _PlannedLayout, other: _PlannedLayout) -> str:
         else f"{one.path!r}:"
     )
     return (
-        f"{names} plan[{one.pattern!r}] shards it as {one.layout.spec}, plan[{other.pattern!r}] as {other.layout.spec} ({one.layout}); "
-        "give it one layout"
+        f"{names} plan[{one.pattern!r}] shards it as {one.layout.spec}, plan[{other.pattern!r}] as "
+        f"{other.layout.spec} ({one.layout}); give it one layout"
     )
 
 
 def _replace_tensors(
     module: nn.Module, layouts: Mapping[int, Layout], src_data_rank: int | None
 ) -> None:
-    """Replace tensors by sharded ones, one after the other, so that at most one is in memory twice."""
+    """Replace tensors by sharded ones, one after the other, so that at most one is in
+    memory twice.
+    """
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
         for table in (submodule._parameters, submodule._buffers):
@@ -416,7 +443,9 @@ def _replace_tensors(
 
 
 def _shard_tensor(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
-    """Return the tensor in this layout; a parameter stays a parameter, a meta tensor stays on meta."""
+    """Return the tensor in this layout; a parameter stays a parameter, a meta tensor stays
+    on meta.
+    """
     if getattr(tensor, "_layout", None) is layout:
         return tensor
     if tensor.is_meta and not isinstance(tensor, ShardedTensor):
@@ -424,15 +453,18 @@ def _shard_tensor(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> 
         value: Any = ShardedTensor._make_guarded(part, layout)
     else:
         value = distribute_tensor(
-            tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank
-        )  # type: ignore[arg-type]
+            tensor.detach(),
+            layout.mesh,  # type: ignore[arg-type]
+            layout.spec,
+            src_data_rank=src_data_rank,
+        )
     if not isinstance(tensor, nn.Parameter):
         return value
     mark_replaced(tensor)
     return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | OutputHook]]:
@@ -452,7 +484,8 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
             before = found.get((id(use.module), name))
             if hook is not None and before is not None:
                 raise ValueError(
-                    f"{use.site.path!r}: {before[0].site.style} and {use.site.style} both give layouts for its {name}; leave one out"
+                    f"{use.site.path!r}: {before[0].site.style} and {use.site.style} both give "
+                    f"layouts for its {name}; leave one out"
                 )
             if hook is not None:
                 found[id(use.module), name] = use, hook

@@ -32,7 +32,8 @@ _WHOLE = P()
 
 
 class Style:
-    """The entry of a plan for a module. Subclass it and override these methods for a style of your own.
+    """The entry of a plan for a module. Subclass it and override these methods for a style of your
+    own.
 
     Attributes:
         axis: its mesh axis; None for "tp", or the mesh's only axis.
@@ -41,7 +42,9 @@ class Style:
     axis: str | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        """Return the layouts of the module's own parameters and buffers, by name; a placement is on the style's axis."""
+        """Return the layouts of the module's own parameters and buffers, by name; a placement is on
+        the style's axis.
+        """
         return {}
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
@@ -59,9 +62,9 @@ class _StyleWithRepr(Style):
     def __repr__(self) -> str:
         given = [
             (f.name, getattr(self, f.name))
-            for f in fields(self)
+            for f in fields(self)  # type: ignore[arg-type]
             if getattr(self, f.name) != f.default
-        ]  # type: ignore[arg-type]
+        ]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
@@ -86,22 +89,28 @@ def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
 
 @dataclass(frozen=True, repr=False)
 class colwise(_StyleWithRepr):
-    """colwise(out=None) -> Style: each rank computes some of the output features (for an embedding, of each row).
+    """colwise(out=None) -> Style: each rank computes some of the output features (for an embedding,
+    of each row).
 
         x [b, k]        weight [n/tp, k]        y [b, n/tp]           nothing moves
         backward: the gradient of x is pending over tp
 
     Args:
-        out: the layout of the output along the axis, a `P` or a placement; None leaves it split by features.
-        in_: the layout in which a plain input is taken, as this rank's part; None for the whole tensor.
+        out: the layout of the output along the axis, a `P` or a placement; None leaves it split by
+            features.
+        in_: the layout in which a plain input is taken, as this rank's part; None for the whole
+            tensor.
         axis: the mesh axis; "tp" if the mesh has it, else the mesh's only axis.
-        units: the number of units, such as heads, that stay whole when features are split, so that `view(b, s, -1, head_dim)` finds
-            whole heads on every rank even if ranks have different numbers of them.
+        units: the number of units, such as heads, that stay whole when features are split, so that
+            `view(b, s, -1, head_dim)` finds whole heads on every rank even if ranks have different
+            numbers of them.
 
     Raises:
-        ValueError: in `parallelize`, for an unknown kind of module (write `shard_params({...})`), or features that `units` does not divide.
+        ValueError: in `parallelize`, for an unknown kind of module (write `shard_params({...})`),
+            or features that `units` does not divide.
 
-    Communication: an all_gather or all_reduce if the input is split or pending along the axis; that of `out`.
+    Communication: an all_gather or all_reduce if the input is split or pending along the axis; that
+    of `out`.
 
     Example:
         >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": sm.parallel.colwise(units=32), "*.o_proj": sm.parallel.rowwise(units=32)})
@@ -126,21 +135,23 @@ class colwise(_StyleWithRepr):
 
 @dataclass(frozen=True, repr=False)
 class rowwise(_StyleWithRepr):
-    """rowwise(out=P()) -> Style: each rank has some of the input features (for an embedding, of the rows); results are summed.
+    """rowwise(out=P()) -> Style: each rank has some of the input features (for an embedding, of the
+    rows); results are summed.
 
         x [b, k/tp]     weight [n, k/tp]        y [b, n] pending over tp  ->  out
 
     Args:
-        out: the layout of the sum along the axis: `P()` on every rank, `P(None, "tp", None)` split by sequence; None
-            leaves it pending until it is needed.
-        in_: the layout in which a plain input is taken, as this rank's part; None for split by features (for an embedding,
-            the whole tensor).
+        out: the layout of the sum along the axis: `P()` on every rank, `P(None, "tp", None)` split
+            by sequence; None leaves it pending until it is needed.
+        in_: the layout in which a plain input is taken, as this rank's part; None for split by
+            features (for an embedding, the whole tensor).
         axis, units: as for `colwise`.
 
     Raises:
         ValueError: as `colwise`.
 
-    Communication: an all_reduce for `P()`, a reduce_scatter for a split `out`; an all_to_all if the input is split differently.
+    Communication: an all_reduce for `P()`, a reduce_scatter for a split `out`; an all_to_all if the
+    input is split differently.
 
     Example:
         >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise(out=P(None, "tp", None))})
@@ -165,8 +176,10 @@ class rowwise(_StyleWithRepr):
         split: Any = self.parameters(site, module)["weight"]
         to = Shard(dims.features, sizes=split.sizes)
         return ActivationLayout(
-            to, plain, size=module.weight.shape[split.dim] if plain in (None, to) else None
-        )  # type: ignore[union-attr]
+            to,
+            plain,
+            size=module.weight.shape[split.dim] if plain in (None, to) else None,  # type: ignore[union-attr]
+        )
 
     def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
         return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
@@ -174,17 +187,20 @@ class rowwise(_StyleWithRepr):
 
 @dataclass(frozen=True, repr=False)
 class sequence_parallel(_StyleWithRepr):
-    """sequence_parallel(dim=1) -> Style: each rank computes some positions; for norms, dropout and other position-wise modules.
+    """sequence_parallel(dim=1) -> Style: each rank computes some positions; for norms, dropout and
+    other position-wise modules.
 
         x [b, s/tp, d]      parameters whole      y [b, s/tp, d]      nothing moves
         backward: the gradients of the parameters are pending, and reduced once at its end, together
 
     Args:
         dim: the dim of positions.
-        out: the layout of the output along the axis; `P()` gathers it once for all modules that use it, None leaves it split.
+        out: the layout of the output along the axis; `P()` gathers it once for all modules that use
+            it, None leaves it split.
         axis: as for `colwise`.
 
-    Communication: an all_to_all if the input is split differently, none if it is whole; that of `out`.
+    Communication: an all_to_all if the input is split differently, none if it is whole; that of
+    `out`.
 
     Example:
         >>> sm.parallel.parallelize(model, mesh, {"*.norm": sm.parallel.sequence_parallel(1, out=P())})
@@ -208,8 +224,8 @@ class prepare_inputs(Style):
     """prepare_inputs(P(), mask=P()) -> Style: the layouts of a module's arguments along the axis.
 
     Args:
-        where: for each argument by position a `P` or a placement, for all tensors in it; None leaves it unchanged. A plain
-            tensor is taken as this rank's part in that layout.
+        where: for each argument by position a `P` or a placement, for all tensors in it; None
+            leaves it unchanged. A plain tensor is taken as this rank's part in that layout.
         axis: as for `colwise`.
         named: the same by name, also if the call passes them by position.
 
@@ -244,7 +260,8 @@ class prepare_outputs(Style):
     """prepare_outputs(P()) -> Style: the layouts of a module's results along the axis.
 
     Args:
-        where: a `P` or a placement for all tensors in the result, or one for each part of a tuple; None leaves it unchanged.
+        where: a `P` or a placement for all tensors in the result, or one for each part of a tuple;
+            None leaves it unchanged.
         axis: as for `colwise`.
 
     Raises:
@@ -273,11 +290,13 @@ class prepare_outputs(Style):
 
 @dataclass(frozen=True, repr=False)
 class shard_params(_StyleWithRepr):
-    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each parameter.
+    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each
+    parameter.
 
     Args:
-        specs: for a module, a `P` or a placement for each parameter or buffer by name, the others whole; for a pattern that matches
-            parameters themselves, one for all of them (a bare `P` in the plan means the same).
+        specs: for a module, a `P` or a placement for each parameter or buffer by name, the others
+            whole; for a pattern that matches parameters themselves, one for all of them (a bare `P`
+            in the plan means the same).
         in_: the layout of the first input along the axis; None leaves it unchanged.
         out: the layout of the output along the axis.
         axis: as for `colwise`.
@@ -299,13 +318,15 @@ class shard_params(_StyleWithRepr):
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         if not isinstance(self.specs, Mapping):
             raise ValueError(
-                f"{site} has one spec, but this is a module; name its parameters: shard_params({{{_example(module)}}})"
+                f"{site} has one spec, but this is a module; name its parameters: "
+                f"shard_params({{{_example(module)}}})"
             )
         own = list(own_tensors(module))
         unknown = [name for name in self.specs if name not in own]
         if unknown:
             raise ValueError(
-                f"{site}: {type(module).__name__} has no parameter or buffer {unknown[0]!r}; it has {own}"
+                f"{site}: {type(module).__name__} has no parameter or buffer {unknown[0]!r}; it "
+                f"has {own}"
             )
         return {name: as_axis_layout(where, name) or P() for name, where in self.specs.items()}
 
@@ -320,15 +341,17 @@ def _example(module: nn.Module) -> str:
     return ", ".join(f"{name!r}: P(...)" for name in own_tensors(module)) or "'weight': P(...)"
 
 
-# -- dims of parameters ------------------------------------------------------------------------------------------------
+# -- dims of parameters ----------------------------------------------------------------------------
 
 
 class FeatureDims(NamedTuple):
     """For a kind of module, the dims of its parameters with the output and input features.
 
     Attributes:
-        outputs, inputs: parameter -> dim; missing parameters are whole. None if the module cannot be split so.
-        features: the feature dim of the input; None if it has none, like the indices of an embedding.
+        outputs, inputs: parameter -> dim; missing parameters are whole. None if the module cannot
+            be split so.
+        features: the feature dim of the input; None if it has none, like the indices of an
+            embedding.
     """
 
     outputs: dict[str, int] | None
@@ -372,15 +395,18 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
         return dims
     own = ", ".join(f"{name} {list(x.shape)}" for name, x in own_tensors(module).items()) or "none"
     raise ValueError(
-        f"{site} splits a module by its {what}, but which dims of the parameters of {type(module).__name__} ({own}) have those is not "
-        f"known; give the layout of each: shard_params({{{_example(module)}}}, in_=..., out=...)"
+        f"{site} splits a module by its {what}, but which dims of the parameters of "
+        f"{type(module).__name__} ({own}) have those is not known; give the layout of each: "
+        f"shard_params({{{_example(module)}}}, in_=..., out=...)"
     )
 
 
 def _split(
     site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
 ) -> dict[str, P | Placement]:
-    """Return the layout of each of the module's own parameters: split along the feature dim, or whole."""
+    """Return the layout of each of the module's own parameters: split along the feature dim, or
+    whole.
+    """
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
     sizes = {
@@ -401,7 +427,8 @@ def _sizes(site: HookSite, name: str, size: int, units: int) -> tuple[int, ...]:
     """
     if units < 1 or size % units:
         raise ValueError(
-            f"{site}: units={units} does not divide the {size} features of {name}; give units= that does, or leave it out"
+            f"{site}: units={units} does not divide the {size} features of {name}; give units= "
+            "that does, or leave it out"
         )
     ranks = site.mesh.size(site.axis)
     return tuple(
@@ -410,7 +437,7 @@ def _sizes(site: HookSite, name: str, size: int, units: int) -> tuple[int, ...]:
     )
 
 
-# -- the axis ----------------------------------------------------------------------------------------------------------
+# -- the axis --------------------------------------------------------------------------------------
 
 
 def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
@@ -431,6 +458,6 @@ def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
         else "has no axis=, and no axis is called 'tp'"
     )
     raise ValueError(
-        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose with axis={names[-1]!r}, or "
-        f"parallelize on mesh[{names[-1]!r}] alone"
+        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose "
+        f"with axis={names[-1]!r}, or parallelize on mesh[{names[-1]!r}] alone"
     )

@@ -1,8 +1,10 @@
-"""The styles of `torch.distributed.tensor.parallel`, with the same names and arguments; torch's own objects are accepted, too.
+"""The styles of `torch.distributed.tensor.parallel`, with the same names and arguments; torch's own
+objects are accepted, too.
 
 With `use_local_output` they take and return plain tensors, so they are for a mesh of one axis:
 
-    x plain --input_layouts--> x on the mesh --desired--> module --output_layouts--> y on the mesh --use_local_output--> y plain
+    x plain --input_layouts--> x on the mesh --desired--> module --output_layouts--> y on the mesh
+    --use_local_output--> y plain
 
 A program's own styles derive from `ParallelStyle`, or from one of these and override the methods
 that torch's style has:
@@ -206,8 +208,9 @@ class _LinearStyle(_TorchStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise NotImplementedError(
-                f"{type(self).__name__}._apply is for nn.Linear and nn.Embedding, got {type(module).__name__}; "
-                "override _apply for other modules, or use a style without methods of its own"
+                f"{type(self).__name__}._apply is for nn.Linear and nn.Embedding, got "
+                f"{type(module).__name__}; override _apply for other modules, or use a style "
+                "without methods of its own"
             )
         is_linear = isinstance(module, nn.Linear)
         return distribute_module(
@@ -226,11 +229,13 @@ class ColwiseParallel(_LinearStyle):
     """ColwiseParallel() -> Style: `colwise` with torch's name and arguments.
 
     Args:
-        input_layouts: the layout of the input, in which a plain one is taken; `Replicate()` by default.
+        input_layouts: the layout of the input, in which a plain one is taken; `Replicate()` by
+            default.
         output_layouts: the layout of the output; `Shard(-1)` by default.
         use_local_output: return this rank's part as a plain tensor.
 
-    Communication: as `colwise`; for a plain output that is replicated, 152 bytes in its first backward (see `to_local`).
+    Communication: as `colwise`; for a plain output that is replicated, 152 bytes in its first
+    backward (see `to_local`).
 
     Example:
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
@@ -259,12 +264,13 @@ class RowwiseParallel(_LinearStyle):
     """RowwiseParallel() -> Style: `rowwise` with torch's name and arguments.
 
     Args:
-        input_layouts: the layout of the input, in which a plain one is taken; `Shard(-1)` by default, for an embedding
-            `Replicate()`.
+        input_layouts: the layout of the input, in which a plain one is taken; `Shard(-1)` by
+            default, for an embedding `Replicate()`.
         output_layouts: the layout of the sum; `Replicate()` by default.
         use_local_output: return this rank's part as a plain tensor.
 
-    Communication: as `rowwise`; for a plain output that is replicated, 152 bytes in its first backward (see `to_local`).
+    Communication: as `rowwise`; for a plain output that is replicated, 152 bytes in its first
+    backward (see `to_local`).
 
     Example:
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
@@ -297,13 +303,15 @@ class RowwiseParallel(_LinearStyle):
 
 
 class SequenceParallel(_TorchStyle):
-    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's name and arguments.
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's name and
+    arguments.
 
     Args:
         sequence_dim: the dim of positions; a plain input is taken as split along it.
         use_local_output: return this rank's part as a plain tensor.
 
-    Communication: for a plain input a small all_gather of shapes, once as long as parts are equal (see `from_local`).
+    Communication: for a plain input a small all_gather of shapes, once as long as parts are equal
+    (see `from_local`).
 
     Example:
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"norm": sm.compat.SequenceParallel()})
@@ -359,16 +367,19 @@ class SequenceParallel(_TorchStyle):
 
 
 class PrepareModuleInput(_TorchStyle):
-    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: given and desired layouts of forward's arguments.
+    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: given and desired
+    layouts of forward's arguments.
 
     Args:
-        input_layouts: one placement, or one for each argument by position, in which a plain one is taken; None leaves it unchanged.
+        input_layouts: one placement, or one for each argument by position, in which a plain one is
+            taken; None leaves it unchanged.
         desired_input_layouts: the desired layout of each.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by name.
         use_local_output: pass this rank's parts to forward as plain tensors.
 
     Raises:
-        ValueError: other numbers or names of desired layouts than of layouts, or an argument that forward does not have.
+        ValueError: other numbers or names of desired layouts than of layouts, or an argument that
+            forward does not have.
 
     Communication: that of the layouts, for all arguments together.
 
@@ -404,7 +415,8 @@ class PrepareModuleInput(_TorchStyle):
         given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         if set(given) != set(desired):
             raise ValueError(
-                f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts {sorted(desired)}; give both for each"
+                f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts "
+                f"{sorted(desired)}; give both for each"
             )
         _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
 
@@ -439,7 +451,8 @@ class PrepareModuleInput(_TorchStyle):
         values = inputs if isinstance(inputs, tuple) else (inputs,)
         if len(values) != len(self.input_layouts):
             raise ValueError(
-                f"{self!r} has layouts for {len(self.input_layouts)} inputs, but forward was called with {len(values)}"
+                f"{self!r} has layouts for {len(self.input_layouts)} inputs, but forward was "
+                f"called with {len(values)}"
             )
         pairs = zip(
             values,
@@ -478,10 +491,12 @@ class PrepareModuleInput(_TorchStyle):
 
 
 class PrepareModuleOutput(_TorchStyle):
-    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: given and desired layouts of forward's results.
+    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: given and
+    desired layouts of forward's results.
 
     Args:
-        output_layouts: one placement, or one for each of a tuple of results, in which a plain one is taken; None leaves it unchanged.
+        output_layouts: one placement, or one for each of a tuple of results, in which a plain one
+            is taken; None leaves it unchanged.
         desired_output_layouts: the desired layout of each.
         use_local_output: return this rank's parts as plain tensors.
 
@@ -523,7 +538,8 @@ class PrepareModuleOutput(_TorchStyle):
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(values) != len(self.output_layouts):
             raise ValueError(
-                f"{self!r} has layouts for {len(self.output_layouts)} results, but the module returned {len(values)}"
+                f"{self!r} has layouts for {len(self.output_layouts)} results, but the module "
+                f"returned {len(values)}"
             )
         layouts = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         results = tuple(
@@ -542,10 +558,12 @@ class PrepareModuleOutput(_TorchStyle):
 
 
 class PrepareModuleInputOutput(_TorchStyle):
-    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput` of one module.
+    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput` of one
+    module.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as `PrepareModuleInput`.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as
+            `PrepareModuleInput`.
         use_local_input: pass this rank's parts to forward as plain tensors.
         output_layouts, desired_output_layouts, use_local_output: as `PrepareModuleOutput`.
 
@@ -623,7 +641,8 @@ def _pairs(name: str, given: Any, desired: Any) -> list[tuple[AxisLayout, AxisLa
     layouts, wanted = _as_sequence(given), _as_sequence(desired)
     if len(layouts) != len(wanted):
         raise ValueError(
-            f"{name} has {len(layouts)} placements and desired_{name} {len(wanted)}; give one of each per tensor, None to leave it"
+            f"{name} has {len(layouts)} placements and desired_{name} {len(wanted)}; give one of "
+            "each per tensor, None to leave it"
         )
     return [
         (as_axis_layout(one, name), as_axis_layout(other, f"desired_{name}"))
@@ -641,7 +660,7 @@ def _as_sequence(layouts: Any) -> tuple[Any, ...]:
     )
 
 
-# -- torch's own objects -----------------------------------------------------------------------------------------------
+# -- torch's own objects ---------------------------------------------------------------------------
 
 
 def own_style(given: Any) -> Style | None:
@@ -660,8 +679,9 @@ def own_style(given: Any) -> Style | None:
     read = _READ.get(type(given).__name__) if kinds[0] is type(given) else None
     if read is None:
         raise TypeError(
-            f"torch's style {given!r} is not supported; supported are {', '.join(_READ)}, and styles whose class derives from "
-            "shardmesh.compat.ParallelStyle or from another style of shardmesh.compat instead of torch's"
+            f"torch's style {given!r} is not supported; supported are {', '.join(_READ)}, and "
+            "styles whose class derives from shardmesh.compat.ParallelStyle or from another style "
+            "of shardmesh.compat instead of torch's"
         )
     return read(given)
 

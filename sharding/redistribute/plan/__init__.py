@@ -1,7 +1,7 @@
 """Plans: the steps that take a tensor from one layout to another, computed before anything moves.
 
-`plan(src, dst)` is a pure function of two layouts and a topology: no process group, no tensor, and the same result on
-every rank. Read the files in this order:
+`plan(src, dst)` is a pure function of two layouts and a topology: no process group, no tensor, and
+the same result on every rank. Read the files in this order:
 
     steps.py                  the steps of a plan, as data
     intermediate_layouts.py   layouts between two others, and which collective leads from one to the next

@@ -1,4 +1,6 @@
-"""How few bytes any plan must move: what a rank, or a node, does not hold before and must hold after."""
+"""How few bytes any plan must move: what a rank, or a node, does not hold before and must hold
+after.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def is_reduction(src: Layout, dst: Layout) -> bool:
 
 
 def rank_bound(src: Layout, dst: Layout) -> int:
-    """Return the fewest bytes that the busiest rank must receive: its box under `dst`, less its box under `src`.
+    """Return the fewest bytes that the busiest rank must receive: its box under `dst`, less its box
+    under `src`.
 
     Exact on any mesh: computed for all ranks, as arrays over the axes that the layouts name.
     """
@@ -33,7 +36,9 @@ def rank_bound(src: Layout, dst: Layout) -> int:
 
 
 def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the elements of every rank's box before, after, and in both: int64 arrays that broadcast to the mesh's shape."""
+    """Return the elements of every rank's box before, after, and in both: int64 arrays that
+    broadcast to the mesh's shape.
+    """
     before = after = common = np.ones((), dtype=np.int64)
     for dim in range(len(src.shape)):
         have, want = intervals(src, dim), intervals(dst, dim)
@@ -43,7 +48,9 @@ def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the interval of every rank starts and stops along a dim: int64 arrays that broadcast to the mesh's shape."""
+    """Return where the interval of every rank starts and stops along a dim: int64 arrays that
+    broadcast to the mesh's shape.
+    """
     mesh, ndim = layout.mesh, layout.mesh.ndim
     start, stop = (
         np.zeros((1,) * ndim, dtype=np.int64),
@@ -66,10 +73,11 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
-    """Return the fewest bytes that the busiest node must receive: what its ranks hold after and none of them holds before.
+    """Return the fewest bytes that the busiest node must receive: what its ranks hold after and
+    none of them holds before.
 
-    Ranks that differ along a pending axis hold different values, so each such group counts by itself. On a large mesh only a few
-    nodes are counted (see `nodes.counted_nodes`).
+    Ranks that differ along a pending axis hold different values, so each such group counts by
+    itself. On a large mesh only a few nodes are counted (see `nodes.counted_nodes`).
     """
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     pending = [i for i, axis in enumerate(src.mesh.axis_names) if axis in src.pending]
@@ -83,7 +91,9 @@ def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
 
 
 def _missing(src: Layout, dst: Layout, ranks: Sequence[Coordinate]) -> int:
-    """Return the elements of the union of the ranks' boxes after that are not in the union of their boxes before."""
+    """Return the elements of the union of the ranks' boxes after that are not in the union of their
+    boxes before.
+    """
     have, want = {src.box_at(c) for c in ranks}, {dst.box_at(c) for c in ranks}
     have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
     if not src.shape:

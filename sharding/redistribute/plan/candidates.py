@@ -4,10 +4,12 @@ A plan has four stages, each of which may be empty:
 
 1. averages become sums, by a local division;
 2. pending axes are reduced; replicated axes are sliced first, so that less is reduced;
-3. boxes move: a local slice, an all_gather where the geometry is exactly that, otherwise an all_to_all_v;
+3. boxes move: a local slice, an all_gather where the geometry is exactly that, otherwise an
+   all_to_all_v;
 4. axes that must be pending are made so, by padding with the neutral element.
 
-Stages 2 and 3 have a few alternatives each, all in closed form; a candidate is one combination of them.
+Stages 2 and 3 have a few alternatives each, all in closed form; a candidate is one combination of
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from .steps import Step
 from .traffic import traffic
 
 Steps = tuple[Step, ...]
-_WORTH_SHARING = 1.5  # how many times fewer bytes a reduction must move if idle replicas take a share and a gather follows
+# how many times fewer bytes a reduction must move if idle replicas take a share and a gather
+# follows
+_WORTH_SHARING = 1.5
 _MAX_OUTSIDE = (
     1024  # ranks along the moving axes, up to which hierarchical routes are computed by arithmetic
 )
@@ -43,7 +47,9 @@ _MAX_MEMBERS = (
 
 
 def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield sequences of steps from `src` to `goal`, the simplest first: of equally cheap ones the first is taken."""
+    """Yield sequences of steps from `src` to `goal`, the simplest first: of equally cheap ones the
+    first is taken.
+    """
     averaged = tuple(
         a for a, kind in src.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg"
     )
@@ -66,11 +72,13 @@ def _padded(cur: Layout, goal: Layout) -> Steps:
     return (Step("pad", (), cur, goal, kinds.pop() if len(kinds) == 1 else "sum"),)
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield ways to reduce values that must not stay pending; some leave parts split that are gathered afterwards."""
+    """Yield ways to reduce values that must not stay pending; some leave parts split that are
+    gathered afterwards.
+    """
     todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
     if not todo:
         yield ()
@@ -105,8 +113,8 @@ def _before_reduction(
 def _is_worth_sharing(n: int, replicas: int) -> bool:
     """Return whether r idle replicas should take a share each.
 
-    In a reduce_scatter of N bytes over n ranks each rank receives (n-1)/n N. With shares it is (n-1)/(nr) N, and (r-1)/(nr) N for
-    the gather that follows.
+    In a reduce_scatter of N bytes over n ranks each rank receives (n-1)/n N. With shares it is
+    (n-1)/(nr) N, and (r-1)/(nr) N for the gather that follows.
     """
     return replicas * (n - 1) > _WORTH_SHARING * (n + replicas - 2)
 
@@ -130,8 +138,9 @@ def _reduced(
 ) -> Iterator[Steps]:
     """Yield reductions over the axes `todo`: in two steps or one, to whole values or to parts.
 
-    One all_reduce; or a reduction to the shards of the goal over the axes that split it, and then the others; or to parts that are
-    gathered afterwards. Over nodes also: first inside them, so that only parts move between nodes.
+    One all_reduce; or a reduction to the shards of the goal over the axes that split it, and then
+    the others; or to parts that are gathered afterwards. Over nodes also: first inside them, so
+    that only parts move between nodes.
     """
     if not todo:
         yield ()
@@ -173,13 +182,17 @@ def _scatters(
 
 
 def _may_beat(topology: Topology, op: str, cur: Layout, axes: Sequence[str]) -> bool:
-    """Return whether an all_to_all_v can be cheaper than the collective `op` that does exactly the same."""
+    """Return whether an all_to_all_v can be cheaper than the collective `op` that does exactly the
+    same.
+    """
     crosses = set(axes) & set(topology.crossing_axes(cur.mesh))
     return bool(crosses) or topology.factor("all_to_all") < topology.factor(op)
 
 
 def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> Iterator[Steps]:
-    """Yield an all_to_all_reduce: every rank receives all contributions to the box that it holds after."""
+    """Yield an all_to_all_reduce: every rank receives all contributions to the box that it holds
+    after.
+    """
     sliced = sliced_towards(cur, goal)
     reduced = with_pending(sliced, dict.fromkeys(todo))
     target = before_padding(reduced, goal)
@@ -193,7 +206,7 @@ def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> 
     )
 
 
-# -- moving boxes ------------------------------------------------------------------------------------------------------
+# -- moving boxes ----------------------------------------------------------------------------------
 
 
 def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
@@ -217,7 +230,9 @@ def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
 
 
 def _is_balanced(step: Step, topology: Topology) -> bool:
-    """Return whether no rank sends more than another must receive, so that sends by idle replicas would save nothing."""
+    """Return whether no rank sends more than another must receive, so that sends by idle replicas
+    would save nothing.
+    """
     if step.op == "permute" or not step.src.replicated_axes:
         return True
     moved = traffic(step, topology)
@@ -239,7 +254,9 @@ def _moving_steps(
 
 
 def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[Step]:
-    """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas contribute, and hierarchical ones."""
+    """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas
+    contribute, and hierarchical ones.
+    """
     crossing, moving, replicas = (
         topology.crossing_axes(cur.mesh),
         moving_axes(cur, target),
@@ -263,7 +280,9 @@ def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[St
 
 
 def _can_be_hierarchical(step: Step, topology: Topology) -> bool:
-    """Return whether ranks of the group share a node, and the boxes have few enough cells to go through."""
+    """Return whether ranks of the group share a node, and the boxes have few enough cells to go
+    through.
+    """
     group, nodes = members(step, (0,) * step.src.mesh.ndim), topology.node_ids(step.src.mesh)
     share_nodes = len({int(nodes[c]) for c in group}) < len(group)
     return (

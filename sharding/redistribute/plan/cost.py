@@ -1,8 +1,10 @@
 """How long a step takes, estimated from launches, bytes on the slower link, and copies in memory.
 
-    seconds = launches x latency + max(bytes / local, network bytes / network) x factor + copied bytes / memory
+    seconds = launches x latency + max(bytes / local, network bytes / network) x factor + copied
+    bytes / memory
 
-Bytes are those of the busiest rank, the larger of the bytes sent and received. Latencies and bandwidths are the topology's.
+Bytes are those of the busiest rank, the larger of the bytes sent and received. Latencies and
+bandwidths are the topology's.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def seconds(step: Step, topology: Topology) -> float:
 
 
 def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
-    """Return the time by kernels that read the peers' memory: one launch, and no buffer to unpack."""
+    """Return the time by kernels that read the peers' memory: one launch, and no buffer to
+    unpack.
+    """
     size = part_bytes(step.src)
     if step.op == "all_reduce":
         return min(_shots(size, step.group_size, link)) + size / topology.memory
@@ -50,7 +54,9 @@ def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topolog
 
 
 def _shots(size: int, ranks: int, link: Link) -> tuple[float, float]:
-    """Return the times of a one-shot all_reduce (every rank adds up everything) and a two-shot one (reduce_scatter, then all_gather)."""
+    """Return the times of a one-shot all_reduce (every rank adds up everything) and a two-shot one
+    (reduce_scatter, then all_gather).
+    """
     crossing = (ranks - 1) * size / link.bandwidth
     return link.latency + crossing, 2 * link.latency + 2 * crossing / ranks
 
@@ -62,10 +68,11 @@ def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
 
 
 def memory_bytes(step: Step, topology: Topology) -> int:
-    """Return the bytes that a rank reads and writes in its own memory before and after the collective.
+    """Return the bytes that a rank reads and writes in its own memory before and after the
+    collective.
 
-    That is to pack, unpack, cast, quantize and add up: 0 if the collective reads its input and writes its result in place. What
-    the collective itself reads and writes is not counted.
+    That is to pack, unpack, cast, quantize and add up: 0 if the collective reads its input and
+    writes its result in place. What the collective itself reads and writes is not counted.
     """
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):

@@ -1,11 +1,13 @@
-"""Plans from one mesh to another of the same world: to other ranks, or to the same ranks arranged in another way.
+"""Plans from one mesh to another of the same world: to other ranks, or to the same ranks arranged
+in another way.
 
     source mesh                              both                             destination mesh
     src -- reduce pending values --> source -- all_to_all_v --> target -- make pending --> dst
 
-The all_to_all_v is over the union of the ranks: each rank receives each element that it lacks once, from the nearest
-and least loaded rank that holds it. A reduced sum may end in shards on the source mesh, and one that becomes
-pending may start from shards on the destination mesh; of these alternatives the one that moves the fewest bytes is chosen.
+The all_to_all_v is over the union of the ranks: each rank receives each element that it lacks once,
+from the nearest and least loaded rank that holds it. A reduced sum may end in shards on the source
+mesh, and one that becomes pending may start from shards on the destination mesh; of these
+alternatives the one that moves the fewest bytes is chosen.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ class CrossMeshPlan:
 
     Attributes:
         reduce: on the source mesh, from `src` to a layout without pending values.
-        pad: on the destination mesh, from a layout without pending values to `dst`; without communication.
+        pad: on the destination mesh, from a layout without pending values to `dst`; without
+            communication.
         ranks: the global ranks of both meshes, ascending.
-        transfers: the boxes of the all_to_all_v between them, by index into `ranks`; empty if every rank has what it needs.
+        transfers: the boxes of the all_to_all_v between them, by index into `ranks`; empty if every
+            rank has what it needs.
     """
 
     reduce: Plan
@@ -84,7 +88,8 @@ class CrossMeshPlan:
         )
 
     def rank_bound(self, rank: int) -> int:
-        """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box under `src`.
+        """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box
+        under `src`.
 
         The plan receives exactly that if nothing is pending in either layout.
         """
@@ -94,27 +99,30 @@ class CrossMeshPlan:
         steps = [repr(step) for step in self.reduce.steps]
         if self.transfers:
             steps.append(
-                f"all_to_all_v among {len(self.ranks)} ranks: {self.source.spec} -> {self.target.spec}"
+                f"all_to_all_v among {len(self.ranks)} ranks: {self.source.spec} -> "
+                f"{self.target.spec}"
             )
         steps += [repr(step) for step in self.pad.steps]
         return f"CrossMeshPlan({'; '.join(steps) or 'nothing to move'})"
 
 
 def plan_cross_mesh(src: Layout, dst: Layout, topology: Topology | None = None) -> CrossMeshPlan:
-    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to layout `dst` on another mesh.
+    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to layout `dst` on another
+    mesh.
 
     Every pair of a rank and a box is compared: milliseconds for 64 ranks, two seconds for 2,000.
 
     Args:
         src: the layout before.
-        dst: the layout after: same global shape and dtype. The ranks of an `AbstractMesh` are 0 to n-1.
-        topology: links and nodes of the source mesh; by default its own. If it gives nodes by axes, ranks outside the
-            source mesh count as being in none of its nodes.
+        dst: the layout after: same global shape and dtype. The ranks of an `AbstractMesh` are 0 to
+            n-1.
+        topology: links and nodes of the source mesh; by default its own. If it gives nodes by axes,
+            ranks outside the source mesh count as being in none of its nodes.
 
     Raises:
-        ValueError: the layouts have different shapes or dtypes, or are on different kinds of devices; they are on parts of one mesh,
-            such as `mesh` and `mesh["tp"]`, which mean different meshes on different ranks; `src` is pending in a way that is not one
-            value.
+        ValueError: the layouts have different shapes or dtypes, or are on different kinds of
+            devices; they are on parts of one mesh, such as `mesh` and `mesh["tp"]`, which mean
+            different meshes on different ranks; `src` is pending in a way that is not one value.
 
     Communication: none; nothing is run.
 
@@ -143,19 +151,22 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         ours, theirs = getattr(src, name), getattr(dst, name)
         if ours != theirs:
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}; {remedy}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and "
+                f"{theirs}; {remedy}"
             )
     here, there = distinct_mesh_names(src.mesh, dst.mesh)
     if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are on different kinds of devices; redistribute to a mesh "
-            "of the same kind, and move the parts themselves with x.to_local().to(device)"
+            f"cannot redistribute {src} from {here} to {there}: they are on different kinds of "
+            "devices; redistribute to a mesh of the same kind, and move the parts themselves with "
+            "x.to_local().to(device)"
         )
     if _root(src.mesh) is _root(dst.mesh) and set(src.mesh.ranks.flat) != set(dst.mesh.ranks.flat):
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are parts of one mesh, and the same words mean another mesh on "
-            "ranks in other parts; move between layouts on one mesh, make a mesh that is the same on all ranks with "
-            "DeviceMesh(device_type, ranks, axis_names=names of its own), or give every part a copy with "
+            f"cannot redistribute {src} from {here} to {there}: they are parts of one mesh, and "
+            "the same words mean another mesh on ranks in other parts; move between layouts on one "
+            "mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, ranks, "
+            "axis_names=names of its own), or give every part a copy with "
             "distribute_tensor(x.full_tensor(), mesh, placements)"
         )
 
@@ -167,7 +178,7 @@ def _root(mesh: AbstractMesh) -> AbstractMesh:
     return mesh
 
 
-# -- boxes by rank -----------------------------------------------------------------------------------------------------
+# -- boxes by rank ---------------------------------------------------------------------------------
 
 
 def _boxes_on(layout: Layout, ranks: Sequence[int]) -> list[Box]:
@@ -201,7 +212,7 @@ def _nodes(src: Layout, ranks: Sequence[int], topology: Topology) -> list[int]:
     return [known.get(rank, -1 if topology.crossing else 0) for rank in ranks]
 
 
-# -- pending values ----------------------------------------------------------------------------------------------------
+# -- pending values --------------------------------------------------------------------------------
 
 
 class _Candidate(NamedTuple):
@@ -248,7 +259,9 @@ def _candidate(reduce: Plan, target: Layout, ranks: Sequence[int]) -> _Candidate
 
 
 def _without_pending(layout: Layout, axes: Sequence[str]) -> list[Layout]:
-    """Return layouts with nothing pending: all pending axes replicated, or `axes` cutting one of the dims further."""
+    """Return layouts with nothing pending: all pending axes replicated, or `axes` cutting one of
+    the dims further.
+    """
     replicated = with_pending(layout, dict.fromkeys(layout.pending))
     extra = tuple(Cut((a,)) for a in axes if layout.mesh.size(a) > 1)
     found = [replicated]

@@ -9,7 +9,7 @@ from itertools import takewhile
 from ...layout.layout import Layout
 from ...layout.spec import Cut, P
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 def without_trivial_axes(layout: Layout) -> Layout:
@@ -34,7 +34,9 @@ def with_pending(layout: Layout, changes: Mapping[str, str | None]) -> Layout:
 
 
 def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layout:
-    """Return the layout with dims cut further, as the goal does, as long as the next cut of a dim is by allowed axes."""
+    """Return the layout with dims cut further, as the goal does, as long as the next cut of a dim
+    is by allowed axes.
+    """
     if not allowed:
         return layout
     cuts = list(layout.spec.cuts)
@@ -56,14 +58,18 @@ def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]], pending: Mapping[s
 
 
 def sliced_towards(layout: Layout, target: Layout) -> Layout:
-    """Return the layout with replicated axes split where the target splits them and a local slice does it."""
+    """Return the layout with replicated axes split where the target splits them and a local slice
+    does it.
+    """
     return append_axes(layout, target, layout.replicated_axes)
 
 
 def split_further(
     layout: Layout, axes: Collection[str], avoid: Collection[int] = ()
 ) -> Layout | None:
-    """Return the layout with one dim (none of `avoid`) cut by these axes as well, into equal parts; None if no dim divides."""
+    """Return the layout with one dim (none of `avoid`) cut by these axes as well, into equal parts;
+    None if no dim divides.
+    """
     for dim, size in enumerate(layout.shape):
         cuts = (*layout.spec.cuts[dim], *[Cut((a,)) for a in axes])
         if dim not in avoid and size and _divides(layout, cuts, size):
@@ -76,7 +82,9 @@ def split_further(
 
 
 def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, str]) -> Layout:
-    """Return the layout with every dim cut only up to the first of these axes, pending as given on axes that split nothing."""
+    """Return the layout with every dim cut only up to the first of these axes, pending as given on
+    axes that split nothing.
+    """
     cuts = [
         list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim))
         for dim in layout.spec.cuts
@@ -85,10 +93,11 @@ def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, st
 
 
 def before_padding(cur: Layout, goal: Layout) -> Layout:
-    """Return the layout from which a pad leads to the goal: the goal with the axes that become pending split or replicated.
+    """Return the layout from which a pad leads to the goal: the goal with the axes that become
+    pending split or replicated.
 
-    Such an axis stays split (innermost) if it is split now and padding the shard with the neutral element is all that is needed;
-    otherwise it is replicated.
+    Such an axis stays split (innermost) if it is split now and padding the shard with the neutral
+    element is all that is needed; otherwise it is replicated.
     """
     cuts = [list(dim) for dim in goal.spec.cuts]
     for axis, kind in goal.spec.unreduced:
@@ -100,11 +109,12 @@ def before_padding(cur: Layout, goal: Layout) -> Layout:
     return cur.temporary(P.of_cuts(cuts, cur.pending))
 
 
-# -- what leads from one to the next -----------------------------------------------------------------------------------
+# -- what leads from one to the next ---------------------------------------------------------------
 
 
 def moving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:
-    """Return the axes along which a rank may have to receive: those that split a dim now, beyond the cuts that both have in common.
+    """Return the axes along which a rank may have to receive: those that split a dim now, beyond
+    the cuts that both have in common.
 
     Along every other axis a rank finds all that it needs at its own coordinate.
     """
@@ -118,7 +128,9 @@ def moving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:
 
 
 def is_gather(cur: Layout, target: Layout) -> bool:
-    """Return whether every rank ends with all that its group holds, in equal parts: an all_gather."""
+    """Return whether every rank ends with all that its group holds, in equal parts: an
+    all_gather.
+    """
     for have, want, size in zip(cur.spec.cuts, target.spec.cuts, cur.shape, strict=True):
         if have != want and (have[: len(want)] != want or not _divides(cur, have, size)):
             return False
@@ -134,7 +146,9 @@ def is_scatter(cur: Layout, target: Layout) -> bool:
 
 
 def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
-    """Return whether both cut the tensor by the same grid of equal boxes, and `axes` hold each box once before and after."""
+    """Return whether both cut the tensor by the same grid of equal boxes, and `axes` hold each box
+    once before and after.
+    """
     if not all(axis in target.dim_of for axis in axes):
         return False
     for have, want, length in zip(cur.spec.cuts, target.spec.cuts, cur.shape, strict=True):

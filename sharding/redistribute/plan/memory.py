@@ -19,8 +19,8 @@ from .traffic import bytes_received, bytes_sent, sampled, sampled_boxes
 def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
     """Return the most bytes that a rank holds during each step.
 
-    That is its part of the source, which the caller keeps, the input and the result of the step, and buffers. For contiguous parts;
-    of the rank with the largest boxes.
+    That is its part of the source, which the caller keeps, the input and the result of the step,
+    and buffers. For contiguous parts; of the rank with the largest boxes.
     """
     source = part_bytes(src)
     held, between, sliced = [], 0, False
@@ -48,7 +48,9 @@ def peak_bytes(steps: Sequence[Step], src: Layout) -> int:
 
 
 def buffer_bytes(step: Step) -> int:
-    """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and result."""
+    """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and
+    result.
+    """
     if step.op == "all_gather":
         if step.transport is not None:
             return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(
@@ -72,7 +74,9 @@ def part_bytes(layout: Layout) -> int:
 
 
 def _all_to_all_buffers(step: Step) -> int:
-    """Return the bytes that a rank sends and receives in one round, counted in elements of whole boxes."""
+    """Return the bytes that a rank sends and receives in one round, counted in elements of whole
+    boxes.
+    """
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "hierarchical_all_to_all_v":
         common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
@@ -105,7 +109,8 @@ def _largest_piece(box: Box, rounds: int) -> int:
 def is_contiguous_gather(parts: Layout, whole: Layout) -> bool:
     """Return whether the parts of the group, concatenated, are the whole in memory.
 
-    They are if it is cut along the outermost dim that is longer than one, by axes in the order of the group.
+    They are if it is cut along the outermost dim that is longer than one, by axes in the order of
+    the group.
     """
     cut = [
         dim

@@ -1,6 +1,7 @@
 """How many bytes a step moves between nodes.
 
-On a mesh of more than `EXACT_RANKS` ranks only a few nodes are counted: the first, the middle and the last.
+On a mesh of more than `EXACT_RANKS` ranks only a few nodes are counted: the first, the middle and
+the last.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from .routes import (
 )
 from .steps import RING_OPS, Step
 
-EXACT_RANKS = 64  # up to this size of the mesh, steps are measured on every rank and node; above it, on a sample
+# up to this size of the mesh, steps are measured on every rank and node; above it, on a sample
+EXACT_RANKS = 64
 
 
 def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
-    """Return the network bytes of the busiest rank (sent or received, for rings per rail) and the bytes received by the busiest node."""
+    """Return the network bytes of the busiest rank (sent or received, for rings per rail) and the
+    bytes received by the busiest node.
+    """
     count = _ring if step.op in RING_OPS else _uniform if step.topology is None else _transfers
     if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
         count = _hierarchical
@@ -50,7 +54,9 @@ def counted_nodes(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinat
 
 
 def _ring(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Count for a ring: the node receives each element that it lacks once, over the rails of the group's ranks in the node."""
+    """Count for a ring: the node receives each element that it lacks once, over the rails of the
+    group's ranks in the node.
+    """
     groups: dict[Coordinate, int] = {}
     for rank in ranks:
         first = _first_member(step, rank)
@@ -95,7 +101,9 @@ def _hierarchical(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -
 
 
 def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Count the elements of each box, for each group with ranks in the node; on a large mesh for one group, multiplied by their number."""
+    """Count the elements of each box, for each group with ranks in the node; on a large mesh for
+    one group, multiplied by their number.
+    """
     nodes, mine = topology.node_ids(step.src.mesh), set(ranks)
     firsts = list(dict.fromkeys(_first_member(step, rank) for rank in ranks))
     counted = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]

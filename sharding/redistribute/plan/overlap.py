@@ -1,4 +1,6 @@
-"""Which ranks hold a part of a given box: found by arithmetic, in time proportional to the number of such ranks."""
+"""Which ranks hold a part of a given box: found by arithmetic, in time proportional to the number
+of such ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _DimPart = tuple[
 def ranks_overlapping(
     layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]
 ) -> list[tuple[Coordinate, Box]]:
-    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout` overlaps `box`.
+    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout`
+    overlaps `box`.
 
     Returns:
-        (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are listed one by one.
+        (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are
+        listed one by one.
     """
     mesh = layout.mesh
     free = [mesh.axis_index(a) for a in axes if a not in layout.dim_of]
@@ -74,7 +78,9 @@ def _dim_parts(
 def _cut_parts(
     cut: Cut, interval: tuple[int, int], wanted: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the cut's axes."""
+    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the
+    cut's axes.
+    """
     (start, stop), (low, high) = interval, wanted
     low, high = max(low, start), min(high, stop)
     if low >= high:

@@ -1,7 +1,8 @@
 """`plan`: the cheapest of the candidates that fits into the memory allowed.
 
-`tests/sharding/redistribute/plan/test_optimal.py` searches all sequences of steps on small meshes. Plans that reduce nothing cost
-as little as the cheapest sequence. Plans of reductions cost at most 1.5 times as much on one node and twice as much over nodes.
+`tests/sharding/redistribute/plan/test_optimal.py` searches all sequences of steps on small meshes.
+Plans that reduce nothing cost as little as the cheapest sequence. Plans of reductions cost at most
+1.5 times as much on one node and twice as much over nodes.
 """
 
 from __future__ import annotations
@@ -45,16 +46,19 @@ def plan(
         src: the layout before.
         dst: the layout after: same mesh, global shape and dtype.
         topology: links and nodes to plan for; by default those of the mesh.
-        max_bytes: the most bytes that a rank may hold at one time: its part before, its part after and buffers. Collectives are run
-            as all_to_all_v in rounds until they fit.
-        accumulate_dtype: torch.float32 to add up 16-bit floats in fp32. They are reduced by all_to_all_reduce then, in which they are
-            sent in 16 bits; a ring adds up in the dtype that is sent, and rounds at every rank.
-        transport: "int8" or "fp8" to quantize the data sent, see `kernels.quantize`; reductions become all_to_all_reduce.
+        max_bytes: the most bytes that a rank may hold at one time: its part before, its part after
+            and buffers. Collectives are run as all_to_all_v in rounds until they fit.
+        accumulate_dtype: torch.float32 to add up 16-bit floats in fp32. They are reduced by
+            all_to_all_reduce then, in which they are sent in 16 bits; a ring adds up in the dtype
+            that is sent, and rounds at every rank.
+        transport: "int8" or "fp8" to quantize the data sent, see `kernels.quantize`; reductions
+            become all_to_all_reduce.
 
     Raises:
-        ValueError: the layouts have different meshes, shapes or dtypes; no plan fits into `max_bytes` (the message
-            gives the smallest peak); an unknown `accumulate_dtype` or `transport`; a transport for anything but 16-
-            and 32-bit floats, or for pending values that are combined other than by adding.
+        ValueError: the layouts have different meshes, shapes or dtypes; no plan fits into
+            `max_bytes` (the message gives the smallest peak); an unknown `accumulate_dtype` or
+            `transport`; a transport for anything but 16- and 32-bit floats, or for pending values
+            that are combined other than by adding.
 
     Communication: none; nothing is run.
 
@@ -85,23 +89,26 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         if ours != theirs:
             ours, theirs = distinct_mesh_names(ours, theirs) if name == "mesh" else (ours, theirs)
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and "
+                f"{theirs}"
             )
     separate = [
         axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH
     ]
     if separate:
         raise ValueError(
-            f"cannot redistribute {src}: on axis {separate[0]!r} every rank holds the gradient of its own part of a pending tensor, "
-            "and these cannot be combined into one value; read them one by one with x.to_local()"
+            f"cannot redistribute {src}: on axis {separate[0]!r} every rank holds the gradient of "
+            "its own part of a pending tensor, and these cannot be combined into one value; read "
+            "them one by one with x.to_local()"
         )
 
 
 def _cheapest(found: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
-    """Return the cheapest sequence; on one node, the cheapest with fewer launches unless it costs much more.
+    """Return the cheapest sequence; on one node, the cheapest with fewer launches unless it costs
+    much more.
 
-    Estimates include no cost of a launch beyond its latency (above all, waiting for the slowest rank), so a further launch must
-    save many bytes.
+    Estimates include no cost of a launch beyond its latency (above all, waiting for the slowest
+    rank), so a further launch must save many bytes.
     """
     if len(found) == 1:
         return found[0]
@@ -139,14 +146,17 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
     return price
 
 
-# -- dtypes on the way -------------------------------------------------------------------------------------------------
+# -- dtypes on the way -----------------------------------------------------------------------------
 
 
 def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
-    """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up in fp32."""
+    """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up
+    in fp32.
+    """
     if dtype is not torch.float32:
         raise ValueError(
-            f"accumulate_dtype must be torch.float32 or None, got {dtype}: only 16-bit floats are accumulated in another dtype"
+            f"accumulate_dtype must be torch.float32 or None, got {dtype}: only 16-bit floats are "
+            "accumulated in another dtype"
         )
     if not steps or not (steps[0].src.dtype.is_floating_point and steps[0].src.dtype.itemsize == 2):
         return steps
@@ -172,8 +182,8 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
         )
     if src.dtype not in QUANTIZED:
         raise ValueError(
-            f"cannot redistribute {src} with transport={transport!r}: only 16- and 32-bit floats can be quantized; leave transport out, "
-            "or cast first"
+            f"cannot redistribute {src} with transport={transport!r}: only 16- and 32-bit floats "
+            "can be quantized; leave transport out, or cast first"
         )
     reduced = {kind for axis, kind in src.spec.unreduced if dst.pending.get(axis) != kind} - {
         "sum",
@@ -181,20 +191,23 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
     }
     if reduced:
         raise ValueError(
-            f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantized values can be added up, but not combined "
-            f"by {sorted(reduced)[0]}; reduce first without transport"
+            f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantized "
+            f"values can be added up, but not combined by {sorted(reduced)[0]}; reduce first "
+            "without transport"
         )
 
 
 def _quantized(steps: Steps, transport: str) -> Steps:
-    """Return the steps with quantized transfers. A ring would quantize again at every rank, a hierarchical step twice."""
+    """Return the steps with quantized transfers. A ring would quantize again at every rank, a
+    hierarchical step twice.
+    """
     return tuple(
         s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
         for s in steps
     )
 
 
-# -- symmetric memory --------------------------------------------------------------------------------------------------
+# -- symmetric memory ------------------------------------------------------------------------------
 
 
 def _symmetric_if_faster(step: Step, topology: Topology) -> Step:
@@ -222,7 +235,7 @@ def _can_be_symmetric(step: Step, topology: Topology) -> bool:
     return step.src.dtype in COMPUTED if step.reduced_axes else step.src.dtype.itemsize <= 8
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 _IN_ROUNDS = {
     "all_gather": "all_to_all_v",
@@ -232,10 +245,13 @@ _IN_ROUNDS = {
 
 
 def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
-    """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit) as that takes."""
+    """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit)
+    as that takes.
+    """
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
         raise TypeError(
-            f"max_bytes must be a number of bytes, such as 2**30, or None for no limit, got {max_bytes!r}"
+            "max_bytes must be a number of bytes, such as 2**30, or None for no limit, got "
+            f"{max_bytes!r}"
         )
     options = [*found, *[as_all_to_all(steps) for steps in found]]
     fitting = [
@@ -247,14 +263,17 @@ def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -
         ]
         least = min(peak_bytes(steps, src) for steps in most_rounds)
         raise ValueError(
-            f"cannot redistribute {src} to {dst.spec} with max_bytes={max_bytes:,}: a rank holds at least {least:,} bytes at one time "
-            f"(its part before, its part after and the smallest buffers); pass max_bytes={least} or more"
+            f"cannot redistribute {src} to {dst.spec} with max_bytes={max_bytes:,}: a rank holds "
+            f"at least {least:,} bytes at one time (its part before, its part after and the "
+            f"smallest buffers); pass max_bytes={least} or more"
         )
     return fitting
 
 
 def as_all_to_all(steps: Steps) -> Steps:
-    """Return the steps with collectives that need large buffers replaced by an all_to_all, which can be run in rounds."""
+    """Return the steps with collectives that need large buffers replaced by an all_to_all, which
+    can be run in rounds.
+    """
     return tuple(replace(step, op=_IN_ROUNDS.get(step.op, step.op)) for step in steps)
 
 
@@ -272,7 +291,9 @@ def _with_rounds(steps: Steps, src: Layout, max_bytes: int) -> Steps | None:
 
 
 def _max_rounds(step: Step) -> int:
-    """Return the number of rounds beyond which buffers get no smaller: one element of every box's longest dim at a time."""
+    """Return the number of rounds beyond which buffers get no smaller: one element of every box's
+    longest dim at a time.
+    """
     if step.op in ("all_to_all_v", "hierarchical_all_to_all_v", "all_to_all_reduce"):
         return max(1, *step.src.shape, 1)
     return 1

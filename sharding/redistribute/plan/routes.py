@@ -46,9 +46,12 @@ class Transfer(NamedTuple):
 
 
 def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
-    """Return the boxes that the rank at `coordinate` sends and receives, for each collective of the step (hierarchical: two)."""
+    """Return the boxes that the rank at `coordinate` sends and receives, for each collective of the
+    step (hierarchical: two).
+    """
     if step.topology is None:
-        # The group holds every part once (every contribution, for a reduction), so all boxes that overlap are exchanged.
+        # The group holds every part once (every contribution, for a reduction), so all boxes that
+        # overlap are exchanged.
         sends = ranks_overlapping(step.dst, step.src.box_at(coordinate), coordinate, step.axes)
         recvs = ranks_overlapping(step.src, step.dst.box_at(coordinate), coordinate, step.axes)
         return (
@@ -75,7 +78,9 @@ def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
 
 
 def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
-    """Return the coordinates of the ranks that differ from one only along these axes, in mesh order."""
+    """Return the coordinates of the ranks that differ from one only along these axes, in mesh
+    order.
+    """
     mesh = layout.mesh
     spans = [
         range(n) if a in axes else (k,)
@@ -101,12 +106,14 @@ def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -
 
 
 def contributions(step: Step) -> int:
-    """Return how many values are received for each element: one for each coordinate on the axes that are reduced."""
+    """Return how many values are received for each element: one for each coordinate on the axes
+    that are reduced.
+    """
     reduced = step.reduced_axes if step.op == "all_to_all_reduce" else ()
     return step.src.mesh.size(reduced) if reduced else 1
 
 
-# -- direct ------------------------------------------------------------------------------------------------------------
+# -- direct ----------------------------------------------------------------------------------------
 
 
 @cached_on_mesh(attrgetter("src.mesh"), 64)
@@ -126,7 +133,8 @@ def group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]
 def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> list[Transfer]:
     """Return transfers in which each rank receives the elements that it lacks, each once.
 
-    The sender is a holder in the receiver's own node if there is one, and among those the least loaded so far.
+    The sender is a holder in the receiver's own node if there is one, and among those the least
+    loaded so far.
 
     Args:
         have: the box of each rank before; two are equal or disjoint.
@@ -155,13 +163,14 @@ def _distance(
     return lambda owner: (nodes[owner] != nodes[rank], load[owner], (owner - rank) % n)
 
 
-# -- hierarchical ------------------------------------------------------------------------------------------------------
+# -- hierarchical ----------------------------------------------------------------------------------
 
 
 def is_node_replicated(step: Step) -> bool:
     """Return whether in every node the ranks of a group are replicas that want the same box.
 
-    Then each of them receives one piece of every box from other nodes, and routes follow by arithmetic, on any mesh.
+    Then each of them receives one piece of every box from other nodes, and routes follow by
+    arithmetic, on any mesh.
     """
     if step.topology is None:
         return False
@@ -187,7 +196,9 @@ def _outer(step: Step) -> tuple[str, ...]:
 
 
 def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
-    """Return the routes between nodes (this rank's piece of every box, from and to its counterparts there) and inside the node."""
+    """Return the routes between nodes (this rank's piece of every box, from and to its counterparts
+    there) and inside the node.
+    """
     peers = members_along(step.src, _inner(step), me)
     mine = peers.index(me)
     recvs = [
@@ -226,10 +237,12 @@ def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:
 def hierarchical(
     have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Return transfers between nodes, in which each node receives each element that it lacks once, and inside the nodes.
+    """Return transfers between nodes, in which each node receives each element that it lacks once,
+    and inside the nodes.
 
-    The tensor is cut into cells by the borders of all boxes, so that each rank holds or wants a cell entirely or not at
-    all. A cell that enters a node is divided among the ranks that want it, and each sends its piece on to the others.
+    The tensor is cut into cells by the borders of all boxes, so that each rank holds or wants a
+    cell entirely or not at all. A cell that enters a node is divided among the ranks that want it,
+    and each sends its piece on to the others.
 
     The arguments are those of `direct`.
     """
@@ -278,7 +291,9 @@ def _borders(have: Sequence[Box], want: Sequence[Box]) -> list[list[int]]:
 
 
 def _cells(have: Sequence[Box], want: Sequence[Box]) -> Iterator[tuple[Box, set[int], list[int]]]:
-    """Yield the cells that some rank lacks, with the ranks that hold them and those that want them."""
+    """Yield the cells that some rank lacks, with the ranks that hold them and those that
+    want them.
+    """
     grid = [list(pairwise(borders)) for borders in _borders(have, want)]
     holding = [_ranks_over(have, dim, parts) for dim, parts in enumerate(grid)]
     wanting = [_ranks_over(want, dim, parts) for dim, parts in enumerate(grid)]

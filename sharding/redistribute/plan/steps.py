@@ -24,20 +24,24 @@ class Step:
         op: the operation:
             "slice", "pad", "scale": local, no communication;
             "all_gather", "reduce_scatter", "all_reduce": the collective of that name;
-            "all_to_all_v": an all_to_all with uneven splits; every rank receives each element that it lacks once;
-            "permute": an all_to_all_v in which every rank sends to one rank and receives from one rank;
-            "hierarchical_all_to_all_v": an all_to_all_v between nodes, in which each node receives each element that it lacks
-                once, followed by one inside each node that distributes them;
-            "all_to_all_reduce": an all_to_all_v in which every rank receives all contributions to its elements and combines
-                them, 16-bit floats in fp32.
+            "all_to_all_v": an all_to_all with uneven splits; every rank receives each element that
+            it lacks once; "permute": an all_to_all_v in which every rank sends to one rank and
+            receives from one rank; "hierarchical_all_to_all_v": an all_to_all_v between nodes, in
+                which each node receives each element that it lacks once, followed by one inside
+                each node that distributes them;
+            "all_to_all_reduce": an all_to_all_v in which every rank receives all contributions to
+                its elements and combines them, 16-bit floats in fp32.
         axes: the mesh axes that the group spans; `()` for a local operation.
         src: the layout before.
         dst: the layout after.
-        kind: how values are combined, for reductions; whose neutral element is filled in, for "pad".
+        kind: how values are combined, for reductions; whose neutral element is filled in, for
+            "pad".
         rounds: into how many calls the boxes are cut, to make the buffers that much smaller.
         topology: which ranks share a node, where the choice of the sender depends on it.
-        symmetric: the cost of the step through symmetric memory, if it is run that way; None: by the backend.
-        transport: the 8-bit format in which values are sent, "int8" or "fp8"; None for their own dtype.
+        symmetric: the cost of the step through symmetric memory, if it is run that way; None: by
+            the backend.
+        transport: the 8-bit format in which values are sent, "int8" or "fp8"; None for their own
+            dtype.
     """
 
     op: str
@@ -57,7 +61,9 @@ class Step:
 
     @property
     def variant(self) -> str:
-        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op in texts."""
+        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op
+        in texts.
+        """
         return (
             f" as {self.transport}"
             if self.transport
@@ -93,7 +99,8 @@ class Step:
     def wire_bytes(self, elements: Any) -> Any:
         """Return the bytes that a number of elements (or an array of numbers) takes in a message.
 
-        Quantized elements are counted in as few blocks as possible. Each box starts a new block, so many small boxes take more.
+        Quantized elements are counted in as few blocks as possible. Each box starts a new block, so
+        many small boxes take more.
         """
         if self.transport is None:
             return elements * self.src.dtype.itemsize

@@ -1,8 +1,9 @@
 """How many bytes a step moves, per rank and per node.
 
-Collectives over a whole group are counted as rings, as NCCL and gloo run them: of n ranks each receives and sends
-(n-1)/n of the result of an all_gather or of the input of a reduce_scatter, and twice that in an all_reduce; what a node
-lacks enters it once. An all_to_all_v is counted box by box.
+Collectives over a whole group are counted as rings, as NCCL and gloo run them: of n ranks each
+receives and sends (n-1)/n of the result of an all_gather or of the input of a reduce_scatter, and
+twice that in an all_reduce; what a node lacks enters it once. An all_to_all_v is counted box by
+box.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Traffic:
     Attributes:
         received: received by the busiest rank from others.
         sent: sent by the busiest rank to others.
-        network: received from or sent to other nodes by the busiest rank, whichever is more; for rings, per rail.
+        network: received from or sent to other nodes by the busiest rank, whichever is more; for
+            rings, per rail.
         into_node: received by the busiest node from others.
     """
 
@@ -89,11 +91,13 @@ def _ring(step: Step, before: Any, after: Any) -> Any:
     return (n - 1) * step.wire_bytes(before if step.op == "all_gather" else after)
 
 
-# -- the busiest rank --------------------------------------------------------------------------------------------------
+# -- the busiest rank ------------------------------------------------------------------------------
 
 
 def traffic(step: Step, topology: Topology) -> Traffic:
-    """Return the traffic of the step, for the busiest rank and node (of a sample, on a mesh of more than `EXACT_RANKS` ranks)."""
+    """Return the traffic of the step, for the busiest rank and node (of a sample, on a mesh of more
+    than `EXACT_RANKS` ranks).
+    """
     if step.is_local:
         return Traffic(0, 0, 0, 0)
     mesh = step.src.mesh
@@ -113,8 +117,8 @@ def traffic(step: Step, topology: Topology) -> Traffic:
 
 
 def _is_counted(step: Step, coordinate: Coordinate) -> bool:
-    """Return whether a rank's sends are counted: where routes are searched rank by rank on a large mesh, only those of the first
-    and the last group are."""
+    """Return whether a rank's sends are counted: where routes are searched rank by rank on a large
+    mesh, only those of the first and the last group are."""
     mesh = step.src.mesh
     if step.topology is None or mesh.size() <= EXACT_RANKS:
         return True
@@ -127,7 +131,9 @@ def _is_counted(step: Step, coordinate: Coordinate) -> bool:
 
 
 def most_received(steps: Sequence[Step]) -> int:
-    """Return the bytes received over all steps by the rank that receives most; exact on any mesh."""
+    """Return the bytes received over all steps by the rank that receives most; exact on any
+    mesh.
+    """
     total = np.zeros((), dtype=np.int64)
     for step in steps:
         total = total + _received_everywhere(step)
@@ -146,7 +152,9 @@ def _received_everywhere(step: Step) -> np.ndarray:
 
 @cached_on_mesh(lambda mesh: mesh, 1)
 def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
-    """Return all ranks of a small mesh; of a large one the corners, the middle and some ranks between, always the same."""
+    """Return all ranks of a small mesh; of a large one the corners, the middle and some ranks
+    between, always the same.
+    """
     if mesh.size() <= EXACT_RANKS:
         return tuple(product(*map(range, mesh.shape)))
     marks = [sorted({0, n - 1, n // 2, n // 3}) for n in mesh.shape]

@@ -1,4 +1,5 @@
-"""Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts of the results.
+"""Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts
+of the results.
 
 loss     replicated on n ranks: each starts from 1/n, which sums to 1        pending: each starts from 1
 """
@@ -30,7 +31,9 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """Run `x.backward(...)` or `torch.autograd.backward` on the local graph; sharded and plain tensors may be mixed."""
+    """Run `x.backward(...)` or `torch.autograd.backward` on the local graph; sharded and plain
+    tensors may be mixed.
+    """
     tensors = [summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
@@ -45,7 +48,9 @@ def backward(
 
 
 def summable(y: Any) -> Any:
-    """Reduce axes that are pending with kinds other than sum: only for sums is the gradient of a contribution that of the result."""
+    """Reduce axes that are pending with kinds other than sum: only for sums is the gradient of a
+    contribution that of the result.
+    """
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
     return y.redistribute(
@@ -60,7 +65,8 @@ def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
 def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
     """Return this rank's part of the gradient that backward starts from.
 
-    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 if the scalar itself is pending.
+    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 if the scalar itself
+    is pending.
 
     Raises:
         RuntimeError: no gradient given for a tensor that is not a real scalar.
@@ -74,11 +80,13 @@ def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
         )
     if x.numel() != 1:
         raise RuntimeError(
-            f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, or reduce it first"
+            f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, "
+            "or reduce it first"
         )
     if not layout.dtype.is_floating_point:
         raise RuntimeError(
-            f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient="
+            f"backward() without a gradient needs a real scalar, and this is {layout}; pass "
+            "gradient="
         )
     copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
     return note_origin(
@@ -173,7 +181,9 @@ def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[An
 
 
 def _in_graph(x: Tensor, found: Tensor | None) -> Tensor | None:
-    """Connect the gradient of an empty part to the graph, as on other ranks; some operators of torch compute it without a graph."""
+    """Connect the gradient of an empty part to the graph, as on other ranks; some operators of
+    torch compute it without a graph.
+    """
     if found is None or found.requires_grad or found.numel() or not isinstance(x, ShardedTensor):
         return found
     return found + x._local

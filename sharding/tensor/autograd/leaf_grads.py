@@ -1,14 +1,16 @@
 """Gradients of leaf `ShardedTensor`s: `.grad`, hooks, and the reduction at the end of backward.
 
-Autograd accumulates the gradient of a leaf in the layout dual to the leaf's own: where the leaf is replicated, what each
-rank accumulates is its own share, and the sum over ranks is pending. When backward ends, all new gradients are
-reduced, once, in buckets of equal axes and dtype, and added to `.grad` in the leaf's own layout:
+Autograd accumulates the gradient of a leaf in the layout dual to the leaf's own: where the leaf is
+replicated, what each rank accumulates is its own share, and the sum over ranks is pending. When
+backward ends, all new gradients are reduced, once, in buckets of equal axes and dtype, and added to
+`.grad` in the leaf's own layout:
 
     rank 0   local.grad = [a]  \\                         .grad = [a + b]
                                 > one all_reduce per bucket
     rank 1   local.grad = [b]  /                          .grad = [a + b]
 
-Inside `accumulate_grads()` the reduction waits for the end of the block, over however many backward passes.
+Inside `accumulate_grads()` the reduction waits for the end of the block, over however many backward
+passes.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ class _GradReducer:
     """The leaves of one rank whose gradients are still to be reduced.
 
     Attributes:
-        waiting: leaf number -> leaf; leaves are numbered in the order of creation, which is the same on every rank.
+        waiting: leaf number -> leaf; leaves are numbered in the order of creation, which is the
+            same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
-        before: pairs of callbacks for gradients that are not in leaves: reduce them, before those of leaves, or drop them.
+        before: pairs of callbacks for gradients that are not in leaves: reduce them, before those
+            of leaves, or drop them.
         flushing: callbacks for the end of backward, before everything else.
-        started: for each reduction in flight, the leaves, the function that waits for the sums, and their lineage.
+        started: for each reduction in flight, the leaves, the function that waits for the sums, and
+            their lineage.
         task: the backward pass that will call `flush` at its end.
         made: number of leaves so far.
     """
@@ -102,7 +107,9 @@ class _GradReducer:
             wait()
 
     def give_up(self) -> None:
-        """Drop gradients that are not in leaves after an exception in `accumulate_grads()`, so that later ones do not include them."""
+        """Drop gradients that are not in leaves after an exception in `accumulate_grads()`, so that
+        later ones do not include them.
+        """
         before, self.before = self.before, []
         for _, drop in before:
             drop()
@@ -117,11 +124,13 @@ def _reducer(world: World) -> _GradReducer:
 
 @contextmanager
 def accumulate_grads() -> Iterator[None]:
-    """Keep gradients pending over several backward passes; they are reduced once, at the end of the block.
+    """Keep gradients pending over several backward passes; they are reduced once, at the end of the
+    block.
 
     Until then `.grad` reads as a tensor with the sum still pending.
 
-    Communication: none for gradients of leaves inside the block; at its end, one reduction per bucket.
+    Communication: none for gradients of leaves inside the block; at its end, one reduction per
+    bucket.
 
     Example:
         >>> with sm.accumulate_grads():
@@ -147,19 +156,25 @@ def is_accumulating(world: World) -> bool:
 
 
 def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
-    """Register a callback for the end of `accumulate_grads()`, before leaves are reduced; an exception calls `give_up` instead."""
+    """Register a callback for the end of `accumulate_grads()`, before leaves are reduced; an
+    exception calls `give_up` instead.
+    """
     _reducer(world).before.append((call, give_up))
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
-    """Register a callback for the end of the running backward, where reductions can still be launched by `start`."""
+    """Register a callback for the end of the running backward, where reductions can still be
+    launched by `start`.
+    """
     reducer = _reducer(world)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:
-    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the leaf's."""
+    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the
+    leaf's.
+    """
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
@@ -169,7 +184,8 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
 def start(
     leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag, *, donate: bool = False
 ) -> None:
-    """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are in `.grad` when it ends.
+    """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are
+    in `.grad` when it ends.
 
     Args:
         leaves, grads: the same on all ranks, in the same order.
@@ -188,7 +204,8 @@ def start(
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator.
+    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its
+    gradient accumulator.
 
     Hooks of the leaf get its gradient from autograd, before it is reduced.
     """
@@ -204,7 +221,7 @@ def drop_started(world: World) -> None:
     _reducer(world).drop_started()
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves ----------------------------------------------------------------------------------------
 
 
 def register_leaf(leaf: ShardedTensor) -> None:
@@ -215,7 +232,9 @@ def register_leaf(leaf: ShardedTensor) -> None:
 
 
 def _needs_no_reduction(leaf: ShardedTensor) -> bool:
-    """Return True if autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
+    """Return True if autograd itself accumulates the gradient in the leaf's own layout: no rank
+    holds a copy of its part.
+    """
     return _without_copies(leaf) and leaf.mesh.coordinate is not None
 
 
@@ -337,7 +356,9 @@ def _start_bucket(
 
 
 def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """Return the origin of a leaf's gradient if that is reduced already, else the gradient; all are summed in one bucket."""
+    """Return the origin of a leaf's gradient if that is reduced already, else the gradient; all are
+    summed in one bucket.
+    """
     origin = origin_of(grad, layout.dual)
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
 
@@ -390,11 +411,13 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
         kept._lineage = mixed(lineage, [leaf, *before])
 
 
-# -- `.grad` -----------------------------------------------------------------------------------------------------------
+# -- `.grad` ---------------------------------------------------------------------------------------
 
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No communication."""
+    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No
+    communication.
+    """
     done, fresh = x._reduced_grad, x._local.grad
     if fresh is None:
         return done
@@ -409,7 +432,9 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
 
 
 def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates anew."""
+    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
+    anew.
+    """
     made = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
     return made
 
@@ -420,7 +445,8 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
         first_leaf.begin()
     if value is not None and not isinstance(value, ShardedTensor):
         raise TypeError(
-            "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with distribute_tensor"
+            "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with "
+            "distribute_tensor"
         )
     if value is not None and value.shape != x.shape:
         raise ValueError(
@@ -429,7 +455,8 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     if value is not None and value.mesh != x.mesh:
         there, here = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
-            f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the tensor's mesh"
+            f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the "
+            "tensor's mesh"
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
     whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)
@@ -439,11 +466,13 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     x._accumulated_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
-    """Call `hook` with the gradient when it is computed; the hook gets it in the layout dual to this tensor's."""
+    """Call `hook` with the gradient when it is computed; the hook gets it in the layout dual to
+    this tensor's.
+    """
     dual = x._layout.dual
 
     def on_local(local: Tensor) -> Tensor | None:

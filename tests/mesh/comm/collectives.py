@@ -29,7 +29,9 @@ DTYPES = [
 
 
 def rank_values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return small numbers that differ between ranks, and whose sums and products over five ranks are exact."""
+    """Return small numbers that differ between ranks, and whose sums and products over five ranks
+    are exact.
+    """
     numel = torch.Size(shape).numel()
     values = (torch.arange(numel) * 7 + rank * 3) % 3
     if dtype.is_complex:

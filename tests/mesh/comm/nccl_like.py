@@ -1,5 +1,7 @@
-"""A process group that behaves like NCCL's, on the CPU: collectives return at once and complete later, and a timed wait that expires
-aborts the communicator. `tests/mesh/simulated/nccl_world.py` has worlds of shardmesh that behave so, with data."""
+"""A process group that behaves like NCCL's, on the CPU: collectives return at once and complete
+later, and a timed wait that expires aborts the communicator. `tests/mesh/simulated/nccl_world.py`
+has worlds of shardmesh that behave so, with data.
+"""
 
 from __future__ import annotations
 

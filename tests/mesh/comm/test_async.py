@@ -1,4 +1,6 @@
-"""Collectives with async_op and point-to-point permute, compared with their blocking and one-line forms."""
+"""Collectives with async_op and point-to-point permute, compared with their blocking and one-line
+forms.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def everyone() -> Group:
 
 
 def results(async_op: bool) -> list[tuple[str, list[int]]]:
-    """Return the result of every data collective on every dtype; async ones all start before the first wait, in another order."""
+    """Return the result of every data collective on every dtype; async ones all start before the
+    first wait, in another order.
+    """
     group, started, found = everyone(), [], []
     n = group.size
 

@@ -1,4 +1,6 @@
-"""Sums over gloo ranks: parts are sent to the ranks that need them and added there in rank order."""
+"""Sums over gloo ranks: parts are sent to the ranks that need them and added there in rank
+order.
+"""
 
 from __future__ import annotations
 

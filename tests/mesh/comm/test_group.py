@@ -1,4 +1,6 @@
-"""Every collective compared with its one-line definition, in the simulated world, over ranks, dtypes and sizes."""
+"""Every collective compared with its one-line definition, in the simulated world, over ranks,
+dtypes and sizes.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ SPLITS = [([row[r] for row in SENT], SENT[r]) for r in range(4)]
 
 
 def record(call: str) -> list[CollectiveRecord]:
-    """Return what rank 1 of 4 records for a call on the group g, with x of 4 and big of 16 elements."""
+    """Return what rank 1 of 4 records for a call on the group g, with x of 4 and big of 16
+    elements.
+    """
 
     def fn() -> list[CollectiveRecord]:
         seen: list[CollectiveRecord] = []
@@ -180,7 +184,7 @@ def record(call: str) -> list[CollectiveRecord]:
         ("g.barrier()", 0, 0),
         ("g.all_to_all(x, x.clone(), *SPLITS[g.rank])", 6, 6),
     ],
-)  # fmt: skip
+)
 def test_records_count_bytes_per_rank(call: str, sent: int, received: int) -> None:
     (found,) = record(call)
     assert (found.bytes_sent, found.bytes_received, found.ranks) == (sent, received, (0, 1, 2, 3))
@@ -210,19 +214,34 @@ def test_group_of_one_copies_and_records_nothing() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: g.all_gather(torch.zeros(3), torch.zeros(2)), r"out\.numel\(\) == size .*\(3,\).*\(2,\)"),
-        (lambda g: g.all_gather(torch.zeros(4), torch.zeros(2).int()), "float32 .* but x is torch.int32"),
+        (
+            lambda g: g.all_gather(torch.zeros(3), torch.zeros(2)),
+            r"out\.numel\(\) == size .*\(3,\).*\(2,\)",
+        ),
+        (
+            lambda g: g.all_gather(torch.zeros(4), torch.zeros(2).int()),
+            "float32 .* but x is torch.int32",
+        ),
         (lambda g: g.all_gather(torch.zeros(2, 2).T, torch.zeros(2)), "contiguous"),
-        (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(3)), r"x\.numel\(\) == size \* out\.numel\(\)"),
-        (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(4), "avg"), "unknown reduction 'avg'.*'max', 'min'"),
+        (
+            lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(3)),
+            r"x\.numel\(\) == size \* out\.numel\(\)",
+        ),
+        (
+            lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(4), "avg"),
+            "unknown reduction 'avg'.*'max', 'min'",
+        ),
         (lambda g: g.all_reduce(torch.zeros(2), "mean"), "unknown reduction"),
         (lambda g: g.all_reduce(torch.zeros(4, 4)[:, 0]), r"\(4,\) has strides \(4,\)"),
         (lambda g: g.all_reduce(torch.zeros(2, dtype=torch.complex64), "max"), "no order"),
-        (lambda g: g.all_to_all(torch.zeros(2), torch.zeros(2), [2], [1, 1]), r"one entry per rank.*out_splits=\[2\]"),
+        (
+            lambda g: g.all_to_all(torch.zeros(2), torch.zeros(2), [2], [1, 1]),
+            r"one entry per rank.*out_splits=\[2\]",
+        ),
         (lambda g: g.all_to_all(torch.zeros(2), torch.zeros(2), [1, 1], [1, 2]), "add up"),
         (lambda g: g.broadcast(torch.zeros(2), 2), "src=2.*from 0 to 1"),
     ],
-)  # fmt: skip
+)
 def test_invalid_arguments_raise(call: object, message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
         simulate(2)(lambda: call(everyone()))()  # type: ignore[operator]

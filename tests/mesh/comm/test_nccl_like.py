@@ -1,4 +1,6 @@
-"""Groups of NCCL, as far as they can be tested without a GPU: barriers, timeouts, groups that some ranks make."""
+"""Groups of NCCL, as far as they can be tested without a GPU: barriers, timeouts, groups that some
+ranks make.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
 
-# -- barriers ----------------------------------------------------------------------------------------------------------
+# -- barriers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -84,11 +86,13 @@ def test_a_barrier_uses_the_cpu_backend_also_if_a_device_is_bound(two: list[Driv
     assert handle.devices == [CPU]
 
 
-# -- works -------------------------------------------------------------------------------------------------------------
+# -- works -----------------------------------------------------------------------------------------
 
 
 def test_a_work_keeps_its_buffers_until_it_has_been_waited_for() -> None:
-    """Freed before, their memory could be given to a tensor of another stream. The NCCL-like world (nccl_world.py) relies on it."""
+    """Freed before, their memory could be given to a tensor of another stream. The NCCL-like world
+    (nccl_world.py) relies on it.
+    """
     x = torch.ones(2)
     alive, work = weakref.ref(x), TorchWork([NcclLikeWork(NcclLikeGroup(seconds=0.0))], (x,))
     del x
@@ -97,7 +101,7 @@ def test_a_work_keeps_its_buffers_until_it_has_been_waited_for() -> None:
     assert alive() is None
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -113,7 +117,9 @@ def bound_world() -> Iterator[ProcessWorld]:
 def test_groups_are_made_without_the_bound_device(
     ranks: tuple[int, ...], bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch would split the default group's communicator, which waits for all ranks, also those that make no such group."""
+    """torch would split the default group's communicator, which waits for all ranks, also those
+    that make no such group.
+    """
     split: list[Any] = []
     monkeypatch.setattr(distributed_c10d, "_get_split_source", split.append)
     group: Any = bound_world.group(ranks)
@@ -215,7 +221,9 @@ def test_nccl_has_streams_of_high_priority_and_no_gloo_beside_it(
 
 
 def used_on_the_host() -> list[Any]:
-    """Return the devices of a group's backends before and after it is used on the CPU, and the results."""
+    """Return the devices of a group's backends before and after it is used on the CPU, and the
+    results.
+    """
     mesh = sm.init_device_mesh("cpu", (2, 1), axis_names=("a", "b"), backend="cpu:gloo,cuda:fake")
     group: Any = mesh.group("a")
     found: list[Any] = [sorted(device.type for device in group.channel._device_types)]

@@ -37,7 +37,9 @@ def everyone() -> Group:
 
 
 def all_collectives(numel: int) -> Found:
-    """Run every collective on every dtype, also with a 0-d tensor, several dims and uneven and empty parts."""
+    """Run every collective on every dtype, also with a 0-d tensor, several dims and uneven and
+    empty parts.
+    """
     group, found = everyone(), []
 
     def note(name: str, x: torch.Tensor) -> None:
@@ -278,7 +280,9 @@ def test_collectives_are_counted(world4: Pool) -> None:
 
 
 def many_groups(seed: int) -> bool:
-    """Use random subsets in an order shared by all ranks: groups are created lazily and never wait for non-members."""
+    """Use random subsets in an order shared by all ranks: groups are created lazily and never wait
+    for non-members.
+    """
     rng, world, right = random.Random(seed), current_world(), True
     for _ in range(20):
         ranks = rng.sample(range(world.size), rng.randint(1, world.size))

@@ -74,7 +74,8 @@ def test_report_names_lines() -> None:
     [
         (
             {"bytes": 70},
-            r"test_report.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used",
+            r"test_report.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of "
+            r"float32.*bytes=70.*40 are used",
         ),
         ({"launches": 1}, r"launches=1\), of which 1 are used"),
     ],

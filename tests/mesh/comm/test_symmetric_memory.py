@@ -1,4 +1,6 @@
-"""Allocating symmetric memory, with stand-ins for torch's allocator, pinned memory and a default device."""
+"""Allocating symmetric memory, with stand-ins for torch's allocator, pinned memory and a default
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 class PinnedMemory(TorchFunctionMode):
-    """Stands for pinned memory of a machine with a GPU: tensors of other devices than the CPU cannot be pinned, as in torch."""
+    """Stands for pinned memory of a machine with a GPU: tensors of other devices than the CPU
+    cannot be pinned, as in torch.
+    """
 
     def __init__(self) -> None:
         super().__init__()

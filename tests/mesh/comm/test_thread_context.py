@@ -132,7 +132,9 @@ def test_what_needs_each_operator() -> None:
 
 
 def test_state_by_thread_is_kept_nowhere_else() -> None:
-    """But for the lineage, which is by world as well, or of the program's own calls, and for the kernels, which import nothing."""
+    """But for the lineage, which is by world as well, or of the program's own calls, and for the
+    kernels, which import nothing.
+    """
     uses = [
         path.relative_to(ROOT).as_posix()
         for folder in ("mesh", "sharding", "kernels", "shardmesh")

@@ -1,4 +1,5 @@
-"""Which rank a process is and which device it uses: by launcher, by what it sees of the devices, and by what the program has chosen.
+"""Which rank a process is and which device it uses: by launcher, by what it sees of the devices,
+and by what the program has chosen.
 
 torch itself reads CUDA_VISIBLE_DEVICES here, on a made-up machine of four devices.
 """
@@ -138,7 +139,8 @@ SEEN = [
     (
         "0,1,",
         1,
-        r"LOCAL_RANK=3 but this process sees 2 cuda devices \(CUDA_VISIBLE_DEVICES='0,1,'\): start at most 2",
+        r"LOCAL_RANK=3 but this process sees 2 cuda devices \(CUDA_VISIBLE_DEVICES='0,1,'\): start "
+        r"at most 2",
     ),
     (" 1, 3", 1, "LOCAL_RANK=3 but this process sees 2 cuda devices"),
     ("0,9,1", 0, 0),  # devices end at one that does not exist
@@ -164,7 +166,10 @@ def test_devices_that_a_process_sees(
         machine.update(current=0, initialized=False)
         start(monkeypatch, {**BY_HAND, "LOCAL_RANK": local_rank}, visible)
         if expected == HIDDEN:
-            expected = rf"finds no such device in this process: no cuda devices \(CUDA_VISIBLE_DEVICES='{visible}'\)"
+            expected = (
+                rf"finds no such device in this process: no cuda devices "
+                rf"\(CUDA_VISIBLE_DEVICES='{visible}'\)"
+            )
         if isinstance(expected, str):
             with pytest.raises(LaunchEnvironmentError, match=expected):
                 process_groups._bind_device("cuda")
@@ -215,7 +220,10 @@ def test_processes_that_do_not_know_of_each_other_are_told_what_to_set(
     start(monkeypatch, SRUN)
     with pytest.raises(
         MeshError,
-        match=r"the world has 1\. This process is number 5 of 8 that srun has started.*set MASTER_ADDR",
+        match=(
+            r"the world has 1\. This process is number 5 of 8 that srun has started.*set "
+            r"MASTER_ADDR"
+        ),
     ):
         init_device_mesh("cpu", (8,))
     dist.destroy_process_group()
@@ -237,7 +245,7 @@ def test_tasks_of_a_node(tasks: str, node: str, expected: str | None) -> None:
     assert completed(env).get("LOCAL_WORLD_SIZE") == expected
 
 
-# -- what the program has chosen ---------------------------------------------------------------------------------------
+# -- what the program has chosen -------------------------------------------------------------------
 
 
 def test_the_device_bound_to_the_default_group_is_used(
@@ -282,7 +290,7 @@ def test_a_group_that_the_program_has_started_needs_a_choice_as_well(
     assert machine["current"] == 0
 
 
-# -- the default process group -----------------------------------------------------------------------------------------
+# -- the default process group ---------------------------------------------------------------------
 
 STALL_AND_A_MINUTE = timedelta(seconds=360)
 
@@ -333,7 +341,7 @@ def test_backends_and_timeouts_of_the_default_group(
                 process_groups._check_backend(kind, None)
 
 
-# -- one device for each rank ------------------------------------------------------------------------------------------
+# -- one device for each rank ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,7 +380,8 @@ def test_ranks_that_share_a_device_are_named() -> None:
     assert shared_device(infos("a", "b", "c", "d")) == shared_device(infos("", "", "", "")) == ""
     text = shared_device(infos("a", "b", "a", "a"))
     assert text.startswith(
-        f"ranks share a device, but NCCL needs one for each:\n  ranks 0, 2, 3: device a of host {host}\nStart at most"
+        f"ranks share a device, but NCCL needs one for each:\n  ranks 0, 2, 3: device a of host "
+        f"{host}\nStart at most"
     )
     assert shared_device([*infos("a"), replace(infos("a")[0], rank=1, host="another")]) == ""
 

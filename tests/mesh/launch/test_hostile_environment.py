@@ -1,4 +1,6 @@
-"""Environments that are wrong: each ends in one LaunchEnvironmentError of one line, at once, before anything of its size is made."""
+"""Environments that are wrong: each ends in one LaunchEnvironmentError of one line, at once, before
+anything of its size is made.
+"""
 
 # ruff: noqa: RUF001
 
@@ -32,10 +34,26 @@ from tests.mesh.monitor.starter import Rank, Starter, by_hand, free_port
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NO_NUMBERS = {
-    "text": "x", "negative": "-1", "plus": "+1", "float": "1.0", "exponent": "1e3", "hex": "0x1", "spaces": " 1", "newline": "1\n",
-    "underscore": "1_0", "Arabic": "١", "full width": "１", "Devanagari": "१", "superscript": "²", "bold": "𝟏", "long": "1" * 5000,
-    "20 digits": "9" * 20, "escapes": "\x1b[2J", "list": "0,1", "quotes": "'1'",
-}  # fmt: skip
+    "text": "x",
+    "negative": "-1",
+    "plus": "+1",
+    "float": "1.0",
+    "exponent": "1e3",
+    "hex": "0x1",
+    "spaces": " 1",
+    "newline": "1\n",
+    "underscore": "1_0",
+    "Arabic": "١",
+    "full width": "１",
+    "Devanagari": "१",
+    "superscript": "²",
+    "bold": "𝟏",
+    "long": "1" * 5000,
+    "20 digits": "9" * 20,
+    "escapes": "\x1b[2J",
+    "list": "0,1",
+    "quotes": "'1'",
+}
 NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 WRONG: dict[str, dict[str, str]] = {
     **{
@@ -144,7 +162,7 @@ def test_tasks_per_node() -> None:
     ] == ["4", "4", "3", None]
 
 
-# -- secrets -------------------------------------------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 SECRETS = [
     "SLURM_JWT",
@@ -166,7 +184,7 @@ def test_secrets_are_neither_shown_nor_sent(name: str) -> None:
     assert "hunter2" not in str(what_must_agree(2, "cpu", "gloo", env))
 
 
-# -- the address ---------------------------------------------------------------------------------------------------------
+# -- the address -----------------------------------------------------------------------------------
 
 
 def test_an_address_that_does_not_resolve_is_said_soon(

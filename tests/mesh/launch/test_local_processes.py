@@ -24,7 +24,7 @@ from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutErro
 LIMIT_S = 60.0  # for what takes seconds on an idle machine
 
 
-# ------------------------------------------------------------------------------------------------- what the ranks run
+# ------------------------------------------------------------------------------- what the ranks run
 
 
 def environment() -> dict[str, str]:
@@ -127,7 +127,7 @@ def wait_and_tell(folder: str, ignore_term: bool = False) -> None:
         time.sleep(1)
 
 
-# ------------------------------------------------------------------------------------------------------------ results
+# ------------------------------------------------------------------------------------------ results
 
 
 def test_ranks_have_torchrun_environment():
@@ -192,7 +192,7 @@ def test_idle_workers_of_a_thread_pool_end():
     assert launch(leave_a_thread_pool, 1) == [True]
 
 
-# ----------------------------------------------------------------------------------------------------------- failures
+# ----------------------------------------------------------------------------------------- failures
 
 
 def test_exception_of_a_rank_is_raised():
@@ -261,7 +261,7 @@ def test_launch_inside_a_rank():
         launch(launch_again, 1)
 
 
-# --------------------------------------------------------------------------------------------- mistakes in the call
+# ----------------------------------------------------------------------------- mistakes in the call
 
 
 @pytest.mark.parametrize("nprocs", [0, -1, 2.0, True, "4"])
@@ -283,7 +283,7 @@ def test_unpicklable_functions_and_arguments_raise():
         launch(environment, 2, env={"RANK": "0", "MASTER_PORT": "1"})
 
 
-# ------------------------------------------------------------------------------------------------ scripts, no orphans
+# ------------------------------------------------------------------------------ scripts, no orphans
 
 
 def script(folder: Path, body: str) -> Path:
@@ -367,7 +367,9 @@ def await_end(pids: list[int]) -> None:
 
 @pytest.fixture
 def waiting(tmp_path):
-    """Start a program whose two ranks wait forever; yield (the program's Popen, the pids of its ranks)."""
+    """Start a program whose two ranks wait forever; yield (the program's Popen, the pids of its
+    ranks).
+    """
     (tmp_path / "pids").mkdir()
     path = tmp_path / "program.py"
     path.write_text(

@@ -1,4 +1,6 @@
-"""reached_preemption: all ranks stop in the same step, whichever gets the notice, and none waits forever."""
+"""reached_preemption: all ranks stop in the same step, whichever gets the notice, and none waits
+forever.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ def _clean():
     forget_everything()
 
 
-# ------------------------------------------------------------------------------------- ranks as threads, random schedules
+# --------------------------------------------------------------- ranks as threads, random schedules
 
 
 class PreemptedJob:
-    """Ranks that step, synchronize now and then as in collectives, and receive the notice at some moment."""
+    """Ranks that step, synchronize now and then as in collectives, and receive the notice at some
+    moment.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -123,7 +127,9 @@ def test_waiting_ranks_raise_when_the_job_fails() -> None:
 
 
 def test_a_job_that_fails_is_not_preempted(caplog: pytest.LogCaptureFixture) -> None:
-    """torchrun sends SIGTERM to the other ranks when one has died, which may be seen a little after the signal."""
+    """torchrun sends SIGTERM to the other ranks when one has died, which may be seen a little after
+    the signal.
+    """
     looks = 0
 
     def check() -> None:
@@ -158,7 +164,7 @@ def test_without_a_notice_calls_do_not_communicate() -> None:
     part.stop()
 
 
-# --------------------------------------------------------------------------------------------- one process, and signals
+# ------------------------------------------------------------------------- one process, and signals
 
 
 def test_sigterm_is_a_notice_after_the_first_call() -> None:
@@ -193,7 +199,9 @@ def test_steps_must_increase() -> None:
 
 
 def stop_where() -> int:
-    """Return the step in which a simulated rank stops; the notice comes while ranks are in different steps."""
+    """Return the step in which a simulated rank stops; the notice comes while ranks are in
+    different steps.
+    """
     world = current_world()
     for step in range(100):
         if reached_preemption(step):
@@ -253,11 +261,13 @@ def test_forked_children_can_be_terminated() -> None:
     assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
 
 
-# -------------------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------- real processes
 
 
 def train(noticed: int, steps: int) -> tuple[int, float]:
-    """Send SIGTERM to one rank in the middle of a step; return the step in which this rank stops, and its last reduction."""
+    """Send SIGTERM to one rank in the middle of a step; return the step in which this rank stops,
+    and its last reduction.
+    """
     world = current_world()
     group, total = world.group(range(world.size)), torch.zeros(1)
     try:

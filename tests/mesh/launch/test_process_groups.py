@@ -1,4 +1,6 @@
-"""Starting the world: the launch environment, the default group and devices, in this process, without workers."""
+"""Starting the world: the launch environment, the default group and devices, in this process,
+without workers.
+"""
 
 from __future__ import annotations
 

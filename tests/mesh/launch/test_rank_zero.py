@@ -1,4 +1,6 @@
-"""rank_zero and main_process_first: order of ranks, propagation of errors, and warnings for collectives that cannot finish."""
+"""rank_zero and main_process_first: order of ranks, propagation of errors, and warnings for
+collectives that cannot finish.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_unset_local_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         on_each_host()
 
 
-# -------------------------------------------------------------------------------------------------- main_process_first
+# ------------------------------------------------------------------------------- main_process_first
 
 
 def order(local: bool) -> list[int]:
@@ -143,7 +145,7 @@ def fail_uncaught() -> None:
         raise ValueError("disk full")
 
 
-# ------------------------------------------------------------------------------------------------------------ warnings
+# ----------------------------------------------------------------------------------------- warnings
 
 
 @rank_zero

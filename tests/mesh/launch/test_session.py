@@ -1,4 +1,6 @@
-"""sm.session: what is closed and in which order, how errors propagate, and that a session can be started again."""
+"""sm.session: what is closed and in which order, how errors propagate, and that a session can be
+started again.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,13 @@ def without_job(fn: Any) -> Any:
             dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------- jobs of their own
+# -------------------------------------------------------------------------------- jobs of their own
 
 
 def reopened() -> list[tuple[float, str, str, bool]]:
-    """Run two sessions with the same mesh and a tensor; return the errors of objects that outlived one."""
+    """Run two sessions with the same mesh and a tensor; return the errors of objects that outlived
+    one.
+    """
 
     def run() -> list[Any]:
         found = []
@@ -132,7 +136,9 @@ def test_groups_are_closed_in_the_same_order(world4: Pool) -> None:
 
 
 def one_raises(in_collective: bool) -> tuple[str, float]:
-    """Raise on rank 2, at once or while the others wait for it; return each rank's error, and the result of another session."""
+    """Raise on rank 2, at once or while the others wait for it; return each rank's error, and the
+    result of another session.
+    """
 
     def run() -> tuple[str, float]:
         try:
@@ -196,7 +202,7 @@ def test_sigterm_ends_all_ranks(world4: Pool) -> None:
     assert all("PeerError: rank 1 was ended by SIGTERM" in text for text in heard[:1] + heard[2:])
 
 
-# ---------------------------------------------------------------------------------------------- jobs that run already
+# ---------------------------------------------------------------------------- jobs that run already
 
 
 def adopted() -> dict[str, Any]:
@@ -250,7 +256,7 @@ def test_in_the_simulated_world() -> None:
         assert "MeshError: DeviceMesh(cpu, a=2, b=2) belongs to the session" in said
 
 
-# ------------------------------------------------------------------------------------------------------- one process
+# -------------------------------------------------------------------------------------- one process
 
 
 @pytest.fixture
@@ -302,7 +308,7 @@ def test_session_releases_its_world(alone: None) -> None:
     assert process_world() is not world
 
 
-# ----------------------------------------------------------------------------------------- SIGTERM to the whole program
+# --------------------------------------------------------------------- SIGTERM to the whole program
 
 PROGRAM = """
     import sys, time
@@ -358,7 +364,7 @@ def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
         assert "Traceback" not in err
 
 
-# ------------------------------------------------------------------------------------------ ends, and what they leave
+# ------------------------------------------------------------------------ ends, and what they leave
 
 BARE = """
     import sys, time
@@ -446,7 +452,9 @@ def _listen_to_ctrl_c() -> None:
 
 
 def test_a_rank_that_has_reported_its_failure_is_not_waited_for() -> None:
-    """After Ctrl-C, ranks in a session raise SystemExit on SIGTERM, report that, and wait to be killed."""
+    """After Ctrl-C, ranks in a session raise SystemExit on SIGTERM, report that, and wait to be
+    killed.
+    """
     waited = []
 
     class Process:

@@ -1,4 +1,6 @@
-"""A program of four ranks that fails in a different way in each of torchrun's attempts, and finishes in the last one."""
+"""A program of four ranks that fails in a different way in each of torchrun's attempts, and
+finishes in the last one.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ class DrivenRank:
     def diagnosed(
         self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0
     ) -> Verdict | None:
-        """Return the verdict on a collective in which this rank has waited for this many seconds."""
+        """Return the verdict on a collective in which this rank has waited for this many
+        seconds.
+        """
         return diagnose.diagnose(
             self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9)
         )

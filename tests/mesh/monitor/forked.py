@@ -1,8 +1,10 @@
-"""Jobs of ranks that start and end as separate programs do: `Forked()(program, 4) -> [outcome of each rank]`.
+"""Jobs of ranks that start and end as separate programs do:
+`Forked()(program, 4) -> [outcome of each rank]`.
 
-Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function of `forked_ranks.py`, and
-then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. If the system allows it, the process
-has a separate mount namespace, so that jobs can have small or read-only folders.
+Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function
+of `forked_ranks.py`, and then its interpreter ends as that of any program: uncaught error, threads,
+exit functions, modules. If the system allows it, the process has a separate mount namespace, so
+that jobs can have small or read-only folders.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _UNSHARE = (
 
 
 def unshared() -> list[str]:
-    """Return the command prefix that gives a process its own mounts; empty if the system does not allow it."""
+    """Return the command prefix that gives a process its own mounts; empty if the system does not
+    allow it.
+    """
     if shutil.which("unshare") is None:
         return []
     test = "mount -t tmpfs none /mnt"
@@ -101,8 +105,8 @@ class Forked:
         Args:
             limit_s: seconds after which ranks that have not ended are killed.
             own: put the monitor's files into a folder of this job.
-            mounts: options of tmpfs mounts for the job, by folder: {"/dev/shm": "size=1m"}; "watch" is the job's folder. The test is
-                skipped if mounting is not allowed.
+            mounts: options of tmpfs mounts for the job, by folder: {"/dev/shm": "size=1m"}; "watch"
+                is the job's folder. The test is skipped if mounting is not allowed.
         """
         assert self.process.stdin
         assert self.process.stdout
@@ -117,9 +121,14 @@ class Forked:
             | env
         )
         job = {
-            "module": program.__module__, "name": program.__name__, "args": args, "env": by_hand(size, 0, **common),
-            "folder": str(folder), "limit_s": limit_s, "mounts": {str(folder / where): how for where, how in (mounts or {}).items()},
-        }  # fmt: skip
+            "module": program.__module__,
+            "name": program.__name__,
+            "args": args,
+            "env": by_hand(size, 0, **common),
+            "folder": str(folder),
+            "limit_s": limit_s,
+            "mounts": {str(folder / where): how for where, how in (mounts or {}).items()},
+        }
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         assert is_readable(self.process.stdout, START_S + limit_s), "the job hangs"
@@ -133,7 +142,7 @@ class Forked:
         self.folder.cleanup()
 
 
-# ------------------------------------------------------------------------------------------- in the process that forks
+# ------------------------------------------------------------------------ in the process that forks
 
 
 def serve() -> None:

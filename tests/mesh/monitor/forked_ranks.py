@@ -51,7 +51,7 @@ def trained(mesh: sm.DeviceMesh) -> None:
     )
 
 
-# -- files that cannot be made, or vanish ------------------------------------------------------------------------------
+# -- files that cannot be made, or vanish ----------------------------------------------------------
 
 
 def no_room(ranks: list[int]) -> None:
@@ -66,7 +66,9 @@ def no_room(ranks: list[int]) -> None:
 
 
 def other_folders(ranks: list[int]) -> None:
-    """Train while these ranks see another file system at the folder's path, as in separate containers."""
+    """Train while these ranks see another file system at the folder's path, as in separate
+    containers.
+    """
     before = agreement.Agreement.folder
 
     def folder(self: Any, needed: int) -> Any:
@@ -119,7 +121,9 @@ def raises_without_a_watch() -> None:
 
 
 def vanishes(when: str) -> None:
-    """Delete the folder on rank 1: before all have seen each other's trace buffers, later, or repeatedly."""
+    """Delete the folder on rank 1: before all have seen each other's trace buffers, later, or
+    repeatedly.
+    """
     if when == "always":
         if rank() == 1:
             threading.Thread(
@@ -147,7 +151,9 @@ def vanishes(when: str) -> None:
 
 
 def _tell(what: str) -> None:
-    """Signal through a file next to the monitor's, so that ranks can wait for each other without a collective."""
+    """Signal through a file next to the monitor's, so that ranks can wait for each other without a
+    collective.
+    """
     Path(os.environ["SHARDMESH_WATCH_DIR"]).with_name(what).touch()
 
 
@@ -163,7 +169,9 @@ def _delete_always(parent: str) -> None:
 
 
 def forks(how: str) -> None:
-    """Fork on a rank after the job has started, as data loaders do; the child's end does not affect the job."""
+    """Fork on a rank after the job has started, as data loaders do; the child's end does not affect
+    the job.
+    """
     mesh = make_mesh()
     train(mesh)
     child = os.fork() if how != "loader" else -1
@@ -206,7 +214,7 @@ def changes_folder() -> None:
     trained(make_mesh())
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def swallows(how: str) -> None:
@@ -224,7 +232,9 @@ def swallows(how: str) -> None:
 
 
 def goes_on_alone() -> None:
-    """Raise on rank 2; the others leave the job and continue with other work, for longer than the job's time limit."""
+    """Raise on rank 2; the others leave the job and continue with other work, for longer than the
+    job's time limit.
+    """
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -273,7 +283,9 @@ def hangs_at_exit() -> None:
 
 
 def cannot_end(how: str) -> None:
-    """Stop rank 2, or compute on it without releasing the GIL; the others must be ended if they have threads."""
+    """Stop rank 2, or compute on it without releasing the GIL; the others must be ended if they
+    have threads.
+    """
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -297,7 +309,8 @@ def dies_in_a_raw_collective() -> None:
 
 
 def raises_before_its_mesh(outlier: int) -> None:
-    rendezvous.notify_of_early_errors()  # as the import does, in a process that has its RANK by then
+    # as the import does, in a process that has its RANK by then
+    rendezvous.notify_of_early_errors()
     if rank() == outlier:
         if os.fork() == 0:
             raise ValueError("of the child")
@@ -317,7 +330,7 @@ def never_comes(how: str) -> None:
     make_mesh()
 
 
-# -- torch's default group ---------------------------------------------------------------------------------------------
+# -- torch's default group -------------------------------------------------------------------------
 
 
 def calls_the_default_group_alone() -> None:
@@ -331,7 +344,9 @@ def calls_the_default_group_alone() -> None:
 
 
 def restarted(port: int, env: dict[str, str]) -> None:
-    """Run an attempt of a job whose store the launcher keeps; the program starts the default group."""
+    """Run an attempt of a job whose store the launcher keeps; the program starts the
+    default group.
+    """
     os.environ.update(env)
     attempt = env["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

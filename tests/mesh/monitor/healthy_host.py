@@ -51,7 +51,9 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2"}
 
 
 def facts(env: Mapping[str, str] | None = None, **changes) -> Facts:
-    """Return the facts of the healthy host with this environment, and with these fields of any part changed."""
+    """Return the facts of the healthy host with this environment, and with these fields of any part
+    changed.
+    """
     found = replace(ALONE, env=env or {})
     if found.place.agent_store:
         port = Port(29500, True, "torchrun (process 7)", True)

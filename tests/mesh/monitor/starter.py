@@ -1,7 +1,8 @@
-"""Start ranks without a launcher, many times: `Starter()([rank 0's environment, ...]) -> [outcome of each]`.
+"""Start ranks without a launcher, many times:
+`Starter()([rank 0's environment, ...]) -> [outcome of each]`.
 
-Importing torch takes seconds, so one process imports it and forks a child for each rank of each start. The process has no threads
-and no tensors when it forks.
+Importing torch takes seconds, so one process imports it and forks a child for each rank of each
+start. The process has no threads and no tensors when it forks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ VOTE_S = (
 
 
 def is_readable(file: Any, seconds: float) -> bool:
-    """Return whether there is data or the end within this many seconds. (`select` is limited to file descriptors below 1024.)"""
+    """Return whether there is data or the end within this many seconds. (`select` is limited to
+    file descriptors below 1024.)
+    """
     waiting = select.poll()
     waiting.register(file, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))
@@ -116,7 +119,7 @@ class Starter:
         self.process.wait()
 
 
-# ------------------------------------------------------------------------------------------- in the process that forks
+# ------------------------------------------------------------------------ in the process that forks
 
 
 def serve() -> None:

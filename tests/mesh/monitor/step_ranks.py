@@ -70,7 +70,9 @@ def sends_ahead(size: int) -> None:
 
 
 def waits_for_work(size: int, how: str) -> None:
-    """Rank 0 is idle for longer than ranks may wait, twice; the groups have a short timeout of their own."""
+    """Rank 0 is idle for longer than ranks may wait, twice; the groups have a short timeout of
+    their own.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     mesh = make_mesh(size)

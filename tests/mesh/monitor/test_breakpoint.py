@@ -138,7 +138,7 @@ def test_stdin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(set(simulate(3)(fn)())) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ real processes
+# ----------------------------------------------------------------------------------- real processes
 
 
 def on_processes(commands: str) -> tuple[str, float]:

@@ -1,4 +1,6 @@
-"""After a verdict communicators of accelerators are aborted, so that hosts and `destroy_process_group` do not wait for their kernels."""
+"""After a verdict communicators of accelerators are aborted, so that hosts and
+`destroy_process_group` do not wait for their kernels.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
 
 
 class Job(SimpleNamespace):
-    """This rank, and its groups with stuck collectives: one of shardmesh, one of the program, one of gloo."""
+    """This rank, and its groups with stuck collectives: one of shardmesh, one of the program, one
+    of gloo.
+    """
 
     rank: DrivenRank
     nccl: list[NcclLikeGroup]
@@ -57,7 +61,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def test_communicators_are_aborted_before_the_program_gets_the_verdict(job: Job) -> None:
-    """So the program may destroy its groups, which waits for kernels under a lock that an abort needs."""
+    """So the program may destroy its groups, which waits for kernels under a lock that an abort
+    needs.
+    """
     job.rank.monitor.fail(VERDICT)
     with pytest.raises(errors.RankLostError):
         job.rank.monitor.check()

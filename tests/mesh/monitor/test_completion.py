@@ -1,4 +1,6 @@
-"""Works of gloo under a profiler: their threads need the interpreter's lock to finish them, so nothing may hold it and wait for them."""
+"""Works of gloo under a profiler: their threads need the interpreter's lock to finish them, so
+nothing may hold it and wait for them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def two(tmp_path: Path) -> list[DrivenRank]:
 
 
 class LockedWork:
-    """A work of gloo that ends after so many timed waits, whose lock is taken until then: asking it would never return."""
+    """A work of gloo that ends after so many timed waits, whose lock is taken until then: asking it
+    would never return.
+    """
 
     def __init__(self, waits: int, error: str = "") -> None:
         self.left, self.error = waits, error
@@ -73,7 +77,9 @@ def test_a_work_is_not_asked_under_a_profiler() -> None:
 
 
 def late_ranks(rounds: int) -> int:
-    """Collectives of shardmesh and of the program, whose slices of waiting end when the last rank comes."""
+    """Collectives of shardmesh and of the program, whose slices of waiting end when the last rank
+    comes.
+    """
     mesh = init_device_mesh("cpu", (4,), axis_names=("a",))
     group, x, draw = mesh.group("a"), torch.ones(8), random.Random(0)
 

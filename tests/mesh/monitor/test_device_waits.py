@@ -1,4 +1,6 @@
-"""Hosts that wait for accelerators: in which collective a rank is blocked; deadlocks between devices. Streams and events are stand-ins."""
+"""Hosts that wait for accelerators: in which collective a rank is blocked; deadlocks between
+devices. Streams and events are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The device of all ranks: its current stream, and where the main threads of all ranks wait for it, if they do."""
+    """The device of all ranks: its current stream, and where the main threads of all ranks wait for
+    it, if they do.
+    """
     made = SimpleNamespace(stream=1, place=(1, 2), waits=True)
     module = SimpleNamespace(
         Event=Event, current_stream=lambda _: SimpleNamespace(stream_id=made.stream)
@@ -96,7 +100,7 @@ def verdict_of(ranks: list[DrivenRank], seconds: float = TO_DECIDE_S) -> Verdict
 
 PAIR, ALL = (0, 1), (0, 1, 2)
 
-# -- all hosts have called everything ----------------------------------------------------------------------------------
+# -- all hosts have called everything --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("later", [0, 300])
@@ -207,7 +211,7 @@ def test_devices_in_a_deadlock_whose_hosts_are_anywhere(
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0,))
 
 
-# -- a host waits before it calls what others wait for -----------------------------------------------------------------
+# -- a host waits before it calls what others wait for ---------------------------------------------
 
 
 def test_hosts_that_wait_before_the_others_collective_are_a_deadlock(
@@ -225,7 +229,9 @@ def test_hosts_that_wait_before_the_others_collective_are_a_deadlock(
 def test_a_stall_names_the_rank_that_the_others_wait_for_in_the_end(
     waits: bool, device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits for rank 1 and that for rank 2, which is as seen only if the hosts are known to wait."""
+    """Rank 0 waits for rank 1 and that for rank 2, which is as seen only if the hosts are known to
+    wait.
+    """
     device.waits = waits
     launch(three[0], PAIR)
     launch(three[1], ALL)
@@ -297,7 +303,9 @@ def test_a_wait_of_the_host_is_not_overwritten(
 
 
 def test_a_rank_whose_host_goes_on_takes_part_in_no_deadlock(three: list[DrivenRank]) -> None:
-    """Rank 0 has started something that rank 1 has not, computes, and will call what rank 1 waits in."""
+    """Rank 0 has started something that rank 1 has not, computes, and will call what rank 1 waits
+    in.
+    """
     begin(three[0], PAIR)
     three[1].block(three[1].call(ranks=ALL))
     three[2].call(ranks=ALL)
@@ -327,7 +335,7 @@ def test_events_are_used_again(
     ]
 
 
-# -- where the main thread is ------------------------------------------------------------------------------------------
+# -- where the main thread is ----------------------------------------------------------------------
 
 
 class Stuck:
@@ -411,7 +419,7 @@ def test_other_calls(call: Callable[[Stuck], object]) -> None:
             assert not place_of(frame_of_thread(ident))[1]
 
 
-# -- a whole deadlock --------------------------------------------------------------------------------------------------
+# -- a whole deadlock ------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(
@@ -421,7 +429,9 @@ def test_other_calls(call: Callable[[Stuck], object]) -> None:
 def test_a_host_that_waits_in_a_deadlock_raises_it(
     device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The main thread waits in C and does not return on a signal, as in a synchronization, until the communicator is aborted."""
+    """The main thread waits in C and does not return on a signal, as in a synchronization, until
+    the communicator is aborted.
+    """
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)

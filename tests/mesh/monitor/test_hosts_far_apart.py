@@ -1,4 +1,6 @@
-"""Hosts that are hundreds of collectives apart, as those of GPUs may be: the same verdicts as where each host waits."""
+"""Hosts that are hundreds of collectives apart, as those of GPUs may be: the same verdicts as where
+each host waits.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_a_rank_that_hangs_is_missed_where_the_devices_wait(
 def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(
     four: list[DrivenRank], tmp_path: Path
 ) -> None:
-    """Between two exchanges a rank may call more than are sent: what it called then is unknown, but not missing."""
+    """Between two exchanges a rank may call more than are sent: what it called then is unknown, but
+    not missing.
+    """
     four[0].call()
     source, copy = BufferSource(four[1].buffer), make_copy(tmp_path / "copy.trace")
     for count in (100, 900):

@@ -1,4 +1,6 @@
-"""The monitor of one rank; the tests write the trace buffers of the others: what it raises, publishes, waits for and leaves behind."""
+"""The monitor of one rank; the tests write the trace buffers of the others: what it raises,
+publishes, waits for and leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _as_it_was() -> Iterator[None]:
 def recorded_call(
     rank: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0
 ) -> None:
-    """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
+    """Call a collective of all ranks with this rank's monitor, which compares and waits as in a
+    job.
+    """
     recorder = next((s for s in rank.monitor.recorders), None) or rank.monitor.add_recorder(
         rank.world.group(rank.everyone)
     )
@@ -57,7 +61,7 @@ def recorded_call(
     recorder.enter(op, how, torch.float32, size, 16, 16)
 
 
-# -- comparing ---------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def test_ranks_that_agree_continue(two: list[DrivenRank]) -> None:
@@ -111,7 +115,7 @@ def test_line_difference_does_not_raise(four: list[DrivenRank]) -> None:
     assert four[0].monitor.standing() is None
 
 
-# -- waiting -----------------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
 def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
@@ -171,7 +175,9 @@ def test_waiting_rank_raises_a_verdict(two: list[DrivenRank]) -> None:
 def test_waiting_rank_polls_at_growing_intervals(
     two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
+    """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a
+    verdict.
+    """
     monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
     class Work:
@@ -202,7 +208,9 @@ def test_waiting_rank_raises_when_a_rank_dies(two: list[DrivenRank]) -> None:
 
 @pytest.fixture
 def beyond(four: list[DrivenRank]) -> list[DrivenRank]:
-    """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and arrivals are unknown."""
+    """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and
+    arrivals are unknown.
+    """
     for rank in four:
         rank.buffer.words[Header.GROUPS] = GROUPS
         rank.block(
@@ -225,7 +233,7 @@ def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[DrivenRank]) -> 
     assert beyond[0].diagnosed(waited=60.0) is None
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
+# -- telling ---------------------------------------------------------------------------------------
 
 
 def test_exception_is_published_once(two: list[DrivenRank]) -> None:
@@ -298,7 +306,7 @@ def test_ranks_text() -> None:
     assert ranks_text(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., 96, 97, 98, 99"
 
 
-# -- the watchdog's thread ---------------------------------------------------------------------------------------------
+# -- the watchdog's thread -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -356,7 +364,7 @@ def test_watchdog_checks_completed_collectives(running: list[DrivenRank]) -> Non
     until(lambda: running[0].recorder().settled == 3)
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_closing(two: list[DrivenRank]) -> None:
@@ -379,7 +387,9 @@ def test_forked_child_publishes_nothing(two: list[DrivenRank]) -> None:
 def test_final_check_waits_for_arriving_ranks_and_prints_the_error(
     two: list[DrivenRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
+    """A broadcast's source has all it needs at once, and may be at its end before the others see
+    that they differ.
+    """
     two[1].call()
     recorded_call(two[0])
     timer = later(
@@ -420,7 +430,7 @@ def test_single_process_has_no_monitor() -> None:
     assert NullWorld(0, 4).monitor is None
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_settings_of_the_environment() -> None:
@@ -438,10 +448,14 @@ def test_settings_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SHARDMESH_MONITOR", "yes"), ("SHARDMESH_STALL_WARN_S", "soon"), ("SHARDMESH_STALL_TIMEOUT_S", "0"),
-        ("SHARDMESH_STALL_TIMEOUT_S", "-1"), ("SHARDMESH_STALL_WARN_S", "nan"), ("SHARDMESH_STALL_WARN_S", ""),
+        ("SHARDMESH_MONITOR", "yes"),
+        ("SHARDMESH_STALL_WARN_S", "soon"),
+        ("SHARDMESH_STALL_TIMEOUT_S", "0"),
+        ("SHARDMESH_STALL_TIMEOUT_S", "-1"),
+        ("SHARDMESH_STALL_WARN_S", "nan"),
+        ("SHARDMESH_STALL_WARN_S", ""),
     ],
-)  # fmt: skip
+)
 def test_invalid_settings_raise(name: str, value: str) -> None:
     with pytest.raises(errors.LaunchEnvironmentError, match=name) as caught:
         from_environment({name: value})

@@ -1,4 +1,6 @@
-"""Ranks that are lost after their hosts ran ahead of the device: all have called what the others' streams wait for."""
+"""Ranks that are lost after their hosts ran ahead of the device: all have called what the others'
+streams wait for.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def three(tmp_path: Path) -> list[DrivenRank]:
 
 
 def call(driven: list[DrivenRank], handle: NcclLikeGroup, async_op: bool = False) -> Any:
-    """Call a collective of these ranks on all of them; on rank 0 on a device, whose host does not wait."""
+    """Call a collective of these ranks on all of them; on rank 0 on a device, whose host does not
+    wait.
+    """
     ranks, world, given = tuple(rank.rank for rank in driven), driven[0].world, handle
     for rank in driven[1:]:
         rank.call(ranks=ranks)

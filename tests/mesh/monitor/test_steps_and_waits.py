@@ -136,7 +136,9 @@ def test_steps_cost_no_text(four: list[DrivenRank]) -> None:
 
 
 def outputs(ended: list[Ended], status: int | None = 0) -> list[str]:
-    """Return what the ranks have printed; None: they have failed, if only when gloo's threads ended."""
+    """Return what the ranks have printed; None: they have failed, if only when gloo's threads
+    ended.
+    """
     statuses = [rank.status for rank in ended]
     printed = "\n".join(rank.output for rank in ended)
     if status is None:
@@ -151,8 +153,8 @@ def test_request_that_fails_on_one_rank(forked: Forked) -> None:
         assert "answered 0" in output
         assert "answered 1" not in output
         assert (
-            "called different collectives, with equal votes, as number 5 of tp (ranks 0, 1): the step differs"
-            in output
+            "called different collectives, with equal votes, as number 5 of tp (ranks 0, 1): the "
+            "step differs" in output
         )
         assert "rank 0: all_reduce(sum, float32, 4 elements) for" in output
         assert "in step 1 at " in output
@@ -181,7 +183,9 @@ def test_messages_of_other_steps(forked: Forked) -> None:
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_idle_rank_is_not_late(forked: Forked, how: str) -> None:
-    """Neither the monitor's limit of 0.8 s nor the 2 s of the program's process groups end the wait of 3 s."""
+    """Neither the monitor's limit of 0.8 s nor the 2 s of the program's process groups end the wait
+    of 3 s.
+    """
     for output in outputs(forked(programs.waits_for_work, 3, 3, how)):
         assert "request [0.0, 0.0] request [1.0, 1.0]" in output
         assert "have waited" not in output

@@ -1,4 +1,6 @@
-"""Values of the job's store that no rank has written: each ends in one error of one line or two, soon, whatever it is."""
+"""Values of the job's store that no rank has written: each ends in one error of one line or two,
+soon, whatever it is.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,7 @@ def _mesh_key(name: str) -> Read:
                 )
                 + "\n",
             )
-        return same_mesh._compare(SimpleNamespace(size=2, monitor=None), keys, "1", call, 0)  # type: ignore[arg-type]
+        return same_mesh._compare(SimpleNamespace(size=2, monitor=None), keys, ("1"), call, 0)  # type: ignore[arg-type]
 
     return read
 
@@ -275,7 +277,7 @@ def test_a_folder_of_strangers_is_not_used(
     assert "\x1b" not in str(found.value)
 
 
-# -- copies of the trace buffers of other hosts ---------------------------------------------------------------------------
+# -- copies of the trace buffers of other hosts ----------------------------------------------------
 
 
 def test_every_part_of_a_trace_buffer_is_one() -> None:
@@ -304,7 +306,9 @@ def test_every_part_of_a_trace_buffer_is_one() -> None:
     ],
 )
 def test_other_bytes_are_no_part(start: int, length: int) -> None:
-    """Whoever writes to the words behind a header could make a copy look like a process of this host, and have it killed."""
+    """Whoever writes to the words behind a header could make a copy look like a process of this
+    host, and have it killed.
+    """
     assert not is_part(start, length)
 
 
@@ -324,7 +328,7 @@ def test_a_page_of_strangers_turns_the_monitor_off() -> None:
     assert "docs/trust.md" in given_up[0]
 
 
-# -- who reaches the store -----------------------------------------------------------------------------------------------
+# -- who reaches the store -------------------------------------------------------------------------
 
 
 def _listening(port: int) -> set[str]:

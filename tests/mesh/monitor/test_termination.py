@@ -1,4 +1,6 @@
-"""After a verdict every process of the job ends soon, whatever started it and whatever it does; other processes are not ended."""
+"""After a verdict every process of the job ends soon, whatever started it and whatever it does;
+other processes are not ended.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> 
         output = ended[rank].output
         assert output.count("caught") > (1 if how == "communicates" else 0)
         assert re.search(
-            rf"shardmesh: rank {rank} is ended \d+ s after its job failed \(SHARDMESH_EXIT_S\), here:",
+            rf"shardmesh: rank {rank} is ended \d+ s after its job failed \(SHARDMESH_EXIT_S\), "
+            rf"here:",
             output,
         )
         words = re.sub(
@@ -170,7 +173,7 @@ def test_a_collective_of_one_rank_on_torchs_default_group(forked: Forked) -> Non
     assert [rank.output for rank in ended] == [f"result {[float(n) for n in range(8)]} 40.0\n"] * 4
 
 
-# -- who is never ended ------------------------------------------------------------------------------------------------
+# -- who is never ended ----------------------------------------------------------------------------
 
 
 class World:

@@ -1,4 +1,6 @@
-"""Timeouts of torch's groups: by backend, kept in step with the settings, released when the monitor stops."""
+"""Timeouts of torch's groups: by backend, kept in step with the settings, released when the monitor
+stops.
+"""
 
 from __future__ import annotations
 

@@ -44,12 +44,16 @@ _LIBRARY = tuple(path for path in call_site._OURS if not path.endswith("/mesh/")
 
 
 class StreamHazard(AssertionError):
-    """What would be wrong or undefined on a GPU: memory used before a collective has been waited for."""
+    """What would be wrong or undefined on a GPU: memory used before a collective has been waited
+    for.
+    """
 
 
 @contextmanager
 def own_operators() -> Iterator[None]:
-    """Let operators of the tool write any memory, unseen by transforms and by the program's modes."""
+    """Let operators of the tool write any memory, unseen by transforms and by the program's
+    modes.
+    """
     with (
         outside_of_transforms(),
         _disable_current_modes(),
@@ -130,11 +134,13 @@ class UnderWay(Protocol):
 
 
 class Memory:
-    """Of one rank, the collectives under way: those not waited for, and those whose results the host has not needed yet.
+    """Of one rank, the collectives under way: those not waited for, and those whose results the
+    host has not needed yet.
 
     Attributes:
         watch: looks at the rank's operators; None to wait at once.
-        has_failed: whether the program has caught an exception, which may have come between a call and its `wait`.
+        has_failed: whether the program has caught an exception, which may have come between a call
+            and its `wait`.
     """
 
     def __init__(self, rank: int) -> None:
@@ -146,7 +152,9 @@ class Memory:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether all operators of this thread are seen, so that results may come when the first one needs them."""
+        """Whether all operators of this thread are seen, so that results may come when the first
+        one needs them.
+        """
         return self.watch is not None and any(
             mode is self.watch for mode in _get_current_dispatch_mode_stack()
         )
@@ -169,7 +177,8 @@ class Memory:
                             kind = "result" if buffer.is_written else "input"
                             verb = "writes to" if writes else "reads"
                             raise StreamHazard(
-                                f"rank {self.rank}: {what} {verb} the {kind} of {work} before wait(), {called_at()}."
+                                f"rank {self.rank}: {what} {verb} the {kind} of {work} before "
+                                f"wait(), {called_at()}."
                             )
                 for work in list(self.ordered):
                     if any(
@@ -228,7 +237,9 @@ def _is_plain(kind: type) -> bool:
 
 @cache
 def _uses_of(func: Any) -> tuple[tuple[str, bool], ...] | None:
-    """Return the names of an operator's arguments and whether it writes them; None if it uses no elements."""
+    """Return the names of an operator's arguments and whether it writes them; None if it uses no
+    elements.
+    """
     schema = func._schema
     if schema.name.partition("::")[2] in _SHAPES_ONLY or _is_view(schema):
         return None

@@ -5,23 +5,28 @@
     work.wait()                                returns at once, too: it only orders what comes after
     out.add(1)                                 here the host waits for the other ranks, as for `.item()` on a GPU
 
-As with NCCL, a collective may read its input and write its result at any time from its call to the first operator after `wait` that needs
-the result; those of a group run in the order of the calls; a work keeps its buffers alive; and hosts run ahead of each other, except
-at a barrier. Unlike NCCL, a wrong program fails and says where:
+As with NCCL, a collective may read its input and write its result at any time from its call to the
+first operator after `wait` that needs the result; those of a group run in the order of the calls; a
+work keeps its buffers alive; and hosts run ahead of each other, except at a barrier. Unlike NCCL, a
+wrong program fails and says where:
 
-* An operator uses memory that a collective writes, or writes memory that it reads, before `wait`. So does another collective.
+* An operator uses memory that a collective writes, or writes memory that it reads, before `wait`.
+  So does another collective.
 * Memory is written without an operator, or freed (its storage resized), before `wait`.
 * A work is never waited for, unless the program catches an exception by `pytest.raises`.
-* Ranks call different collectives, or wait for each other: the error of the simulated world, where a result is needed.
+* Ranks call different collectives, or wait for each other: the error of the simulated world, where
+  a result is needed.
 
 New memory is filled with poison, as memory that was freed may hold anything.
 
-`nccl_world()` makes `simulate` run in this world, and so does `pytest --world nccl` for all tests. With `ahead=False`
-(`--world nccl-waits`) `wait` blocks until the result is there, as gloo's does, and operators are not looked at. This is for programs that
-compile, whose kernels are no operators, for `torch.tensor([x])`, which reads x without one, and for tests that expect an error from the
-call itself. Early reads then find poison.
+`nccl_world()` makes `simulate` run in this world, and so does `pytest --world nccl` for all tests.
+With `ahead=False` (`--world nccl-waits`) `wait` blocks until the result is there, as gloo's does,
+and operators are not looked at. This is for programs that compile, whose kernels are no operators,
+for `torch.tensor([x])`, which reads x without one, and for tests that expect an error from the call
+itself. Early reads then find poison.
 
-`tests/mesh/comm/nccl_like.py` stands for a process group of torch; this for the `Group` of shardmesh.
+`tests/mesh/comm/nccl_like.py` stands for a process group of torch; this for the `Group` of
+shardmesh.
 """
 
 from __future__ import annotations
@@ -213,7 +218,8 @@ class LateWork(Work):
                 if (what := buffer.change()) is not None:
                     kind = "result" if buffer.is_written else "input"
                     self.error = StreamHazard(
-                        f"rank {memory.rank}: the {kind} of {self} was {what} before wait(), {called_at()}."
+                        f"rank {memory.rank}: the {kind} of {self} was {what} before wait(), "
+                        f"{called_at()}."
                     )
                     raise self.error
         memory.ordered.append(self)
@@ -238,7 +244,9 @@ class LateWork(Work):
 
 
 def _roles(call: Arrival, rank: int) -> tuple[int | None, int | None]:
-    """Return the numbers of the buffers that a collective writes and reads on this rank of the group."""
+    """Return the numbers of the buffers that a collective writes and reads on this rank of the
+    group.
+    """
     if call.op == "all_reduce":
         return 0, 0
     if call.op == "broadcast":
@@ -254,7 +262,8 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
     """Make `simulate` run in a world that behaves like NCCL.
 
     Args:
-        ahead: whether hosts run on until an operator needs a result; else `wait` and calls without `async_op` wait for it.
+        ahead: whether hosts run on until an operator needs a result; else `wait` and calls without
+            `async_op` wait for it.
     """
     if not ahead:
         rules = importlib.import_module("torch._dynamo.trace_rules")

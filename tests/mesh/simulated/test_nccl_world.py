@@ -1,4 +1,6 @@
-"""The world that behaves like NCCL: correct programs pass, and each way to use memory too early fails at its line."""
+"""The world that behaves like NCCL: correct programs pass, and each way to use memory too early
+fails at its line.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def hazard(
     return str(caught.value)
 
 
-# -- correct programs --------------------------------------------------------------------------------------------------
+# -- correct programs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -158,7 +160,7 @@ def test_only_this_world_is_changed() -> None:
     assert SimulatedWorld._make_group is make
 
 
-# -- hazards -----------------------------------------------------------------------------------------------------------
+# -- hazards ---------------------------------------------------------------------------------------
 
 
 def test_a_result_read_too_early() -> None:
@@ -170,8 +172,8 @@ def test_a_result_read_too_early() -> None:
 
     text = hazard(program)
     assert (
-        "rank 0: aten.add.Tensor reads the result of all_gather(float32, 2 elements) over ranks (0, 1)"
-        in text
+        "rank 0: aten.add.Tensor reads the result of all_gather(float32, 2 elements) over ranks "
+        "(0, 1)" in text
     )
 
 
@@ -291,7 +293,7 @@ def test_early_reads_find_poison_where_operators_are_not_looked_at(dtype: torch.
         assert sm.simulate(2)(program)() == [False, False]
 
 
-# -- calls that differ -------------------------------------------------------------------------------------------------
+# -- calls that differ -----------------------------------------------------------------------------
 
 
 def test_ranks_that_call_different_collectives() -> None:
@@ -335,7 +337,7 @@ def test_a_rank_that_calls_less() -> None:
         sm.simulate(2)(program)()
 
 
-# -- the library without its waits -------------------------------------------------------------------------------------
+# -- the library without its waits -----------------------------------------------------------------
 
 
 def redistribution() -> None:

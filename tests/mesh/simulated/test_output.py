@@ -1,4 +1,6 @@
-"""Output of simulated ranks: whole lines, prefixed with the rank, written where the caller's output goes; `sys.stdout` is restored."""
+"""Output of simulated ranks: whole lines, prefixed with the rank, written where the caller's output
+goes; `sys.stdout` is restored.
+"""
 
 from __future__ import annotations
 

@@ -250,17 +250,31 @@ def test_exit_exceptions_propagate() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: g.all_reduce(torch.zeros(2 + g.rank)), r"ranks \[0\] call all_reduce\(sum, float32, 2 elements\)"),
-        (lambda g: g.all_reduce(torch.zeros(2), "sum" if g.rank else "max"), r"ranks \[1, 2\] call all_reduce\(sum"),
-        (lambda g: g.all_reduce(torch.zeros(2).to([torch.int32, torch.int64][g.rank % 2])), r"\[0, 2\].*int32"),
-        (lambda g: g.all_reduce(torch.zeros(2)) if g.rank else g.barrier(), r"ranks \[0\] call barrier\(\)"),
+        (
+            lambda g: g.all_reduce(torch.zeros(2 + g.rank)),
+            r"ranks \[0\] call all_reduce\(sum, float32, 2 elements\)",
+        ),
+        (
+            lambda g: g.all_reduce(torch.zeros(2), "sum" if g.rank else "max"),
+            r"ranks \[1, 2\] call all_reduce\(sum",
+        ),
+        (
+            lambda g: g.all_reduce(torch.zeros(2).to([torch.int32, torch.int64][g.rank % 2])),
+            r"\[0, 2\].*int32",
+        ),
+        (
+            lambda g: g.all_reduce(torch.zeros(2)) if g.rank else g.barrier(),
+            r"ranks \[0\] call barrier\(\)",
+        ),
         (lambda g: g.broadcast(torch.zeros(2), g.rank), "src=1"),
         (
-            lambda g: g.all_to_all(torch.zeros(3), torch.zeros(3 + g.rank), [1, 1, 1], [1, 1, 1 + g.rank]),
+            lambda g: g.all_to_all(
+                torch.zeros(3), torch.zeros(3 + g.rank), [1, 1, 1], [1, 1, 1 + g.rank]
+            ),
             "rank 1 sends 2 elements to rank 2, which expects 1",
         ),
     ],
-)  # fmt: skip
+)
 def test_mismatched_collectives_raise_on_all_ranks(call: object, message: str) -> None:
     seen = []
 

@@ -93,7 +93,10 @@ def test_ctrl_c_in_a_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_delivered_to_another_thread(tmp_path: Path) -> None:
-    to_itself = "import signal, threading\n        signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
+    to_itself = (
+        "import signal, threading\n        signal.pthread_kill(threading.get_ident(), "
+        "signal.SIGINT)"
+    )
     script = BUSY.replace('print("ready", flush=True)', to_itself)
     assert script != BUSY
     out, err = start(tmp_path / "busy.py", script).communicate(timeout=100)

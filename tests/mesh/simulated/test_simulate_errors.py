@@ -39,7 +39,8 @@ def test_a_deadlock_shows_each_ranks_line() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(3)(fn)()
     assert unwrapped(str(caught.value))[2:] == [
-        f"  rank 0 waits in all_reduce(sum, float32, 4 elements) over ranks (0, 1) for ranks [1] at {line(fn, 3)}",
+        "  rank 0 waits in all_reduce(sum, float32, 4 elements) over ranks (0, 1) for ranks [1] at "
+        f"{line(fn, 3)}",
         f"  rank 1 waits in barrier() over ranks (0, 1, 2) for ranks [0, 2] at {line(fn, 5)}",
         "  ranks [2] have finished",
     ]

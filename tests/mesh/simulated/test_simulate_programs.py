@@ -1,4 +1,6 @@
-"""Random programs of collectives give the values of a plain computation, and every run is the same."""
+"""Random programs of collectives give the values of a plain computation, and every run is
+the same.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def steps(seed: int, n: int, count: int = 25) -> Iterator[GroupStep]:
 
 
 def splits(seed: int, size: int, length: int) -> list[list[int]]:
-    """Return how many elements each rank of a group sends to each other: uneven, some zero, `length` in total per rank."""
+    """Return how many elements each rank of a group sends to each other: uneven, some zero,
+    `length` in total per rank.
+    """
     choose = random.Random(seed)
     table = []
     for _ in range(size):

@@ -1,4 +1,5 @@
-"""Damaged and dishonest checkpoints and safetensors files: a table of them by name, and what hypothesis puts in any place of an honest one.
+"""Damaged and dishonest checkpoints and safetensors files: a table of them by name, and what
+hypothesis puts in any place of an honest one.
 
 index: negative offset              the index of torch.distributed.checkpoint, no manifest
 sealed index: negative offset       the same, and a manifest whose checksums fit
@@ -27,12 +28,43 @@ DATA = "__0_0.distcp"
 Damage = Callable[[Path], None]  # of the folder of a step, or of a safetensors file
 DEEP = 200_000
 
-# -- what may stand in any place ---------------------------------------------------------------------------------------
+# -- what may stand in any place -------------------------------------------------------------------
 
 HOSTILE: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**70), 1.5, float("inf"), "", ".", "..", "../secret", "/etc/passwd", "a/b",
-    "a\\b", "a\0b", "\x1b[2J", "w" * 100_000, "\u202e", [], {}, [[]], [None], {"a": 1}, [1, 2, 3, 4, 5], ["x"], "0", "8", [2**62, 2**62],
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    2**70,
+    -(2**70),
+    1.5,
+    float("inf"),
+    "",
+    ".",
+    "..",
+    "../secret",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "a\0b",
+    "\x1b[2J",
+    "w" * 100_000,
+    "\u202e",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+    [1, 2, 3, 4, 5],
+    ["x"],
+    "0",
+    "8",
+    [2**62, 2**62],
+]
 
 NO_NAMES = (
     "../secret",
@@ -67,7 +99,7 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None) ->
     path.write_text(json.dumps(manifest))
 
 
-# -- the index ---------------------------------------------------------------------------------------------------------
+# -- the index -------------------------------------------------------------------------------------
 
 
 def index_of(folder: Path) -> Any:
@@ -300,7 +332,7 @@ INDEX: dict[str, Damage] = {
     ),
 }
 
-# -- the manifest ------------------------------------------------------------------------------------------------------
+# -- the manifest ----------------------------------------------------------------------------------
 
 
 def _manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
@@ -387,7 +419,7 @@ MANIFEST: dict[str, Damage] = {
     "tree of 201 levels": _tree(_nested(201)),
 }
 
-# -- other files -------------------------------------------------------------------------------------------------------
+# -- other files -----------------------------------------------------------------------------------
 
 
 def _replaced(name: str, how: Callable[[Path], Any]) -> Damage:
@@ -434,7 +466,7 @@ FILES: dict[str, Damage] = {
 }
 BOMBS: dict[str, Damage] = {"a compressed value": _bomb}
 
-# -- safetensors -------------------------------------------------------------------------------------------------------
+# -- safetensors -----------------------------------------------------------------------------------
 
 W, B = torch.arange(48.0).reshape(8, 6), torch.arange(3)
 HEADER: dict[str, Any] = {

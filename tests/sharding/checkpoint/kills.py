@@ -1,4 +1,5 @@
-"""Saves in which ranks are killed, with names such as "save one 0 17 before": which ranks, at which write, before or halfway.
+"""Saves in which ranks are killed, with names such as "save one 0 17 before": which ranks, at which
+write, before or halfway.
 
     save|replace|async  a new step, the existing step saved again, or a new step by async_save
     one|all             the rank alone, or all four
@@ -6,7 +7,8 @@
     17 before|half      at its 17th call that changes the disk; half: after half of the data is written
     0.013 after         13 ms after the start of the save
 
-Each writes to a folder of its name in the folder given by the environment variable CHECKPOINT_KILLS.
+Each writes to a folder of its name in the folder given by the environment variable
+CHECKPOINT_KILLS.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ FAULTS = FaultsByName(fault_of)
 
 
 def loaded_step(base: Path, name: str) -> int:
-    """Return the step that is loaded after a kill, checking that it is exactly one save's and that another save works.
+    """Return the step that is loaded after a kill, checking that it is exactly one save's and that
+    another save works.
 
     Raises:
         AssertionError: a mixture of saves, or an unusable folder.

@@ -80,7 +80,9 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 @pytest.mark.parametrize("failing", ["__1_0", "manifest"])
 @pytest.mark.parametrize("wait", [True, False])
 def test_errors_are_raised(wait, failing, tmp_path, monkeypatch):
-    """At `wait()` or the next save, with the same text on every rank; the handle raises it again."""
+    """At `wait()` or the next save, with the same text on every rank; the handle raises it
+    again.
+    """
     on_mesh((2,), lambda mesh: save({"n": 0}, tmp_path))
     whole = os.open
 

@@ -1,4 +1,6 @@
-"""Every damage of a checkpoint or a safetensors file ends in one error, the same on every rank, and touches nothing else."""
+"""Every damage of a checkpoint or a safetensors file ends in one error, the same on every rank, and
+touches nothing else.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Sandbox:
         return files, sorted(vars(pathlib.PosixPath)), sorted(vars(torch.serialization))
 
     def outcome(self, program, kinds):
-        """Run a load on two ranks; return (class, text) of its error, ("", "") if it loaded what was saved."""
+        """Run a load on two ranks; return (class, text) of its error, ("", "") if it loaded what
+        was saved.
+        """
         before, started, memory = self.state(), time.monotonic(), _peak()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -228,7 +232,7 @@ def test_the_page_has_the_count():
     assert f"| all | {count} |" in page.read_text()
 
 
-# -- anything in any place ---------------------------------------------------------------------------------------------
+# -- anything in any place -------------------------------------------------------------------------
 
 ANY = (
     st.sampled_from(HOSTILE)
@@ -237,9 +241,11 @@ ANY = (
     | st.lists(st.integers(-9, 99), max_size=4)
 )
 _settings = settings(
-    max_examples=examples(400), deadline=None, derandomize=True,
+    max_examples=examples(400),
+    deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 _counter = iter(range(10**9))
 
 

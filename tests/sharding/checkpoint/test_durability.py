@@ -1,4 +1,6 @@
-"""After any failure of a save, the folder has complete checkpoints of one step each, or loading raises an error that names the file."""
+"""After any failure of a save, the folder has complete checkpoints of one step each, or loading
+raises an error that names the file.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ def test_remains_of_crashes_are_removed(tmp_path):
     assert loaded(tmp_path, 2) == 2
 
 
-# -- links and temporary names -----------------------------------------------------------------------------------------
+# -- links and temporary names ---------------------------------------------------------------------
 
 
 def moved(folder, step, elsewhere):
@@ -170,7 +172,9 @@ def test_something_else_has_the_name_of_the_step(what, tmp_path):
 
 
 def test_new_files_are_never_links(tmp_path, monkeypatch):
-    """Every file of a save is created with O_EXCL and O_NOFOLLOW, and under a random name where it is renamed."""
+    """Every file of a save is created with O_EXCL and O_NOFOLLOW, and under a random name where it
+    is renamed.
+    """
     whole, made = os.open, []
 
     def told(path, flags, *args, **kwargs):
@@ -191,7 +195,7 @@ def test_new_files_are_never_links(tmp_path, monkeypatch):
     assert len({name for name, _ in made}) == len(made)
 
 
-# -- a disk that does not take it --------------------------------------------------------------------------------------
+# -- a disk that does not take it ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", [0, 300, 3000, 5000, 7000, 9000])
@@ -274,7 +278,7 @@ def test_a_cancelled_save(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-# -- files that are not what was written -------------------------------------------------------------------------------
+# -- files that are not what was written -----------------------------------------------------------
 
 
 def error_of(folder):
@@ -362,7 +366,9 @@ def test_a_renamed_folder(tmp_path):
 
 
 def test_index_that_refers_to_code(tmp_path):
-    """An index is a pickle; one that refers to classes other than torch's own index classes is refused."""
+    """An index is a pickle; one that refers to classes other than torch's own index classes is
+    refused.
+    """
     import pickle
 
     saved(tmp_path, 1)

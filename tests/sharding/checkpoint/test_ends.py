@@ -1,4 +1,6 @@
-"""How a save or a load ends: interrupted, out of memory, with a rank that died, and with errors that nobody waits for."""
+"""How a save or a load ends: interrupted, out of memory, with a rank that died, and with errors
+that nobody waits for.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,16 @@ def tree(mesh, size=48):
     return {"x": sm.distribute_tensor(x, mesh, P("a"), src_data_rank=None), "whole": x, "step": 5}
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "values", [slow({"w": torch.ones(100_000), "step": 5}), {"w": torch.ones(3)}]
 )
 def test_ctrl_c_in_any_write(values, tmp_path, monkeypatch):
-    """A signal arrives inside of `torch.save`, which replaces the KeyboardInterrupt by an error of its own."""
+    """A signal arrives inside of `torch.save`, which replaces the KeyboardInterrupt by an error of
+    its own.
+    """
     sm.checkpoint.save(values, tmp_path, step=1)
     write, left = files.Sink.write, [0]
 
@@ -72,12 +76,13 @@ def test_an_error_while_an_interrupt_is_handled(tmp_path):
             sm.checkpoint.save({"n": 1}, tmp_path / "file")
 
 
-# -- no memory ---------------------------------------------------------------------------------------------------------
+# -- no memory -------------------------------------------------------------------------------------
 
 ERRORS = [
     MemoryError(),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8e9 bytes"
+        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 8e9 bytes"
     ),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
 ]
@@ -104,11 +109,21 @@ def save_file(mesh, folder):
 
 
 PLACES = [
-    (save_it, prepare, "_line"), (save_it, prepare, "take_lease"), (save_it, saving, "on_host"), (save_it, saving, "index_of"),
-    (save_later, prepare, "copy_leaves"), (save_later, saving, "serialize"), (save_later, saving, "manifest_of"),
-    (load_it, manifest, "read_entries"), (load_it, load, "_allocate"), (load_it, pieces, "_read"), (load_it, reading, "_data"),
-    (load_file, safetensors, "_header"), (load_file, safetensors, "_mapped"), (save_file, files.Sink, "write"),
-]  # fmt: skip
+    (save_it, prepare, "_line"),
+    (save_it, prepare, "take_lease"),
+    (save_it, saving, "on_host"),
+    (save_it, saving, "index_of"),
+    (save_later, prepare, "copy_leaves"),
+    (save_later, saving, "serialize"),
+    (save_later, saving, "manifest_of"),
+    (load_it, manifest, "read_entries"),
+    (load_it, load, "_allocate"),
+    (load_it, pieces, "_read"),
+    (load_it, reading, "_data"),
+    (load_file, safetensors, "_header"),
+    (load_file, safetensors, "_mapped"),
+    (save_file, files.Sink, "write"),
+]
 
 
 @pytest.mark.one_in(3, each=["name"])
@@ -148,7 +163,7 @@ def test_out_of_memory(program, module, name, who, error, tmp_path, monkeypatch)
     on_mesh((2,), lambda mesh: load_it(mesh, tmp_path))
 
 
-# -- what nobody waits for ---------------------------------------------------------------------------------------------
+# -- what nobody waits for -------------------------------------------------------------------------
 
 NEVER_WAITED = """
 import os, sys, torch, shardmesh as sm
@@ -198,7 +213,9 @@ def test_an_asynchronous_save_under_launch_that_nobody_waits_for(tmp_path):
 
 
 def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
-    """The thread of rank 0 waits for the files of others, but not for those of a rank that is known to have died."""
+    """The thread of rank 0 waits for the files of others, but not for those of a rank that is known
+    to have died.
+    """
     go, write = threading.Event(), saving.SaveJob.write
 
     def late(self):
@@ -229,7 +246,7 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
     assert "rank 1 died before it had written its part" in error
 
 
-# -- texts -------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Ranks killed in the middle of a save: the folder has the old or the new checkpoint, and surviving ranks raise an error.
+"""Ranks killed in the middle of a save: the folder has the old or the new checkpoint, and surviving
+ranks raise an error.
 
 benchmarks/checkpoint_faults.py runs every call and 500 random times.
 """
@@ -16,9 +17,17 @@ from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, loaded_step
 pytestmark = pytest.mark.xdist_group("faults")
 
 NAMES = [
-    "save one 0 3 half", "save one 0 9 before", "save all 0 16 half", "save one 2 1 half", "save all 1 4 before",
-    "replace one 0 19 before", "replace all 0 20 before", "save one 3 0.01 after", "async one 0 12 before", "async one 1 2 half",
-]  # fmt: skip
+    "save one 0 3 half",
+    "save one 0 9 before",
+    "save all 0 16 half",
+    "save one 2 1 half",
+    "save all 1 4 before",
+    "replace one 0 19 before",
+    "replace all 0 20 before",
+    "save one 3 0.01 after",
+    "async one 0 12 before",
+    "async one 1 2 half",
+]
 
 
 @pytest.fixture(scope="module")

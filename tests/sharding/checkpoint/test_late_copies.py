@@ -1,4 +1,6 @@
-"""`async_save` on a stand-in for a GPU whose copies to pinned memory arrive late: values, and what the host waits for."""
+"""`async_save` on a stand-in for a GPU whose copies to pinned memory arrive late: values, and what
+the host waits for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.stand_in.host_syncs import HostSyncs
 
 
 def saved_twice() -> dict[str, Any]:
-    """Save a tree twice, change it at once; return what was saved, and what the host waited for before that."""
+    """Save a tree twice, change it at once; return what was saved, and what the host waited for
+    before that.
+    """
 
     def rank() -> Any:
         mesh = sm.init_device_mesh(device.NAME, (2,), axis_names=("dp",))
@@ -60,7 +64,9 @@ def _whole(x: Any) -> list[float]:
 
 
 def test_the_host_does_not_wait_for_copies() -> None:
-    """But for values that are the same on all ranks, which are compared; the copies are those of before, in memory that is used again."""
+    """But for values that are the same on all ranks, which are compared; the copies are those of
+    before, in memory that is used again.
+    """
     found = call(saved_twice)
     names = ["half", "none", *(f"w{i}" for i in range(4))]
     first = {name: [1.0] for name in names} | {"plain": [7.0], "host": [3.0]}

@@ -1,4 +1,6 @@
-"""Training resumes in another form of data parallelism on another mesh, from a checkpoint or full tensors on one rank."""
+"""Training resumes in another form of data parallelism on another mesh, from a checkpoint or full
+tensors on one rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FORMS = {
 
 
 def trained(form, mesh_shape, count, seed, before, after):
-    """Return the losses of some steps on a mesh, on rank 0; `before` loads the model's state, `after` receives it."""
+    """Return the losses of some steps on a mesh, on rank 0; `before` loads the model's state,
+    `after` receives it.
+    """
 
     def program(mesh):
         torch.manual_seed(seed)

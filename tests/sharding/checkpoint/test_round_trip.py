@@ -144,7 +144,7 @@ def test_random_state_continues(tmp_path):
     assert not torch.equal(before[0][0], before[1][0])
 
 
-# -- how much ----------------------------------------------------------------------------------------------------------
+# -- how much --------------------------------------------------------------------------------------
 
 
 def test_each_byte_is_written_once_and_evenly(tmp_path):
@@ -170,7 +170,9 @@ def test_each_byte_is_written_once_and_evenly(tmp_path):
     ],
 )
 def test_each_byte_is_read_once(spec, kept, tmp_path, monkeypatch):
-    """A node reads each piece once, whatever is replicated; readers keep their own parts and send the rest."""
+    """A node reads each piece once, whatever is replicated; readers keep their own parts and send
+    the rest.
+    """
     read = []
     whole = pieces.read_tensor
     monkeypatch.setattr(
@@ -223,7 +225,9 @@ def test_nothing_is_sent_if_ranks_need_different_pieces(tmp_path):
 
 
 def test_tensors_are_read_in_place(tmp_path, monkeypatch):
-    """Directly into the loaded tensor's memory if a piece is contiguous there, otherwise into a buffer."""
+    """Directly into the loaded tensor's memory if a piece is contiguous there, otherwise into a
+    buffer.
+    """
     into, whole = [], pieces.read_tensor
 
     def read(stored, piece, dtype, memory=None):
@@ -300,7 +304,7 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
     assert len(read) == len(set(read)) == 4 + 2 * 4  # of 2 rows; of 6 elements of each rank's 20
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,9 @@ def test_invalid_options_raise(options, tmp_path):
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"])
 def test_a_rank_that_cannot_read(damaged, tmp_path, monkeypatch):
-    """In several rounds, some read locally: the other ranks do not wait for it, and raise its error."""
+    """In several rounds, some read locally: the other ranks do not wait for it, and raise its
+    error.
+    """
     monkeypatch.setattr(reading, "ROUND_BYTES", 1)
 
     def tree(mesh):

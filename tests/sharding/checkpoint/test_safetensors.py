@@ -1,4 +1,6 @@
-"""Files in the safetensors format: read by slices, written from one rank, compatible with the safetensors library."""
+"""Files in the safetensors format: read by slices, written from one rank, compatible with the
+safetensors library.
+"""
 
 from __future__ import annotations
 

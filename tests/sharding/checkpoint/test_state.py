@@ -1,4 +1,6 @@
-"""State of modules and optimizers: by name, sharded, full on one rank, and loaded onto another mesh."""
+"""State of modules and optimizers: by name, sharded, full on one rank, and loaded onto another
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ SPECS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_training_resumes_on_another_mesh(spec, tmp_path):
-    """Three steps on (2, 2), two more on (3,) with a new optimizer equal five without interruption."""
+    """Three steps on (2, 2), two more on (3,) with a new optimizer equal five without
+    interruption.
+    """
 
     def first(mesh):
         model = model_of(mesh, lambda p: ROWS)
@@ -172,7 +176,9 @@ class Loader:
 
 
 def test_entries_of_objects_come_from_the_checkpoint(tmp_path):
-    """More and other entries than the new object has, tensors of other shapes, and per-rank values."""
+    """More and other entries than the new object has, tensors of other shapes, and per-rank
+    values.
+    """
     begun = {
         "epoch": 3,
         "order": torch.arange(5),
@@ -248,7 +254,7 @@ def test_different_param_groups():
     assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
 
 
-# -- whole on one rank -------------------------------------------------------------------------------------------------
+# -- whole on one rank -----------------------------------------------------------------------------
 
 
 def test_full_state_on_one_rank():

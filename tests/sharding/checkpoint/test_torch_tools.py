@@ -1,4 +1,6 @@
-"""Compatibility with torch.distributed.checkpoint: torch's tools read our checkpoints, and we read those of DTensors."""
+"""Compatibility with torch.distributed.checkpoint: torch's tools read our checkpoints, and we read
+those of DTensors.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_torch_loads_ours(world4, tmp_path):
 
 
 def _from_dtensors(folder: Path) -> None:
-    """Load what torch saved from DTensors into any of our layouts, with the state of an optimizer."""
+    """Load what torch saved from DTensors into any of our layouts, with the state of an
+    optimizer.
+    """
     mesh = _mesh()
     torch.manual_seed(0)
     model = nn.Linear(5, 7)

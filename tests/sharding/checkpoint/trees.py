@@ -1,4 +1,6 @@
-"""Random trees of state on random meshes, by seed: the saved tree, the layouts for loading, and the comparison."""
+"""Random trees of state on random meshes, by seed: the saved tree, the layouts for loading, and the
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,17 @@ from tests.sharding.ranks import AXES
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (1, 3), (2, 1, 2), (5,)]
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 12]
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
     torch.complex64,
-]  # fmt: skip
+]
 
 
 def shape_of(rng: random.Random) -> tuple[int, ...]:
@@ -80,7 +90,9 @@ def part_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def pair(seed: int, folder: Path) -> int:
-    """Save a random tree on a random mesh and load it onto another, bit for bit. Return the number of tensors."""
+    """Save a random tree on a random mesh and load it onto another, bit for bit. Return the number
+    of tensors.
+    """
     rng = random.Random(seed)
     saved_shape, loaded_shape = rng.choice(MESHES), rng.choice(MESHES)
     tensors = [(shape_of(rng), rng.choice(DTYPES)) for _ in range(rng.randint(1, 4))]

@@ -1,7 +1,7 @@
 """A program written for `torch.distributed.tensor`, which runs with torch and with shardmesh.
 
-Every part takes the API as an argument and returns plain values for comparison. A user's file would have the import lines of
-`torch_api`, or `from shardmesh import ...` instead.
+Every part takes the API as an argument and returns plain values for comparison. A user's file would
+have the import lines of `torch_api`, or `from shardmesh import ...` instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# -- meshes ------------------------------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
 def meshes(api: Any) -> Any:
@@ -85,7 +85,7 @@ def meshes(api: Any) -> Any:
     }
 
 
-# -- tensors in and out ------------------------------------------------------------------------------------------------
+# -- tensors in and out ----------------------------------------------------------------------------
 
 
 def placements(api: Any) -> Any:
@@ -243,7 +243,7 @@ def factories(api: Any) -> Any:
     }
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 class TextModel(nn.Module):
@@ -269,7 +269,9 @@ def make_model() -> TextModel:
 
 
 def sharded_model(api: Any, mesh: Any) -> nn.Module:
-    """Return a model with vocabulary, hidden units and classes sharded over tp, and the rest replicated."""
+    """Return a model with vocabulary, hidden units and classes sharded over tp, and the rest
+    replicated.
+    """
     splits = {
         "embed": {"weight": 0},
         "up": {"weight": 0, "bias": 0},
@@ -312,7 +314,9 @@ def batches() -> Any:
 
 
 def train(api: Any) -> Any:
-    """Return losses, full parameters, gradients and optimizer states after three steps, and those of a loaded checkpoint."""
+    """Return losses, full parameters, gradients and optimizer states after three steps, and those
+    of a loaded checkpoint.
+    """
     mesh = grid(api)
     model = sharded_model(api, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -342,7 +346,9 @@ def train(api: Any) -> Any:
 
 
 def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
-    """Save full tensors and load them into a model with another layout; save and load this rank's parts."""
+    """Save full tensors and load them into a model with another layout; save and load this rank's
+    parts.
+    """
     file = io.BytesIO()
     torch.save({name: x.full_tensor() for name, x in model.state_dict().items()}, file)
     file.seek(0)
@@ -370,7 +376,7 @@ def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
     )
 
 
-# -- extensions --------------------------------------------------------------------------------------------------------
+# -- extensions ------------------------------------------------------------------------------------
 
 
 def local_functions(api: Any) -> Any:
@@ -466,5 +472,15 @@ def mixing(api: Any) -> Any:
 
 
 PARTS = [
-    meshes, placements, boundary, gradients_of_parts, moves, factories, train, local_functions, extension, counting, mixing,
-]  # fmt: skip
+    meshes,
+    placements,
+    boundary,
+    gradients_of_parts,
+    moves,
+    factories,
+    train,
+    local_functions,
+    extension,
+    counting,
+    mixing,
+]

@@ -38,7 +38,10 @@ _RANDOM_NOTES = {
     "": "the same global tensor on every mesh; seeded by sm.random.manual_seed",
 }
 _STYLE_NOTES = {
-    "": "subclasses may override _apply, _partition_linear_fn, _partition_embedding_fn, _prepare_input_fn, _prepare_output_fn"
+    "": (
+        "subclasses may override _apply, _partition_linear_fn, _partition_embedding_fn, "
+        "_prepare_input_fn, _prepare_output_fn"
+    )
 }
 _MESH_DIM = {"mesh_dim": "also by position"}
 
@@ -52,7 +55,10 @@ STATUS: dict[str, tuple[str, str]] = {
         "DTensor.from_local",
         "local_tensor device_mesh placements run_check shape grad_placements",
         {
-            "": "without shape=, ranks exchange the shapes of split parts when a call is first reached",
+            "": (
+                "without shape=, ranks exchange the shapes of split parts when a call is first "
+                "reached"
+            ),
             "run_check": "does not write into the local tensor",
         },
     ),
@@ -114,36 +120,45 @@ STATUS: dict[str, tuple[str, str]] = {
         "parallelize_module",
         "module device_mesh parallelize_plan src_data_rank",
         {
-            "parallelize_plan": "styles of torch, of shardmesh, and the program's own; a pattern that matches nothing is an error"
+            "parallelize_plan": (
+                "styles of torch, of shardmesh, and the program's own; a pattern that matches "
+                "nothing is an error"
+            )
         },
     ),
     "ParallelStyle": (
         WORKS,
-        "the base class of a program's own styles; _apply(module, device_mesh) is called as in torch",
+        "the base class of a program's own styles; _apply(module, device_mesh) is called as in "
+        "torch",
     ),
     **_parameters("ColwiseParallel", "input_layouts output_layouts use_local_output", _STYLE_NOTES),
     **_parameters("RowwiseParallel", "input_layouts output_layouts use_local_output", _STYLE_NOTES),
     **_parameters("SequenceParallel", "sequence_dim use_local_output"),
     **_parameters(
         "PrepareModuleInput",
-        "input_layouts desired_input_layouts input_kwarg_layouts desired_input_kwarg_layouts use_local_output",
+        "input_layouts desired_input_layouts input_kwarg_layouts desired_input_kwarg_layouts "
+        "use_local_output",
     ),
     **_parameters("PrepareModuleOutput", "output_layouts desired_output_layouts use_local_output"),
     **_parameters(
         "PrepareModuleInputOutput",
-        "input_layouts desired_input_layouts input_kwarg_layouts desired_input_kwarg_layouts use_local_input output_layouts "
-        "desired_output_layouts use_local_output",
+        "input_layouts desired_input_layouts input_kwarg_layouts desired_input_kwarg_layouts "
+        "use_local_input output_layouts desired_output_layouts use_local_output",
     ),
     "loss_parallel": (
         WORKS,
-        "for plain targets; any mesh, reduction, weights and label smoothing; backward may come after the block",
+        "for plain targets; any mesh, reduction, weights and label smoothing; backward may come "
+        "after the block",
     ),
     # torch.distributed.tensor.experimental
     **_parameters(
         "context_parallel",
         "mesh buffers buffer_seq_dims no_restore_buffers",
         {
-            "": "for plain tensors, in torch's form; sm.parallel.context_parallel is the form for sharded ones",
+            "": (
+                "for plain tensors, in torch's form; sm.parallel.context_parallel is the form for "
+                "sharded ones"
+            ),
             "buffers": "of any length; longer ones than the first give their first positions",
         },
     ),
@@ -173,7 +188,9 @@ STATUS: dict[str, tuple[str, str]] = {
         "device_type mesh_shape mesh_dim_names backend_override",
         {
             "": "over all ranks of the world",
-            "backend_override": "collectives over an axis of several ranks with the backend 'fake' raise",
+            "backend_override": (
+                "collectives over an axis of several ranks with the backend 'fake' raise"
+            ),
         },
     ),
     **_parameters(

@@ -12,10 +12,11 @@ from __future__ import annotations
 WORKS, NO_EFFECT, REFUSED = "works", "accepted without effect", "refused"
 
 STATUS: dict[str, tuple[str, str]] = {
-    # -- fully_shard ---------------------------------------------------------------------------------------------------
+    # -- fully_shard -------------------------------------------------------------------------------
     "fully_shard": (
         WORKS,
-        "parameters come from rank 0, as with `distribute_tensor`; containers without `forward` are accepted",
+        "parameters come from rank 0, as with `distribute_tensor`; containers without `forward` "
+        "are accepted",
     ),
     "fully_shard(module)": (WORKS, "a module, or a list of modules as one unit"),
     "fully_shard(mesh)": (WORKS, "by default the current mesh, else all ranks"),
@@ -25,13 +26,14 @@ STATUS: dict[str, tuple[str, str]] = {
     ),
     "fully_shard(shard_placement_fn)": (
         WORKS,
-        "any dim of any size; `ShardPlacementResult` with a mesh for the parameters of whole modules, which become a unit of their own",
+        "any dim of any size; `ShardPlacementResult` with a mesh for the parameters of whole "
+        "modules, which become a unit of their own",
     ),
     "fully_shard(mp_policy)": (WORKS, ""),
     "fully_shard(offload_policy)": (WORKS, ""),
     "fully_shard(ignored_params)": (WORKS, ""),
     "fully_shard(dp_mesh_dims)": (WORKS, "parameters on the mesh may be plain, too"),
-    # -- FSDPModule ----------------------------------------------------------------------------------------------------
+    # -- FSDPModule --------------------------------------------------------------------------------
     "FSDPModule": (
         WORKS,
         "`isinstance` holds for modules of `compat.fully_shard`; copies and pickles keep the class",
@@ -127,7 +129,7 @@ STATUS: dict[str, tuple[str, str]] = {
     "FSDPModule.set_custom_all_gather(comm)": (REFUSED, ""),
     "FSDPModule.set_custom_reduce_scatter": (REFUSED, "as `set_custom_all_gather`"),
     "FSDPModule.set_custom_reduce_scatter(comm)": (REFUSED, ""),
-    # -- other names ---------------------------------------------------------------------------------------------------
+    # -- other names -------------------------------------------------------------------------------
     "UnshardHandle": (WORKS, ""),
     "UnshardHandle.wait": (WORKS, ""),
     "register_fsdp_forward_method": (WORKS, ""),
@@ -151,14 +153,15 @@ STATUS: dict[str, tuple[str, str]] = {
     "DataParallelMeshDims(replicate)": (WORKS, ""),
     "DataParallelMeshDims.shard_names": (WORKS, ""),
     "DataParallelMeshDims.replicate_names": (WORKS, ""),
-    # -- torch.distributed._composable ---------------------------------------------------------------------------------
+    # -- torch.distributed._composable -------------------------------------------------------------
     "replicate": (WORKS, "both of torch's: over DDP, and over FSDP2"),
     "replicate(module)": (WORKS, "a module, or a list of modules as one unit"),
     "replicate(ignored_modules)": (WORKS, ""),
     "replicate(kwargs)": (
         WORKS,
-        "`device_mesh`, `find_unused_parameters` and `init_sync`; options about devices, buckets and memory have no effect; refused: "
-        "`process_group`, `mixed_precision`, `broadcast_buffers=True`, hooks",
+        "`device_mesh`, `find_unused_parameters` and `init_sync`; options about devices, buckets "
+        "and memory have no effect; refused: `process_group`, `mixed_precision`, "
+        "`broadcast_buffers=True`, hooks",
     ),
     "replicate(mesh)": (WORKS, ""),
     "replicate(mp_policy)": (WORKS, ""),

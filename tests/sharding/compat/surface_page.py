@@ -1,6 +1,8 @@
-"""The tables of docs/from_dtensor.md: torch's names, their parameters, and what `shardmesh.compat` does with them.
+"""The tables of docs/from_dtensor.md: torch's names, their parameters, and what `shardmesh.compat`
+does with them.
 
-`python -m tests.sharding.compat.surface_page` writes them into the page; `test_surface_page.py` compares.
+`python -m tests.sharding.compat.surface_page` writes them into the page; `test_surface_page.py`
+compares.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def _lines() -> Iterator[str]:
 
 
 def _rows(status: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """Yield one row for each name, with those of its parameters that do something else than the name."""
+    """Yield one row for each name, with those of its parameters that do something else than the
+    name.
+    """
     parameters: dict[str, list[str]] = {}
     for key in status:
         name, _, parameter = key.rstrip(")").partition("(")

@@ -60,7 +60,7 @@ def test_the_same_program_gives_the_same_results(world4, part):
         _check_same(ours, theirs)
 
 
-# -- where ours differs ------------------------------------------------------------------------------------------------
+# -- where ours differs ----------------------------------------------------------------------------
 
 DIFFERENCES: dict[str, Callable[[sm.DeviceMesh], None]] = {}
 
@@ -68,7 +68,9 @@ DIFFERENCES: dict[str, Callable[[sm.DeviceMesh], None]] = {}
 def difference(
     title: str,
 ) -> Callable[[Callable[[sm.DeviceMesh], None]], Callable[[sm.DeviceMesh], None]]:
-    """Register the test of a row of docs/from_dtensor.md: `test(mesh)` runs on a mesh of four ranks."""
+    """Register the test of a row of docs/from_dtensor.md: `test(mesh)` runs on a mesh of four
+    ranks.
+    """
 
     def register(test: Callable[[sm.DeviceMesh], None]) -> Callable[[sm.DeviceMesh], None]:
         DIFFERENCES[title] = test
@@ -144,7 +146,8 @@ def _(mesh):
 
 
 @difference(
-    "`local_map` without `in_grad_placements`, where a replicated argument meets other data on every rank"
+    "`local_map` without `in_grad_placements`, where a replicated argument meets other data on "
+    "every rank"
 )
 def _(mesh):
     for grads in (None, ([Shard(0)], [Partial()])):
@@ -181,7 +184,9 @@ def _(mesh):
     assert mine.grad is not None
     with pytest.raises(
         ValueError,
-        match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]",
+        match=(
+            r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]"
+        ),
     ):
         sm.compat.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
 
@@ -456,7 +461,7 @@ def test_documented_behavior_of_torch(world4):
         assert [name for name, true in found.items() if not true] == []
 
 
-# -- local_map ---------------------------------------------------------------------------------------------------------
+# -- local_map -------------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -519,7 +524,7 @@ def test_local_map_outside_the_mesh(mesh):
         _same(sm.compat.local_map(torch.neg, [Shard(0)])(x), -numbers(8))
 
 
-# -- register_sharding -------------------------------------------------------------------------------------------------
+# -- register_sharding -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -637,7 +642,7 @@ def test_invalid_pairs_raise(tables):
         sm.compat.register_sharding(torch.ops.aten.gelu_backward.default)(erf)
 
 
-# -- signatures --------------------------------------------------------------------------------------------------------
+# -- signatures ------------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -698,7 +703,7 @@ def test_torchs_own_placements(mesh):
     assert x.redistribute(placements=[theirs.Partial("max")]).placements == (Partial("max"),)
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def test_examples_on_the_page():
@@ -706,7 +711,9 @@ def test_examples_on_the_page():
 
 
 def test_import_lines_have_the_documented_names():
-    """Names that the first table imports are there, in torch and here; and it has all names of torch's public list."""
+    """Names that the first table imports are there, in torch and here; and it has all names of
+    torch's public list.
+    """
     imported = re.findall(r"^\| `from (\S+) import ([\w, ]+)` \|", PAGE, re.MULTILINE)
     assert len(imported) == 8
     for module, names in imported:

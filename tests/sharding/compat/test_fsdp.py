@@ -130,7 +130,7 @@ def step(made, mesh, seed=0, **options):
     loss_of(made, part(mesh, rows(seed)), **options).backward()
 
 
-# -- a list of modules as one unit -------------------------------------------------------------------------------------
+# -- a list of modules as one unit -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -235,7 +235,7 @@ def test_errors_of_the_modules(mesh):
         fully_shard(tied[1], mesh=mesh)
 
 
-# -- the class ---------------------------------------------------------------------------------------------------------
+# -- the class -------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -286,7 +286,7 @@ def test_pickles():
     check_equal(gradients(loaded), expected_gradients())
 
 
-# -- gathering by hand -------------------------------------------------------------------------------------------------
+# -- gathering by hand -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -478,7 +478,7 @@ def test_the_forward_waits_for_the_event_of_the_optimizer(mesh):
     assert event.waits == 0
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 FORMS = {
     "FSDP": ((2,), lambda mesh: shard(mesh)),
@@ -722,7 +722,7 @@ def test_holding_gradients_back_over_calls_of_sm_jit_raises(method):
     on_mesh((2, 2), main)
 
 
-# -- methods -----------------------------------------------------------------------------------------------------------
+# -- methods ---------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -767,7 +767,7 @@ def test_a_registered_method_gathers(mesh):
         )  # `forward` calls the method
 
 
-# -- where parameters are split ----------------------------------------------------------------------------------------
+# -- where parameters are split --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
@@ -909,7 +909,7 @@ def test_a_number_of_ranks_to_reshard_to(number):
     on_mesh((4,), main)
 
 
-# -- two meshes of the same ranks --------------------------------------------------------------------------------------
+# -- two meshes of the same ranks ------------------------------------------------------------------
 
 
 class Expert(nn.Module):
@@ -1100,7 +1100,7 @@ def test_sharded_inputs_on_two_meshes(mesh):
     check_equal(gradients(made), gradients(plain))
 
 
-# -- replicate ---------------------------------------------------------------------------------------------------------
+# -- replicate -------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -1161,7 +1161,7 @@ def test_errors_of_replicate(mesh):
         replicate(net(), mesh=row, bucket_mb=1)
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def test_on_processes(world4):

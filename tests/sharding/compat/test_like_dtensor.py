@@ -1,4 +1,6 @@
-"""Behavior expected by programs written for DTensor, with torch 2.13's results on four processes."""
+"""Behavior expected by programs written for DTensor, with torch 2.13's results on four
+processes.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def test_logits_are_not_gathered() -> None:
             F.cross_entropy(logits, torch.arange(rows)).backward()
         return sum(record.bytes_sent for record in records)
 
-    # A maximum, a sum of exponentials and a logit for each row; gathering would send 3/4 of the logits, 98,304 bytes.
+    # A maximum, a sum of exponentials and a logit for each row; gathering would send 3/4 of the
+    # logits, 98,304 bytes.
     assert max(on_mesh((4,), program)) <= 8 * rows * 4 * 2
 
 

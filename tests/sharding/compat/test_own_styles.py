@@ -39,7 +39,7 @@ from tests.sharding.ranks import every_rank
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 4, 8, 4, 8
 
-# -- styles ------------------------------------------------------------------------------------------------------------
+# -- styles ----------------------------------------------------------------------------------------
 
 
 class NoParallel(ParallelStyle):
@@ -239,7 +239,7 @@ class ColwiseParallelWithGradPlacement(ColwiseParallel):
         )
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -313,7 +313,7 @@ def check(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-# -- tests -------------------------------------------------------------------------------------------------------------
+# -- tests -----------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -357,7 +357,9 @@ def test_an_own_style_alone(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(2, 2)
 def test_own_styles_in_a_plan_of_parallelize(mesh: sm.DeviceMesh) -> None:
-    """The style has the whole mesh, and its module's parameters are its own to lay out; all others are replicated."""
+    """The style has the whole mesh, and its module's parameters are its own to lay out; all others
+    are replicated.
+    """
     seen = []
 
     class Experts2D(ParallelStyle):
@@ -473,15 +475,39 @@ def forms() -> list[tuple[str, nn.Module, Any, Any]]:
     gathered = {"output_layouts": Shard(0), "desired_output_layouts": Replicate()}
     return [
         ("colwise", nn.Linear(WIDTH, HIDDEN), ColwiseParallel, {"output_layouts": Replicate()}),
-        ("colwise of rows", nn.Linear(WIDTH, HIDDEN), ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}),
-        ("colwise without bias", nn.Linear(WIDTH, HIDDEN, bias=False), ColwiseParallel, {"output_layouts": Replicate()}),
+        (
+            "colwise of rows",
+            nn.Linear(WIDTH, HIDDEN),
+            ColwiseParallel,
+            {"input_layouts": Shard(0), "output_layouts": Replicate()},
+        ),
+        (
+            "colwise without bias",
+            nn.Linear(WIDTH, HIDDEN, bias=False),
+            ColwiseParallel,
+            {"output_layouts": Replicate()},
+        ),
         ("rowwise", nn.Linear(WIDTH, HIDDEN), RowwiseParallel, {"input_layouts": Replicate()}),
-        ("sequence", nn.LayerNorm(WIDTH), SequenceParallel, {"sequence_dim": 0, "use_local_output": True}),
+        (
+            "sequence",
+            nn.LayerNorm(WIDTH),
+            SequenceParallel,
+            {"sequence_dim": 0, "use_local_output": True},
+        ),
         ("input", nn.LayerNorm(WIDTH), PrepareModuleInput, {**split, "use_local_output": True}),
         ("output", nn.LayerNorm(WIDTH), PrepareModuleOutput, gathered),
-        ("both", nn.LayerNorm(WIDTH), PrepareModuleInputOutput, {**split, "use_local_input": True, "output_layouts": Replicate(),
-                                                                 "desired_output_layouts": Shard(0)}),
-    ]  # fmt: skip
+        (
+            "both",
+            nn.LayerNorm(WIDTH),
+            PrepareModuleInputOutput,
+            {
+                **split,
+                "use_local_input": True,
+                "output_layouts": Replicate(),
+                "desired_output_layouts": Shard(0),
+            },
+        ),
+    ]
 
 
 @pytest.mark.parametrize("index", range(len(forms())), ids=[form[0] for form in forms()])

@@ -1,4 +1,6 @@
-"""Programs in the form of torchtitan, Lightning and accelerate: with other imports they equal one process, as on torch."""
+"""Programs in the form of torchtitan, Lightning and accelerate: with other imports they equal one
+process, as on torch.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def layout(mesh, spec, *shape, dtype=torch.float32):
     return sm.Layout.of(mesh, spec, shape, dtype)
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def test_layouts_of_results_are_on_the_given_mesh():
@@ -196,7 +196,7 @@ def test_mapped_functions():
     )  # forward, and its dual: an all_reduce each
 
 
-# -- modules and optimizers --------------------------------------------------------------------------------------------
+# -- modules and optimizers ------------------------------------------------------------------------
 
 
 class TiedLinears(nn.Module):
@@ -280,7 +280,7 @@ def x_of(model):
     return sm.zeros(4, 8, device_mesh=model[0].weight.mesh, placements=P("dp"))
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- what cannot be --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,10 @@ def x_of(model):
     ],
 )
 def test_reading_values_raises_and_names_the_line(f):
-    line = f"{__file__}:{f.__code__.co_firstlineno}: eval_shape runs without values, but this line reads some"
+    line = (
+        f"{__file__}:{f.__code__.co_firstlineno}: eval_shape runs without values, but this line "
+        "reads some"
+    )
     with pytest.raises(RuntimeError) as error:
         eval_shape(f, layout(SMALL, P("dp"), 8))
     assert str(error.value).startswith(line)
@@ -375,7 +378,9 @@ def test_printed():
 
 
 def test_a_sharded_model_on_its_rank():
-    """What the units of a model hold (layouts, buffers, meshes) is on "meta", too, and the model stays as it is."""
+    """What the units of a model hold (layouts, buffers, meshes) is on "meta", too, and the model
+    stays as it is.
+    """
 
     def main(mesh):
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))

@@ -1,4 +1,6 @@
-"""`inspect`: its output for layouts agrees with their boxes, and for tensors with their local parts."""
+"""`inspect`: its output for layouts agrees with their boxes, and for tensors with their local
+parts.
+"""
 
 from __future__ import annotations
 
@@ -177,11 +179,13 @@ def test_large_meshes_fit_the_screen():
     [
         (
             torch.ones(2),
-            r"inspect\(Tensor\): a plain tensor is on this rank only; shard it with distribute_tensor",
+            r"inspect\(Tensor\): a plain tensor is on this rank only; shard it with "
+            r"distribute_tensor",
         ),
         (
             nn.Linear(2, 2),
-            r"inspect\(Linear\): give one of its tensors, such as inspect\(module.weight\), or print visualize\(module\)",
+            r"inspect\(Linear\): give one of its tensors, such as inspect\(module.weight\), or "
+            r"print visualize\(module\)",
         ),
         (3, r"inspect\(int\): give a ShardedTensor or a Layout"),
     ],

@@ -1,4 +1,6 @@
-"""debug_nans: the operator, line, rank and index of the first NaN or infinity, forward and backward, without false alarms."""
+"""debug_nans: the operator, line, rank and index of the first NaN or infinity, forward and
+backward, without false alarms.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ INF, NAN = float("inf"), float("nan")
 
 
 def caught(program, *args, infs: bool = True) -> BadValueError:
-    """Return the error of a program inside `debug_nans`, and check that it names a line marked as bad."""
+    """Return the error of a program inside `debug_nans`, and check that it names a line marked as
+    bad.
+    """
     with pytest.raises(BadValueError) as found, debug_nans(infs=infs):
         program(*args)
     file, _, line = found.value.place.rpartition(":")
@@ -35,7 +39,7 @@ def told(error: BadValueError) -> tuple:
     return error.operator, error.rank, error.index
 
 
-# -- forward -----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 def test_operator_rank_line_and_global_index():
@@ -49,8 +53,8 @@ def test_operator_rank_line_and_global_index():
         on_mesh((4,), program)
     assert told(found.value) == ("log", 2, (2, 1))
     assert str(found.value) == (
-        f"log gave -inf on rank 2, at {found.value.place}: first at index [2, 1] of f32[4, 2] @ P('a', None) on (a=4); 1 of 2 values on "
-        "this rank are bad. All arguments are finite."
+        f"log gave -inf on rank 2, at {found.value.place}: first at index [2, 1] of f32[4, 2] @ "
+        "P('a', None) on (a=4); 1 of 2 values on this rank are bad. All arguments are finite."
     )
     assert "# bad" in linecache.getline(__file__, int(found.value.place.rpartition(":")[2]))
 
@@ -64,7 +68,9 @@ def one_element(mesh, where, shape, index, value, otherwise):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_planted_value_is_found_at_any_position(seed):
-    """A division by zero, or the gradient of sqrt(0), at one index of a random layout in a chain of operators."""
+    """A division by zero, or the gradient of sqrt(0), at one index of a random layout in a chain of
+    operators.
+    """
     rng = random.Random(seed)
     mesh_shape, backward = rng.choice(((2,), (3,), (2, 2))), seed % 2
     shape = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
@@ -173,7 +179,7 @@ def test_plain_tensors(case):
     assert (str(again), told(again)) == (str(found.value), told(found.value))
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
 
 
 def test_backward_error_names_the_forward_line():
@@ -228,7 +234,7 @@ def test_an_operator_of_several_nodes():
         on_mesh((2,), program)
 
 
-# -- no alarm ----------------------------------------------------------------------------------------------------------
+# -- no alarm --------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -324,11 +330,13 @@ def test_infinities_may_be_allowed():
             y * 0
 
 
-# -- on processes ------------------------------------------------------------------------------------------------------
+# -- on processes ----------------------------------------------------------------------------------
 
 
 def find_one_alone(folder: Path) -> None:
-    """Find a bad value on rank 1 while rank 0 waits for it in an all_reduce. Each rank records what it raises."""
+    """Find a bad value on rank 1 while rank 0 waits for it in an all_reduce. Each rank records what
+    it raises.
+    """
     mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
     x = place(mesh, torch.tensor([1.0, 0.0]), Shard(0))
     try:

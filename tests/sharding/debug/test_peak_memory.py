@@ -1,4 +1,6 @@
-"""Memory and communication of `eval_shape` equal those of the program with real tensors, and counts by hand."""
+"""Memory and communication of `eval_shape` equal those of the program with real tensors, and counts
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def test_peak_of_a_chain_with_saved_activations():
     found = eval_shape(tanh_chain, layout(SMALL, P("dp"), rows, d), *[layout(SMALL, P(), d, d)] * n)
     assert found.result is layout(SMALL, P("dp"), rows, d)
     assert found.argument_bytes == activation + n * weight
-    # In backward: what each tanh saved, and beside those still needed the gradient before and after the operator; the loss and its seed.
+    # In backward: what each tanh saved, and beside those still needed the gradient before and after
+    # the operator; the loss and its seed.
     assert found.peak_bytes == found.argument_bytes + (n + 1) * activation + 2 * F32
     assert found.report.launches == 0
 
@@ -74,7 +77,8 @@ def test_checkpointing_lowers_the_peak(segments):
     whole, less = eval_shape(tanh_chain, *arguments), eval_shape(f, *arguments)
     assert less.peak_bytes < whole.peak_bytes or segments == n
     kept = segments - 1  # the inputs of the later segments
-    # While the last segment is recomputed and then gone through backward, as a chain of its own would be.
+    # While the last segment is recomputed and then gone through backward, as a chain of its own
+    # would be.
     assert (
         abs(less.peak_bytes - less.argument_bytes - (kept + each + 2) * activation)
         <= activation + 2 * F32
@@ -175,7 +179,9 @@ def on_real_ranks(rows, specs):
 
 
 def unnamed(at, by_op, by_axis, *sizes):
-    """Remove axis names, since a group on processes that created other meshes may have their names."""
+    """Remove axis names, since a group on processes that created other meshes may have
+    their names.
+    """
     return at, by_op, tuple(map(sum, zip(*by_axis.values(), strict=True))), *sizes
 
 
@@ -188,7 +194,7 @@ def test_layouts_and_bytes_equal_real_ranks(world4, specs, rows):
         assert said_peak <= peak < 2 * said_peak  # gloo has buffers of its own
 
 
-# -- a training step of a transformer on 1,024 ranks -------------------------------------------------------------------
+# -- a training step of a transformer on 1,024 ranks -----------------------------------------------
 
 
 def gpt(size):
@@ -236,7 +242,8 @@ def test_a_training_step_for_1024_ranks():
     assert found.argument_bytes == held + inputs + buffers
     assert found.result_bytes == 3 * held + F32
     assert found.peak_bytes > 3 * held
-    # Every gathered weight comes in once: an all_gather over fsdp brings all but the own part of tp's share.
+    # Every gathered weight comes in once: an all_gather over fsdp brings all but the own part of
+    # tp's share.
     gathered = sum(
         parameters[n].nbytes // 8 for n in parameters if "w_qkv" in n or "w_gate_up" in n
     )

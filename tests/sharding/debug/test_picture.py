@@ -65,7 +65,9 @@ def test_patches_are_where_the_boxes_are():
 
 @given(ragged_moves(("sum", "max")))
 def test_every_holder_is_named_once(move):
-    """For tensors with at most two dims, the labels of a state name each rank with data exactly once."""
+    """For tensors with at most two dims, the labels of a state name each rank with data exactly
+    once.
+    """
     mesh_shape, shape, src, dst = move
     for panel in plan_panels(
         explained(
@@ -185,7 +187,7 @@ def test_a_tensor_can_be_explained_and_drawn():
     assert sm.simulate(2)(program)() == [2, 2]
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 @given(ragged_moves(("sum", "max")))

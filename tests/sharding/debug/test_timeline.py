@@ -1,4 +1,6 @@
-"""Timelines of graphs: durations in closed form, lanes, traces that other tools read, pictures, times of real calls."""
+"""Timelines of graphs: durations in closed form, lanes, traces that other tools read, pictures,
+times of real calls.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def check_lanes(found: Timeline) -> None:
 
 
 def check_trace(path: Path, found: Timeline) -> None:
-    """A file is in Chrome's trace format: complete events on named threads, which do not overlap, and arrows with two ends."""
+    """A file is in Chrome's trace format: complete events on named threads, which do not overlap,
+    and arrows with two ends.
+    """
     events = json.loads(path.read_text())["traceEvents"]
     names = {
         e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
@@ -209,14 +213,17 @@ def test_what_has_no_timeline() -> None:
         sm.debug.timeline(f, measure=lambda: 1 / 0)
     assert torch.equal(f(x), x * 2)
     empty = sm.jit(lambda x: x).lower(sm.Layout.of(MESH, P(), (3,)))
-    assert (
-        str(sm.debug.timeline(empty))
-        == "rank 0, predicted: 0 us, of which 0 us (0%) without operators\ncompute: 0 us in 0 operators"
+    assert str(sm.debug.timeline(empty)) == (
+        "rank 0, predicted: 0 us, of which 0 us (0%) without operators\ncompute: 0 us in 0 "
+        "operators"
     )
 
 
 def test_loading_other_functions_of_debug_loads_no_graphs() -> None:
-    program = "import sys, shardmesh as sm; sm.debug.comm_report; print(any('.jit' in m for m in sys.modules if 'shardmesh' in m))"
+    program = (
+        "import sys, shardmesh as sm; sm.debug.comm_report; print(any('.jit' in m for m in "
+        "sys.modules if 'shardmesh' in m))"
+    )
     program += "; print(sm.debug.timeline.__name__, 'timeline' in dir(sm.debug))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -1,7 +1,7 @@
 """Differences from JAX: programs as in `table.py`; `MappedCase.differs` is the reason.
 
-`test_against_jax` checks that JAX differs or raises, and that our results equal the definition in `oracle.py`. Otherwise only dtypes
-differ (`MappedCase.dtypes`).
+`test_against_jax` checks that JAX differs or raises, and that our results equal the definition in
+`oracle.py`. Otherwise only dtypes differ (`MappedCase.dtypes`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.sharding.functional.table import MappedCase, case_of, each, permutati
 def in_another_order() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), ("b", "a")
     why = (
-        "JAX's ppermute and pshuffle count places in mesh order, whatever the order of the names; its axis_index and other "
-        "collectives, and all of ours, in the order of the names"
+        "JAX's ppermute and pshuffle count places in mesh order, whatever the order of the names; "
+        "its axis_index and other collectives, and all of ours, in the order of the names"
     )
     for what, perm in permutations(8).items():
         if what in ("round", "round back", "no wrap"):
@@ -40,16 +40,25 @@ def in_another_order() -> Iterator[MappedCase]:
 
 
 def sums_in_groups() -> Iterator[MappedCase]:
-    why = "JAX sums in groups with check_vma=False only; here what a group makes varies, and is checked like anything else"
+    why = (
+        "JAX sums in groups with check_vma=False only; here what a group makes varies, and is "
+        "checked like anything else"
+    )
     for mesh, axis, groups in (
         ((8,), "a", [[0, 3, 5, 1], [2], [4], [7, 6]]),
         ((2, 4), ("b", "a"), [[0, 1, 2, 3], [7, 6, 5, 4]]),
     ):
         for what in ("psum", "pmean"):
             yield case_of(
-                f"{what} in groups", mesh, axis, lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
-                each(mesh, 2, 3), second=True, differs=why, refused="NotImplementedError",
-            )  # fmt: skip
+                f"{what} in groups",
+                mesh,
+                axis,
+                lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
+                each(mesh, 2, 3),
+                second=True,
+                differs=why,
+                refused="NotImplementedError",
+            )
 
 
 def negative_dims() -> Iterator[MappedCase]:
@@ -91,11 +100,14 @@ def negative_dims() -> Iterator[MappedCase]:
 
 def uneven() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), ("b", "a")
-    why = "JAX takes multiples of the axis only; we cut as torch.chunk cuts (what does not stack is in `test_against_oracle`)"
+    why = (
+        "JAX takes multiples of the axis only; we cut as torch.chunk cuts (what does not stack is "
+        "in `test_against_oracle`)"
+    )
     sizes = (2, 2, 2, 2, 2, 2, 2, 1)
-    gathered = lambda c, x: c.all_gather(
+    gathered = lambda c, x: c.all_gather(  # noqa: E731
         c.psum_scatter(x, axis, tiled=True), axis, tiled=True, sizes=sizes
-    )  # noqa: E731
+    )
     yield case_of(
         "psum_scatter of 15",
         mesh,
@@ -158,7 +170,10 @@ def more_gradients() -> Iterator[MappedCase]:
 def types() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), "b"
     x = each(mesh, 2, 3)
-    default = "an all_gather's result is the same on every rank: we say so by default, JAX where asked to (`to=`)"
+    default = (
+        "an all_gather's result is the same on every rank: we say so by default, JAX where asked "
+        "to (`to=`)"
+    )
     gathered = lambda c, x: c.all_gather(x, axis, tiled=True)  # noqa: E731
     yield case_of(
         "all_gather by default",
@@ -170,7 +185,10 @@ def types() -> Iterator[MappedCase]:
         differs=default,
         refused="require replication",
     )
-    mixed = "JAX takes a sum over axes along which the value varies, or does not, but not over one of each"
+    mixed = (
+        "JAX takes a sum over axes along which the value varies, or does not, but not over one of "
+        "each"
+    )
     mean = lambda c, x: c.pmean(c.psum(x, "a"), ("a", "b"))  # noqa: E731
     yield case_of(
         "pmean over both of psum over a",

@@ -1,4 +1,5 @@
-"""Programs on parts whose shapes differ between ranks, through `shard_map` and by definition (`oracle.py`).
+"""Programs on parts whose shapes differ between ranks, through `shard_map` and by definition
+(`oracle.py`).
 
 The parts are passed and returned as one flat tensor, split into pieces of these lengths:
 
@@ -60,7 +61,7 @@ def numbers(shapes: Sequence[Shape], seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(-8, 9, shape, generator=generator).double() / 4 for shape in shapes]
 
 
-# -- both sides --------------------------------------------------------------------------------------------------------
+# -- both sides ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -113,7 +114,9 @@ def ours(case: FlatCase, results: list[Everyone], check: Any) -> Found:
 
 
 def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
-    """Return derivatives of the same losses as the oracle's, and check that `backward` gives the same gradients."""
+    """Return derivatives of the same losses as the oracle's, and check that `backward` gives the
+    same gradients.
+    """
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=True)
     again: Any = sum((x * 0).sum() for x in by)
@@ -129,7 +132,9 @@ def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
 
 
 def check_case(case: FlatCase, check: Any = True) -> None:
-    """Check that values, gradients and second derivatives equal those of the definition, on every rank."""
+    """Check that values, gradients and second derivatives equal those of the definition, on every
+    rank.
+    """
     by_definition, results = wanted(case)
     for found in sm.simulate(math.prod(case.mesh))(lambda: ours(case, results, check))():
         for what in ("values", "grads", "second"):

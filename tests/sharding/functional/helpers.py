@@ -1,4 +1,6 @@
-"""Helpers for tests of mapped functions: tensors on a mesh, and comparison with the plain computation."""
+"""Helpers for tests of mapped functions: tensors on a mesh, and comparison with the plain
+computation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def put(
     mesh: sm.DeviceMesh, tensor: Tensor, spec: sm.P | None = None, *, grad: bool = False
 ) -> sm.ShardedTensor:
-    """Distribute `tensor`, which is the same on every rank, without communication; replicated without a spec."""
+    """Distribute `tensor`, which is the same on every rank, without communication; replicated
+    without a spec.
+    """
     x = sm.distribute_tensor(tensor, mesh, sm.P() if spec is None else spec, src_data_rank=None)
     return x.requires_grad_() if grad else x
 

@@ -1,7 +1,9 @@
-"""The table's programs under JAX, on simulated CPU devices, in a separate process: `python -m tests.sharding.functional.jax_oracle`.
+"""The table's programs under JAX, on simulated CPU devices, in a separate process:
+`python -m tests.sharding.functional.jax_oracle`.
 
-The process is separate because JAX reads its flags at startup, and starts threads that forked test processes must not inherit. It
-runs the table and writes one answer after the other, while the tests wait for their answers:
+The process is separate because JAX reads its flags at startup, and starts threads that forked test
+processes must not inherit. It runs the table and writes one answer after the other, while the tests
+wait for their answers:
 
     tests   case 0  case 1  case 2  ..      each waits for the answer to its case
               ^       ^
@@ -94,7 +96,7 @@ class Jax:
         self._answers[name] = Answer(**answer)
 
 
-# -- inside the process ------------------------------------------------------------------------------------------------
+# -- inside the process ----------------------------------------------------------------------------
 
 
 def _lax() -> SimpleNamespace:
@@ -139,7 +141,9 @@ def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
 
 
 def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
-    """Return a function from inputs to results, gradients, and gradients of the gradients' weighted sum."""
+    """Return a function from inputs to results, gradients, and gradients of the gradients' weighted
+    sum.
+    """
     import jax
 
     function, by = _mapped(case), case.differentiable

@@ -1,5 +1,5 @@
-"""Programs of transforms and control flow, written once for JAX and for this library; run under JAX in a separate process:
-`python -m tests.sharding.functional.jax_transforms`.
+"""Programs of transforms and control flow, written once for JAX and for this library; run under JAX
+in a separate process: `python -m tests.sharding.functional.jax_transforms`.
 """
 
 from __future__ import annotations

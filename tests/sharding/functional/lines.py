@@ -1,7 +1,8 @@
 """Lines of random programs: operators, writes, reads of values, and reads of the rank.
 
-x and y are variables, z and w new ones, d a dim, n the length of x's last dim, a and b the two axes. Operators with a kink get inputs
-away from it, where rounding may differ between ranks and one process.
+x and y are variables, z and w new ones, d a dim, n the length of x's last dim, a and b the two
+axes. Operators with a kink get inputs away from it, where rounding may differ between ranks and one
+process.
 """
 
 from __future__ import annotations
@@ -47,18 +48,27 @@ WRITES = [
     "{z} = {x}.clone()\n{w} = {z}.reshape(-1)\n{z}.transpose(0, -1).copy_({y}.transpose(0, -1))",
     "{z} = {x} + 0\n{z}[0] = {y}.sum()",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{z} += {x}.reshape(-1)[0]\n{w} = {z} * {y}.sum()",
-    "{z} = torch.zeros(2, dtype=torch.float64)\n{w} = {z}.view(2, 1)\n{w}[0].copy_({x}.sum())\n{w} = {w} * {y}.sum()",
+    "{z} = torch.zeros(2, dtype=torch.float64)\n{w} = {z}.view(2, 1)\n{w}[0].copy_({x}.sum())\n{w} "
+    "= {w} * {y}.sum()",
     "{z} = {x}.clone()\n{z}.select(0, -1).zero_()\n{w} = {z} + {y}",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\n{z}.data = {y}.detach().reshape(-1) * {x}.sum().detach()",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\ntorch._foreach_add_([{z}], [{y}.sum() * {x}.sum()])",
-    "{z} = torch.zeros((), dtype=torch.float64)\nwith torch.no_grad():\n    torch.mul({x}.sum(), {y}.sum(), out={z})",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}.detach()\n{z}.fill_({y}.mean()).mul_({x}.sum())",
-    "{z} = torch.zeros(3, dtype=torch.float64)\n{z}.index_put_((torch.tensor([1]),), {y}.sum() + {x}.sum())",
-    "{z} = torch.ones(3, dtype=torch.float64)\n{w} = {z}[1:]\nF.relu({w}.mul_({y}.sum()).add_({x}.sum() + 0.1193), inplace=True)",
-    "{z} = torch.ones(2, dtype=torch.float64)\n{w} = {z}.clone()\ntorch._foreach_copy_([{z}], [{y}.detach().sum() + {x}.detach().sum()])",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\n{z}.data = "
+    "{y}.detach().reshape(-1) * {x}.sum().detach()",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\ntorch._foreach_add_([{z}], "
+    "[{y}.sum() * {x}.sum()])",
+    "{z} = torch.zeros((), dtype=torch.float64)\nwith torch.no_grad():\n    torch.mul({x}.sum(), "
+    "{y}.sum(), out={z})",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = "
+    "{z}.detach()\n{z}.fill_({y}.mean()).mul_({x}.sum())",
+    "{z} = torch.zeros(3, dtype=torch.float64)\n{z}.index_put_((torch.tensor([1]),), {y}.sum() + "
+    "{x}.sum())",
+    "{z} = torch.ones(3, dtype=torch.float64)\n{w} = "
+    "{z}[1:]\nF.relu({w}.mul_({y}.sum()).add_({x}.sum() + 0.1193), inplace=True)",
+    "{z} = torch.ones(2, dtype=torch.float64)\n{w} = {z}.clone()\ntorch._foreach_copy_([{z}], "
+    "[{y}.detach().sum() + {x}.detach().sum()])",
     "with torch.no_grad():\n    {z} = {x} * {y}.sum()\n    {w} = {z}.t()",
     "{z} = {x} * {y}.sum()\nif {z}.requires_grad:\n    {z}.register_hook(lambda g: 2.0 * g)",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\nF.batch_norm({x}.detach().reshape(-1, {n}), {z}, K[:{n}] + 2.0, training=True)",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\nF.batch_norm({x}.detach().reshape(-1, {n}), {z}, "
+    "K[:{n}] + 2.0, training=True)",
     "{z} = {x}.detach().clone()\n{z}.set_({y}.detach() * {x}.detach().sum())",
 ]
 LOOKS = [

@@ -1,12 +1,13 @@
-"""Mapped programs as data, and their meaning in one process: every step runs for all ranks before the next one begins.
+"""Mapped programs as data, and their meaning in one process: every step runs for all ranks before
+the next one begins.
 
     step                      rank 0      rank 1              a variable is a list of tensors, one for each rank, and all of
     v0 = x0.sin()             sin(.)      sin(.)              them hang in one graph of torch.autograd, whose leaves are the
     v1 = sm.psum(v0, "a")     +-----------+                   global tensors: so results and gradients are those of a
                               same        same                function of global tensors, with no library in between
 
-A pending sum is cut here into unequal shares, and in the library the first rank has all of it: whoever reads a share as a value is
-found out.
+A pending sum is cut here into unequal shares, and in the library the first rank has all of it:
+whoever reads a share as a value is found out.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class _Rank:
         return self.meaning.axis_size(axis)
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -206,8 +207,14 @@ class LockstepProgram:
         sizes = ", ".join(f"{name}={n}" for name, n in zip("ab", self.mesh, strict=True))
         each = enumerate(zip(self.shapes, self.given, self.frozen, strict=True))
         given = [f"x{i}: {list(s)} {p}{' frozen' if f else ''}" for i, (s, p, f) in each]
-        specs = f"in_specs=({', '.join(map(str, self.in_specs))},), out_specs=({', '.join(map(str, self.out_specs))},)"
-        return f"# program {self.seed} on ({sizes}); gradient by {self.outside}; {'; '.join(given)}\n# {specs}\n{self.source()}"
+        specs = (
+            f"in_specs=({', '.join(map(str, self.in_specs))},), "
+            f"out_specs=({', '.join(map(str, self.out_specs))},)"
+        )
+        return (
+            f"# program {self.seed} on ({sizes}); gradient by {self.outside}; "
+            f"{'; '.join(given)}\n# {specs}\n{self.source()}"
+        )
 
     def uses(self, word: str) -> bool:
         return re.search(word, self.source()) is not None

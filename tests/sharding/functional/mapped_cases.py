@@ -1,7 +1,8 @@
-"""The programs of `table.py` through `shard_map` and by their definitions, and the comparison of both with JAX's answers.
+"""The programs of `table.py` through `shard_map` and by their definitions, and the comparison of
+both with JAX's answers.
 
-Numbers have few bits, so sums are exact in any order and results must be bitwise equal; half precision, where gradients are
-rounded, has a tolerance of a few units in the last place.
+Numbers have few bits, so sums are exact in any order and results must be bitwise equal; half
+precision, where gradients are rounded, has a tolerance of a few units in the last place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.sharding.functional import oracle
 from tests.sharding.functional.jax_oracle import Answer
 from tests.sharding.functional.table import Input, MappedCase, loss, weights
 
-# -- our side ----------------------------------------------------------------------------------------------------------
+# -- our side --------------------------------------------------------------------------------------
 
 
 def tensor_of(x: Input, seed: int) -> torch.Tensor:
@@ -41,7 +42,9 @@ def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
 
 
 def ours(case: MappedCase) -> Answer:
-    """Return the result of the case on this rank. Calls the function twice: types are tracked in the first call, trusted in the second."""
+    """Return the result of the case on this rank. Calls the function twice: types are tracked in
+    the first call, trusted in the second.
+    """
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
@@ -90,7 +93,7 @@ def dtypes_of(xs: list[torch.Tensor]) -> list[str]:
     return [str(x.dtype).removeprefix("torch.") for x in xs]
 
 
-# -- comparing ---------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def close(case: MappedCase, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:

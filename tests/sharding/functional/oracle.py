@@ -3,8 +3,9 @@
     parts[i]     the part of the rank at index i along the axis
     result[i]    its result
 
-Derivatives are those of the definition, by torch.autograd. `Oracle` runs the programs of `table.py` by these definitions for
-all ranks at once: a value of a program is an `Everyone`, the list of its values on all ranks.
+Derivatives are those of the definition, by torch.autograd. `Oracle` runs the programs of `table.py`
+by these definitions for all ranks at once: a value of a program is an `Everyone`, the list of its
+values on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.sharding.functional.table import loss, weights
 Parts = list[Tensor]
 
 
-# -- definitions -------------------------------------------------------------------------------------------------------
+# -- definitions -----------------------------------------------------------------------------------
 
 
 def psum(parts: Parts) -> Parts:
@@ -39,7 +40,9 @@ def pmean(parts: Parts) -> Parts:
 
 
 def pmax(parts: Parts) -> Parts:
-    """Return the maximum. Its gradient is divided equally among the ranks that hold it, as in `amax`."""
+    """Return the maximum. Its gradient is divided equally among the ranks that hold it, as in
+    `amax`.
+    """
     return [torch.stack(parts).amax(0)] * len(parts)
 
 
@@ -95,7 +98,9 @@ def ragged_all_to_all(
     output_offsets: Parts,
     recv_sizes: Parts,
 ) -> Parts:
-    """Send the j-th group of row slices to index j; the sender gives their offsets in the receiver's output."""
+    """Send the j-th group of row slices to index j; the sender gives their offsets in the
+    receiver's output.
+    """
     results, places = [x.clone() for x in output], range(len(operand))
     for source, place, (at, sent, to) in itertools.product(
         places, places, [(input_offsets, send_sizes, output_offsets)]
@@ -108,7 +113,9 @@ def ragged_all_to_all(
 
 
 def cut(whole: Tensor, dim: int, n: int, tiled: bool) -> Parts:
-    """Return n parts: slices of a dim of size n, which is removed, or chunks as in `torch.chunk`, with empty ones at the end."""
+    """Return n parts: slices of a dim of size n, which is removed, or chunks as in `torch.chunk`,
+    with empty ones at the end.
+    """
     if not tiled:
         return list(whole.unbind(dim))
     lengths = (
@@ -119,11 +126,13 @@ def cut(whole: Tensor, dim: int, n: int, tiled: bool) -> Parts:
     return list(whole.split([*lengths, *[0] * (n - len(lengths))], dim))
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 class Everyone:
-    """A value of a program on every rank. Operators and methods are those of the tensors, rank by rank."""
+    """A value of a program on every rank. Operators and methods are those of the tensors, rank by
+    rank.
+    """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         self.values = list(values)
@@ -158,7 +167,8 @@ def _each(function: Callable[..., Tensor], *args: Any) -> Everyone:
 
 
 class Oracle:
-    """The collectives by name, for the programs of the table, on a mesh of this shape with axes a, b, ...
+    """The collectives by name, for the programs of the table, on a mesh of this shape with axes a,
+    b, ...
 
     Attributes:
         mesh: the shape.
@@ -168,7 +178,9 @@ class Oracle:
         self.mesh = tuple(mesh)
 
     def groups(self, axis_name: str | Sequence[str]) -> list[list[int]]:
-        """Return ranks that differ only along these axes, in the order of the names, major to minor."""
+        """Return ranks that differ only along these axes, in the order of the names, major to
+        minor.
+        """
         ranks = torch.arange(math.prod(self.mesh)).reshape(self.mesh)
         axes = ["abcd".index(name) for name in axis_name]
         return (
@@ -243,7 +255,7 @@ def _keep_first(parts: Parts) -> Parts:
     return [parts[0], *(torch.zeros_like(part) for part in parts[1:])]
 
 
-# -- global tensors ----------------------------------------------------------------------------------------------------
+# -- global tensors --------------------------------------------------------------------------------
 
 
 def spread(whole: Tensor, spec: Sequence[Any], oracle: Oracle) -> Everyone:
@@ -259,7 +271,9 @@ def spread(whole: Tensor, spec: Sequence[Any], oracle: Oracle) -> Everyone:
 
 
 def put_together(x: Everyone, spec: Sequence[Any] | None, oracle: Oracle) -> Tensor:
-    """Return the global tensor of a result that `spec` shards along dim 0 or not at all; without a spec, the stacked parts."""
+    """Return the global tensor of a result that `spec` shards along dim 0 or not at all; without a
+    spec, the stacked parts.
+    """
     if spec is None:
         return torch.stack(x.values)
     if not spec[0]:

@@ -1,8 +1,10 @@
-"""Random small programs for `shard_map`: operators and collectives over the axes a and b, in the order in which they were drawn.
+"""Random small programs for `shard_map`: operators and collectives over the axes a and b, in the
+order in which they were drawn.
 
-A program grows step by step. Each step runs at once for all ranks (`lockstep.py`), and is dropped if torch raises or numbers become
-large. Most steps make sense, by an approximate record of the axes over which a value varies and is pending (a `Kind`); some are
-random, so that the library must reject some programs.
+A program grows step by step. Each step runs at once for all ranks (`lockstep.py`), and is dropped
+if torch raises or numbers become large. Most steps make sense, by an approximate record of the axes
+over which a value varies and is pending (a `Kind`); some are random, so that the library must
+reject some programs.
 """
 
 from __future__ import annotations
@@ -26,9 +28,20 @@ BOLD = 0.15  # how often a result is said to be the same on every rank, whatever
 LARGE, MOST = 1e3, 150  # the largest number, and the most elements
 
 ROUGH = [  # how often which
-    (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (7, "write"), (1.5, "look"), (3, "index"), (3, "gradient"),
-    (4, "sm_gradient"), (3, "remat"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
-]  # fmt: skip
+    (26, "linear"),
+    (20, "unary"),
+    (22, "binary"),
+    (38, "collective"),
+    (7, "write"),
+    (1.5, "look"),
+    (3, "index"),
+    (3, "gradient"),
+    (4, "sm_gradient"),
+    (3, "remat"),
+    (3, "vmap"),
+    (2, "func_gradient"),
+    (1, "jvp"),
+]
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
 MOVE = [
     "psum_scatter",
@@ -85,7 +98,7 @@ class ProgramGenerator:
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
 
-    # -- arguments -----------------------------------------------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------------------
 
     def _argument(self) -> None:
         rng, mesh = self.rng, self.program.mesh
@@ -115,14 +128,16 @@ class ProgramGenerator:
                 unreduced.append(axis)
         return P(*map(tuple, dims), unreduced=unreduced)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def new(self) -> str:
         self.count += 1
         return f"v{self.count - 1}"
 
     def pick(self, kinds: dict[str, Kind], wanted: Any = None) -> str:
-        """Return a random variable, preferring recent ones, and one of the wanted kind if possible."""
+        """Return a random variable, preferring recent ones, and one of the wanted kind if
+        possible.
+        """
         names = list(kinds)
         if wanted is not None and self.chance(SENSE):
             names = [name for name in names if wanted(kinds[name])] or names
@@ -213,7 +228,7 @@ class ProgramGenerator:
         step, kind, names = self._with_two(kinds, INDEX)
         return step, kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text))), names
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def _collective(self, kinds: dict[str, Kind]) -> Any:
         axis = self.rng.choice(["a", "b", "a", "b", ("a", "b"), ("b", "a")])
@@ -271,7 +286,7 @@ class ProgramGenerator:
         )
         return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
 
-    # -- functions within ----------------------------------------------------------------------------------------------
+    # -- functions within --------------------------------------------------------------------------
 
     def _body(self, arg: Kind, makers: Sequence[Any], length: int) -> tuple[list[Any], str, Kind]:
         """Return steps on `p` and captured variables."""
@@ -338,7 +353,9 @@ class ProgramGenerator:
         return Gradient(target, total, by), kind, [target]
 
     def _sm_gradient(self, kinds: dict[str, Kind]) -> Any:
-        """Return a gradient by an argument of known kind, of a loss that is the same on all ranks."""
+        """Return a gradient by an argument of known kind, of a loss that is the same on all
+        ranks.
+        """
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
@@ -370,7 +387,7 @@ class ProgramGenerator:
             list(targets),
         )
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Append the results and their specs."""

@@ -1,4 +1,6 @@
-"""The steps of random programs: each is a line or two of Python, and its effect on the values of all ranks."""
+"""The steps of random programs: each is a line or two of Python, and its effect on the values of
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ class NestedFunction:
     """A nested function of the program, and the transformation applied to it.
 
     Attributes:
-        kind: "remat", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
+        kind: "remat", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad",
+            "vjp" or "jvp" (of the library).
         targets: what the result is called; of value_and_grad the value and the gradient.
         arg: what it is called with.
         body: the function's lines; its argument is `p`.
@@ -145,7 +148,9 @@ class NestedFunction:
             "vmap": f"torch.func.vmap({self.function}, out_dims={self.out_dim})({self.arg})",
             "func_grad": f"torch.func.grad({self.function})({self.arg})",
             "torch_checkpoint": f"checkpoint({self.function}, {self.arg}, use_reentrant=False)",
-            "vjp": f"sm.vjp({self.function}, {self.arg})[1](torch.tensor(0.7, dtype=torch.float64))[0]",
+            "vjp": (
+                f"sm.vjp({self.function}, {self.arg})[1](torch.tensor(0.7, dtype=torch.float64))[0]"
+            ),
             "jvp": f"sm.jvp({self.function}, ({self.arg},), ({self.arg}.sin(),))",
         }.get(self.kind, f"sm.{self.kind}({self.function})({self.arg})")
         return [
@@ -194,7 +199,9 @@ class NestedFunction:
     def _gradient(
         self, world: Lockstep, envs: list[Env], xs: list[Tensor]
     ) -> list[tuple[Tensor, ...]]:
-        """Return the gradient of a loss that is the same on all ranks, with respect to a replicated argument."""
+        """Return the gradient of a loss that is the same on all ranks, with respect to a replicated
+        argument.
+        """
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         if not world.same(losses):
@@ -211,7 +218,9 @@ class NestedFunction:
         )
 
     def _jvp(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the derivative in the direction x.sin(), as the gradient of the gradient with respect to the cotangent."""
+        """Return the derivative in the direction x.sin(), as the gradient of the gradient with
+        respect to the cotangent.
+        """
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         results = self._call(world, envs, mine)
         cotangents = [torch.zeros_like(y).requires_grad_() for y in results]

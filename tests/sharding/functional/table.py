@@ -1,11 +1,13 @@
-"""A table of small programs for every collective, which run unchanged under JAX and under this library.
+"""A table of small programs for every collective, which run unchanged under JAX and under this
+library.
 
-A program gets the library as `c` (`jax.lax` or `shardmesh`, with the same names and arguments) and this rank's tensors:
+A program gets the library as `c` (`jax.lax` or `shardmesh`, with the same names and arguments) and
+this rank's tensors:
 
     MappedCase("psum on 2x4 over b", (2, 4), lambda c, x: c.psum(x, "b"), (each((2, 4), 3, 2),))
 
-The results of all ranks are stacked and compared, with first and second derivatives. This file imports neither torch nor JAX,
-since the JAX side runs in a separate process.
+The results of all ranks are stacked and compared, with first and second derivatives. This file
+imports neither torch nor JAX, since the JAX side runs in a separate process.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Input:
     dtype: str = "float64"
 
     def values(self, seed: int) -> np.ndarray:
-        """Return float64 numbers of few bits: sums and products of a few of them are exact in any order."""
+        """Return float64 numbers of few bits: sums and products of a few of them are exact in any
+        order.
+        """
         numbers = np.random.default_rng(seed).integers(-8, 9, self.shape)
         if self.dtype in ("bool", "uint8"):
             return (numbers > 0).astype("float64")
@@ -103,7 +107,9 @@ class MappedCase:
 
 
 def weights(shape: Sequence[int], seed: int) -> np.ndarray:
-    """Return the factors of a result in a loss: numbers of few bits that differ between elements."""
+    """Return the factors of a result in a loss: numbers of few bits that differ between
+    elements.
+    """
     return ((np.arange(math.prod(shape)) * 5 + seed) % 7 - 3).reshape(tuple(shape)) / 4
 
 
@@ -128,7 +134,10 @@ def size(mesh: Sequence[int], axis: AxisName) -> int:
 
 
 def _name(what: str, mesh: Sequence[int], axis: AxisName) -> str:
-    return f"{what} on {'x'.join(map(str, mesh))} over {axis if isinstance(axis, str) else '(' + ','.join(axis) + ')'}"
+    return (
+        f"{what} on {'x'.join(map(str, mesh))} over "
+        f"{axis if isinstance(axis, str) else '(' + ','.join(axis) + ')'}"
+    )
 
 
 def case_of(
@@ -143,7 +152,7 @@ def case_of(
     return MappedCase(_name(what, mesh, axis), mesh, program, inputs, **more)
 
 
-# -- one collective ----------------------------------------------------------------------------------------------------
+# -- one collective --------------------------------------------------------------------------------
 
 
 def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
@@ -165,7 +174,9 @@ def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
 
 
 def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
-    """Yield cases whose results are replicated along the axis and returned with a spec without it."""
+    """Yield cases whose results are replicated along the axis and returned with a spec
+    without it.
+    """
     rest = tuple(name for name in AXES[: len(mesh)] if name not in axis)
     x, out = each(mesh, 2, 3), (rest or None,)
     gathered = lambda c, x: c.all_gather(x, axis, tiled=True, to="replicated")  # noqa: E731
@@ -296,7 +307,7 @@ def places(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     )
 
 
-# -- several of them ---------------------------------------------------------------------------------------------------
+# -- several of them -------------------------------------------------------------------------------
 
 
 def nested(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
@@ -341,7 +352,7 @@ def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
             if "scatter" in what
             else (x, y, z)
         )
-        program = lambda c, x, y, z, what=what: getattr(c, what)({"x": x, "yz": (y, [z])}, axis)  # noqa: E731
+        program = lambda c, x, y, z, what=what: getattr(c, what)({"x": x, ("yz"): (y, [z])}, axis)  # noqa: E731
         yield case_of(f"{what} of a pytree", mesh, axis, program, *inputs)
 
 
@@ -436,7 +447,7 @@ def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[MappedCa
         )
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole -------------------------------------------------------------------------------------
 
 
 def brief(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
@@ -470,7 +481,9 @@ FAMILIES = (
 
 
 def in_groups() -> Iterator[MappedCase]:
-    """Yield cases of collectives inside index groups, and `pswapaxes`; `differences.py` has JAX's sums in groups."""
+    """Yield cases of collectives inside index groups, and `pswapaxes`; `differences.py` has JAX's
+    sums in groups.
+    """
     for mesh, axis, groups in (
         ((8,), "a", [[0, 3], [5, 1], [2, 4], [7, 6]]),
         ((2, 4), "b", [[0, 2], [3, 1]]),
@@ -526,9 +539,13 @@ def in_groups() -> Iterator[MappedCase]:
             )
         for what in ("pmax", "pmin"):
             yield case_of(
-                f"{what} in groups", mesh, axis, lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
-                each(mesh, 2, 3), grad=False,
-            )  # fmt: skip
+                f"{what} in groups",
+                mesh,
+                axis,
+                lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
+                each(mesh, 2, 3),
+                grad=False,
+            )
         whole = size(mesh, axis)
         yield case_of(
             "pswapaxes",

@@ -19,7 +19,7 @@ def mean_loss(x, w):
     return sm.psum((x @ w).square().sum(), "a")
 
 
-# -- communication -----------------------------------------------------------------------------------------------------
+# -- communication ---------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -104,7 +104,7 @@ def test_redistribution_of_arguments_is_implicit(mesh):
         )  # what f itself calls is explicit
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def identity(mesh, in_specs=P("a"), out_specs=P("a"), **more):
@@ -116,19 +116,49 @@ def identity(mesh, in_specs=P("a"), out_specs=P("a"), **more):
 
 WRONG = {
     "another check": (lambda m: identity(m, check="sometimes"), ValueError, "check='sometimes'"),
-    "specs for fewer arguments": (lambda m: identity(m, (P("a"),))(X, X), ValueError, "in_specs do not match"),
-    "specs of another tree": (lambda m: identity(m, ({"x": P()},))([X]), ValueError, "in_specs[0] do not match"),
-    "another key": (lambda m: identity(m, ({"x": P()},))({"y": X}), ValueError, "keys ['x'] for keys ['y']"),
+    "specs for fewer arguments": (
+        lambda m: identity(m, (P("a"),))(X, X),
+        ValueError,
+        "in_specs do not match",
+    ),
+    "specs of another tree": (
+        lambda m: identity(m, ({"x": P()},))([X]),
+        ValueError,
+        "in_specs[0] do not match",
+    ),
+    "another key": (
+        lambda m: identity(m, ({"x": P()},))({"y": X}),
+        ValueError,
+        "keys ['x'] for keys ['y']",
+    ),
     "no spec": (lambda m: identity(m, ("a",))(X), ValueError, "in_specs[0]: 'a' is not a spec"),
     "an axis that the mesh has not": (lambda m: identity(m, P("z"))(X), ValueError, "'z'"),
-    "more dims than the argument has": (lambda m: identity(m, P(None, None, "a"))(X), ValueError, ""),
-    "a sharded tensor as static": (lambda m: identity(m, (None,))(put(m, X, P("a"))), TypeError, "argument 0 is sharded"),
-    "sharded, in a tree": (lambda m: identity(m, ({"w": None},))({"w": put(m, X)}), TypeError, "argument 0['w'] is sharded"),
-    "a pending maximum": (lambda m: identity(m, P(unreduced={"a": "max"}))(X), ValueError, "a max is pending over 'a'"),
-    "another mesh": (
-        lambda m: identity(m)(put(sm.init_device_mesh(DEVICE, (2,), axis_names=("b",)), X)), ValueError, "argument 0 is on",
+    "more dims than the argument has": (
+        lambda m: identity(m, P(None, None, "a"))(X),
+        ValueError,
+        "",
     ),
-}  # fmt: skip
+    "a sharded tensor as static": (
+        lambda m: identity(m, (None,))(put(m, X, P("a"))),
+        TypeError,
+        "argument 0 is sharded",
+    ),
+    "sharded, in a tree": (
+        lambda m: identity(m, ({"w": None},))({"w": put(m, X)}),
+        TypeError,
+        "argument 0['w'] is sharded",
+    ),
+    "a pending maximum": (
+        lambda m: identity(m, P(unreduced={"a": "max"}))(X),
+        ValueError,
+        "a max is pending over 'a'",
+    ),
+    "another mesh": (
+        lambda m: identity(m)(put(sm.init_device_mesh(DEVICE, (2,), axis_names=("b",)), X)),
+        ValueError,
+        "argument 0 is on",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -229,7 +259,7 @@ def test_results_unlike_the_previous_calls_raise(mesh):
     same(mapped(x), X > 0)  # another dtype needs no one else
 
 
-# -- state after a call ------------------------------------------------------------------------------------------------
+# -- state after a call ----------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -327,7 +357,9 @@ def test_with_and_without_grad(mesh):
 
 
 def test_evaluation_first():
-    """A call without grad is no precedent for one with grad, in which a captured parameter becomes an argument."""
+    """A call without grad is no precedent for one with grad, in which a captured parameter becomes
+    an argument.
+    """
 
     @every_rank(2)
     def program(mesh):

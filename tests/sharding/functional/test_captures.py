@@ -1,4 +1,6 @@
-"""Tensors that a mapped function closes over go in as arguments do: values and gradients to the second order, types, errors."""
+"""Tensors that a mapped function closes over go in as arguments do: values and gradients to the
+second order, types, errors.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_gradients_to_the_second_order(spec):
 
 @every_rank(2, 2)
 def test_a_plain_tensor_counts_as_replicated(mesh):
-    """Its gradient is that of the whole computation; leaves and others, under every check, as often as it is used."""
+    """Its gradient is that of the whole computation; leaves and others, under every check, as often
+    as it is used.
+    """
     x = put(mesh, X, P("a"))
     wanted = leaf(W)
     ((X @ wanted).square().sum() + (X @ wanted).sum()).backward()
@@ -191,9 +195,11 @@ def test_nested_functions(mesh):
 
     f = sm.shard_map(outer, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
     given = sm.shard_map(
-        lambda x, w: sm.psum((x * x.sin()).sum() * w.square().sum(), ("a", "b")), mesh=mesh, in_specs=(P("a", "b"), P("b", "a")),
+        lambda x, w: sm.psum((x * x.sin()).sum() * w.square().sum(), ("a", "b")),
+        mesh=mesh,
+        in_specs=(P("a", "b"), P("b", "a")),
         out_specs=P(),
-    )  # fmt: skip
+    )
     for _ in range(2):
         w.grad = None
         out = f(x)
@@ -294,7 +300,7 @@ def test_a_constant_that_later_requires_grad(mesh):
     torch.testing.assert_close(c.grad, X.sum(0))
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def refused(capture, f, kind=sm.errors.ShardingTypeError, out_specs=P("a"), **more):
@@ -376,7 +382,7 @@ def test_a_new_capture_in_a_cached_call():
     )
 
 
-# -- against JAX -------------------------------------------------------------------------------------------------------
+# -- against JAX -----------------------------------------------------------------------------------
 
 JAX = """
 import jax, jax.numpy as jnp, numpy as np, sys

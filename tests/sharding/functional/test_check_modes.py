@@ -100,7 +100,9 @@ def test_values_compares_arguments(mesh):
 
 @every_rank(3)
 def test_values_compares_results(mesh):
-    """A number from outside that differs is of no type that the checker could see; the first call compares, "values" every one."""
+    """A number from outside that differs is of no type that the checker could see; the first call
+    compares, "values" every one.
+    """
     scale = [1.0]
     mapped = over(mesh, lambda x, w: (x, [w * scale[0]]), (P("a"), [P()]), check="values")
     trusting = over(mesh, lambda x, w: (x, [w * scale[0]]), (P("a"), [P()]))
@@ -168,7 +170,7 @@ def test_values_of_every_kind(mesh):
         mapped([torch.tensor(mesh.coordinate[0])])
 
 
-# -- ranks fail together -----------------------------------------------------------------------------------------------
+# -- ranks fail together ---------------------------------------------------------------------------
 
 
 def errors(size, f, out_specs=P(), kind=sm.errors.ShardingTypeError):

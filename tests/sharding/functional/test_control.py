@@ -1,4 +1,6 @@
-"""`cond`, `switch`, `while_loop`, `fori_loop`, `scan`: plain, on sharded tensors, inside mapped functions, under transforms."""
+"""`cond`, `switch`, `while_loop`, `fori_loop`, `scan`: plain, on sharded tensors, inside mapped
+functions, under transforms.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.sharding.ranks import every_rank, on_mesh
 X = values(4, 3)
 
 
-# -- branches ----------------------------------------------------------------------------------------------------------
+# -- branches --------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -86,7 +88,7 @@ def test_a_collective_that_only_some_ranks_reach_raises():
         on_mesh((2,), program)
 
 
-# -- loops -------------------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -182,7 +184,7 @@ def test_scan_inside_and_under_transforms(mesh):
         same(tangent, torch.func.jvp(g, (w, batch), (w, batch))[1])
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_specs_that_are_too_long_or_name_no_axis() -> None:
         text = same_error(
             (2,), lambda mesh, more=more: _identity(mesh, **more)(X), ValueError, silent=False
         )
-        assert (
-            text
-            == f"shard_map(identity): {where}: P(None, None, 'a') has 3 entries but the tensor has 2 dims; drop the extra entries"
+        assert text == (
+            f"shard_map(identity): {where}: P(None, None, 'a') has 3 entries but the tensor has 2 "
+            "dims; drop the extra entries"
         )
     text = same_error((2,), lambda mesh: _identity(mesh, in_specs=P("q"))(X), ValueError)
     assert text.startswith("shard_map(identity): argument 0: P('q') names axis 'q'")
@@ -73,8 +73,8 @@ def test_error_for_a_loss_of_varying_weights() -> None:
 
     text = refused(own)
     assert (
-        "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments are, is that of each rank's own"
-        in text
+        "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments "
+        "are, is that of each rank's own" in text
     )
 
 

@@ -1,4 +1,6 @@
-"""In-place writes to arguments of mapped functions: copies of an argument never differ afterwards."""
+"""In-place writes to arguments of mapped functions: copies of an argument never differ
+afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mapped functions inside other functions: aliases, nesting, recursion, methods, keys and compiled callers."""
+"""Mapped functions inside other functions: aliases, nesting, recursion, methods, keys and compiled
+callers.
+"""
 
 from __future__ import annotations
 

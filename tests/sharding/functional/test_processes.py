@@ -1,4 +1,6 @@
-"""Mapped functions on four gloo processes: a selection of the programs that other tests run on simulated ranks, and some more."""
+"""Mapped functions on four gloo processes: a selection of the programs that other tests run on
+simulated ranks, and some more.
+"""
 
 from __future__ import annotations
 
@@ -104,11 +106,13 @@ def _mesh() -> sm.DeviceMesh:
     return sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def _errors() -> list[str]:
-    """Run programs that are wrong on every rank or on one; check that the mesh works after each error."""
+    """Run programs that are wrong on every rank or on one; check that the mesh works after each
+    error.
+    """
     mesh, texts = _mesh(), []
     mine = mesh.world.rank == 3
     programs = [
@@ -143,11 +147,13 @@ def test_all_ranks_raise(world4):
     assert "on rank 3: TypeError" in by_rank[1][5] or "numbers or kinds" in by_rank[1][5]
 
 
-# -- under way ---------------------------------------------------------------------------------------------------------
+# -- under way -------------------------------------------------------------------------------------
 
 
 def _ring(x: Any, w: Any) -> Any:
-    """Return the sum over all blocks of x, which are sent around the ring while one of them is processed."""
+    """Return the sum over all blocks of x, which are sent around the ring while one of them is
+    processed.
+    """
     n, total, block = sm.axis_size("a"), 0, x
     for i in range(n):
         coming = (
@@ -203,7 +209,7 @@ def test_async_collectives(world4, program):
     world4(program)
 
 
-# -- forward mode, compiled bodies: torch keeps their state by process, so that ranks must be processes ----------------
+# -- forward mode, compiled bodies: torch keeps their state by process, so that ranks must be proces
 
 
 def _forward_mode() -> None:
@@ -226,11 +232,13 @@ def test_forward_mode(world4):
     world4(_forward_mode)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def _losses(mesh: sm.DeviceMesh) -> list[float]:
-    """Run five steps of a two-layer network with columns then rows over b, examples over a; the whole step is one mapped function."""
+    """Run five steps of a two-layer network with columns then rows over b, examples over a; the
+    whole step is one mapped function.
+    """
 
     specs = {"up": P(None, "b"), "down": P("b")}
 

@@ -1,6 +1,8 @@
-"""Random programs under `shard_map(check=True)`: values and gradients of the single process, or a type error, never a wrong gradient.
+"""Random programs under `shard_map(check=True)`: values and gradients of the single process, or a
+type error, never a wrong gradient.
 
-5,000 programs in slices. Each is called twice on the same layouts: first its types are followed, then they are trusted.
+5,000 programs in slices. Each is called twice on the same layouts: first its types are followed,
+then they are trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests.sharding.ranks import on_mesh, place
 
 SLICES, LENGTH = 20, 250
 ALWAYS = 1  # so many slices are no slow test
-LATE = "by its type it is the same"  # in the refusal of a result that types let pass, and a comparison of values did not
+# in the refusal of a result that types let pass, and a comparison of values did not
+LATE = "by its type it is the same"
 
 
 class ProgramOutcome(NamedTuple):
@@ -38,7 +41,7 @@ class ProgramOutcome(NamedTuple):
     text: str = ""
 
 
-# -- in the library ----------------------------------------------------------------------------------------------------
+# -- in the library --------------------------------------------------------------------------------
 
 
 def mapped(program: LockstepProgram, mesh: sm.DeviceMesh) -> Callable[..., Any]:
@@ -119,7 +122,9 @@ def outcome(
 def outcomes(
     programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]],
 ) -> list[list[ProgramOutcome]]:
-    """Return the outcomes of programs on each rank; programs on one mesh run together while all ranks continue."""
+    """Return the outcomes of programs on each rank; programs on one mesh run together while all
+    ranks continue.
+    """
 
     def together(mesh: sm.DeviceMesh) -> list[ProgramOutcome]:
         return [outcome(*each, mesh) for each in programs]
@@ -134,7 +139,9 @@ def outcomes(
 
 
 def verdict(program: LockstepProgram, ranks: Sequence[ProgramOutcome]) -> ProgramOutcome:
-    """Return the outcome of a program on all ranks; a rejection must occur everywhere, with the same text if all take the same path."""
+    """Return the outcome of a program on all ranks; a rejection must occur everywhere, with the
+    same text if all take the same path.
+    """
     worst = next((each for each in ranks if each.kind in ("failed", "wrong")), ranks[0])
     if worst.kind in ("failed", "wrong"):
         return worst
@@ -160,7 +167,9 @@ def judged(seeds: Sequence[int]) -> list[tuple[LockstepProgram, Sequence[Meaning
 
 
 def is_late(program: LockstepProgram, end: ProgramOutcome) -> bool:
-    """Return whether types missed a varying value, as they must for numbers read from shapes that differ between ranks."""
+    """Return whether types missed a varying value, as they must for numbers read from shapes that
+    differ between ranks.
+    """
     sizes = dict(zip("ab", program.mesh, strict=True))
     pairs = zip(program.shapes, program.in_specs, strict=True)
     cuts = [cut for shape, spec in pairs for cut in zip(shape, spec.dims, strict=False)]
@@ -168,7 +177,7 @@ def is_late(program: LockstepProgram, end: ProgramOutcome) -> bool:
     return even and end.kind == "refused" and LATE in end.text
 
 
-# -- tests -------------------------------------------------------------------------------------------------------------
+# -- tests -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

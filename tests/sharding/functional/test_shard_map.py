@@ -1,4 +1,6 @@
-"""`shard_map` against the plain computation in one process: arguments, specs, results, gradients."""
+"""`shard_map` against the plain computation in one process: arguments, specs, results,
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def plain_loss(x, w):
     return (x @ w).square().sum()
 
 
-# -- calling -----------------------------------------------------------------------------------------------------------
+# -- calling ---------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -94,7 +96,7 @@ def test_default_mesh(mesh):
         mapped(X)
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -234,7 +236,7 @@ def test_keys_as_arguments(mesh):
     assert not torch.equal(drawn[0], drawn[1])
 
 
-# -- plain tensors -----------------------------------------------------------------------------------------------------
+# -- plain tensors ---------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -256,7 +258,7 @@ def test_gradients_of_plain_tensors_are_those_of_the_whole_on_every_rank(mesh):
     assert torch.equal(grads[0], grads[1])
 
 
-# -- shapes and dtypes -------------------------------------------------------------------------------------------------
+# -- shapes and dtypes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 5])

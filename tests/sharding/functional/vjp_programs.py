@@ -1,5 +1,5 @@
-"""Functions with custom gradients, which run unchanged in JAX: `python -m tests.sharding.functional.vjp_programs` prints JAX's results
-as JSON."""
+"""Functions with custom gradients, which run unchanged in JAX:
+`python -m tests.sharding.functional.vjp_programs` prints JAX's results as JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def exponential(lib: Any) -> Any:
 
 
 def wrong_on_purpose(lib: Any) -> Any:
-    """Return a function with a rule that differs from the derivative; second derivatives follow the rule."""
+    """Return a function with a rule that differs from the derivative; second derivatives follow the
+    rule.
+    """
 
     @lib.custom_vjp
     def cube(x: Any) -> Any:
@@ -66,7 +68,9 @@ def wrong_on_purpose(lib: Any) -> Any:
 
 
 def without_gradient(lib: Any) -> Any:
-    """Pass non-differentiated arguments by number and by name, a tree, and an argument without a gradient."""
+    """Pass non-differentiated arguments by number and by name, a tree, and an argument without a
+    gradient.
+    """
 
     def powered(f: Any, p: Any, n: Any, q: Any) -> Any:
         return {"y": f(p["w"]) ** n * q, "n": n}

@@ -1,4 +1,6 @@
-"""Training steps, eagerly and under `sm.jit`, for the tests here; functions of processes must be importable."""
+"""Training steps, eagerly and under `sm.jit`, for the tests here; functions of processes must be
+importable.
+"""
 
 from __future__ import annotations
 

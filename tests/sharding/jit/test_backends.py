@@ -1,4 +1,6 @@
-"""Backends of `sm.jit`: segments around what runs in Python, names and functions, what cannot be compiled."""
+"""Backends of `sm.jit`: segments around what runs in Python, names and functions, what cannot be
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -99,13 +101,18 @@ def test_what_a_backend_cannot_compile_runs_as_python_with_a_warning() -> None:
     f(x)
     with pytest.warns(
         UserWarning,
-        match="runs as Python, since the backend cannot compile it: NotImplementedError: no such thing",
+        match=(
+            "runs as Python, since the backend cannot compile it: NotImplementedError: no such "
+            "thing"
+        ),
     ):
         assert torch.equal(f(x), f(x))
 
 
 def test_writes_and_views_across_segments() -> None:
-    """A view of an argument is written in one segment, seen in another, and a number is read between them."""
+    """A view of an argument is written in one segment, seen in another, and a number is read
+    between them.
+    """
 
     def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         rows = x[1:]
@@ -194,7 +201,9 @@ def test_options_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inputs_of_a_segment_are_freed_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the generated code empties out of its list of inputs is held by nothing else, if nothing uses it later."""
+    """What the generated code empties out of its list of inputs is held by nothing else, if nothing
+    uses it later.
+    """
     from torch._inductor import compile_fx
 
     freed = []

@@ -114,9 +114,20 @@ def random(jit: Jit, mesh: sm.DeviceMesh) -> Any:
 
 
 PROGRAMS = [
-    gradient, value_and_gradient, gradient_of_jit, pullback, recomputed, mapped, inside_mapped, nested, autocast, accumulated,
-    redistributed, asynchronous, random,
-]  # fmt: skip
+    gradient,
+    value_and_gradient,
+    gradient_of_jit,
+    pullback,
+    recomputed,
+    mapped,
+    inside_mapped,
+    nested,
+    autocast,
+    accumulated,
+    redistributed,
+    asynchronous,
+    random,
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -270,7 +281,10 @@ def test_lower_before_and_after_the_passes() -> None:
         "reduce_scatter": 0,
         "bucket_bytes": 0,
     }
-    first = "# nodes changed by passes: dead_collectives 0, common_collectives 1, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
+    first = (
+        "# nodes changed by passes: dead_collectives 0, common_collectives 1, fuse_casts 0, "
+        "reduce_scatter 0, bucket_bytes 0"
+    )
     assert sm.simulate(4)(main)(None) == [(passes, passes, first, 3)] * 4
     assert sm.simulate(4)(main)(False) == [({}, {}, "# no passes", 4)] * 4
 
@@ -305,7 +319,9 @@ def test_lower_changes_nothing() -> None:
 
 @pytest.mark.parametrize("form", ["fsdp", *map(slow, ("ddp", "zero1", "hsdp"))])
 def test_lower_a_step_of_a_sharded_model(form: str) -> None:
-    """On every rank the collectives of the graph that is recorded; the model is trained as before."""
+    """On every rank the collectives of the graph that is recorded; the model is trained as
+    before.
+    """
     case = Composition(form, "sp" if form == "zero1" else "", "global", UNEVEN, (2, 2))
 
     def main(is_lowered: bool) -> Any:

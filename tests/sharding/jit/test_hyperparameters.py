@@ -1,4 +1,6 @@
-"""Hyperparameters that change from step to step are inputs of a graph, bit for bit as in eager steps; so is the decay of an `EMA`."""
+"""Hyperparameters that change from step to step are inputs of a graph, bit for bit as in eager
+steps; so is the decay of an `EMA`.
+"""
 
 from __future__ import annotations
 

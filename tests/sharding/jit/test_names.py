@@ -1,4 +1,6 @@
-"""Names by which a function under `sm.jit` reaches attributes of the program's own objects: those that it cannot, may change."""
+"""Names by which a function under `sm.jit` reaches attributes of the program's own objects: those
+that it cannot, may change.
+"""
 
 from __future__ import annotations
 
@@ -164,8 +166,15 @@ def by_subclass(scale: Scale, optimizer: Any, x: Tensor) -> Tensor:
 
 
 WAYS: list[Callable[..., Tensor]] = [
-    by_attribute, by_choice, by_variable, by_function, by_string, by_property, by_comprehension, by_subclass,
-]  # fmt: skip
+    by_attribute,
+    by_choice,
+    by_variable,
+    by_function,
+    by_string,
+    by_property,
+    by_comprehension,
+    by_subclass,
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

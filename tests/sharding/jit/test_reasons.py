@@ -1,4 +1,6 @@
-"""Why a function is recorded again: said in words, each reason once, and a warning after eight recordings."""
+"""Why a function is recorded again: said in words, each reason once, and a warning after eight
+recordings.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,46 @@ def reasons_of(
 SIGNATURES: dict[str, tuple[tuple[Any, dict[str, Any]], tuple[Any, dict[str, Any]], str]] = {
     "shape": (((X,), {}), ((X[:2],), {}), "the shape of x is [2, 3] and was [4, 3]"),
     "two shapes": (
-        ((X, X + 1), {}), ((X[:2], X[1:] + 1), {}), "the shape of x is [2, 3] and was [4, 3]; the shape of y is [3, 3] and was [4, 3]",
+        ((X, X + 1), {}),
+        ((X[:2], X[1:] + 1), {}),
+        "the shape of x is [2, 3] and was [4, 3]; the shape of y is [3, 3] and was [4, 3]",
     ),
-    "strides": (((X,), {}), ((torch.ones(3, 4).t(),), {}), "the stride of x is [1, 4] and was [3, 1]"),
+    "strides": (
+        ((X,), {}),
+        ((torch.ones(3, 4).t(),), {}),
+        "the stride of x is [1, 4] and was [3, 1]",
+    ),
     "dtype": (((X,), {}), ((X.double(),), {}), "the dtype of x is float64 and was float32"),
-    "requires_grad": (((X,), {}), ((X.clone().requires_grad_(),), {}), "x.requires_grad is on and was off"),
-    "in a tree": (((X, {"a": [X + 1]}), {}), ((X, {"a": [X.int()]}), {}), "the dtype of y['a'][0] is int32 and was float32"),
+    "requires_grad": (
+        ((X,), {}),
+        ((X.clone().requires_grad_(),), {}),
+        "x.requires_grad is on and was off",
+    ),
+    "in a tree": (
+        ((X, {"a": [X + 1]}), {}),
+        ((X, {"a": [X.int()]}), {}),
+        "the dtype of y['a'][0] is int32 and was float32",
+    ),
     "int": (((X,), {"n": 2}), ((X,), {"n": 3}), "the value of n is 3 and was 2"),
     "more arguments": (((X, 1, 2), {}), ((X, 1, 3), {}), "the value of args[2] is 3 and was 2"),
     "keyword": (((X,), {"k": "a"}), ((X,), {"k": "b"}), "the value of k is 'b' and was 'a'"),
     "type": (((X, 1), {}), ((X, X), {}), "the type of y is a tensor and was int"),
-    "object": (((X, nn.ReLU()), {}), ((X, nn.ReLU()), {}), "the object y is another ReLU than before"),
-    "structure": (((X,), {}), ((X, X.clone()), {"n": 3}), "the structure of the arguments is x, y, n and was x"),
-    "shared memory": (
-        ((X, X), {}), ((X.clone(), X.clone()), {}), "which arguments share memory, and how far apart they begin, has changed",
+    "object": (
+        ((X, nn.ReLU()), {}),
+        ((X, nn.ReLU()), {}),
+        "the object y is another ReLU than before",
     ),
-}  # fmt: skip
+    "structure": (
+        ((X,), {}),
+        ((X, X.clone()), {"n": 3}),
+        "the structure of the arguments is x, y, n and was x",
+    ),
+    "shared memory": (
+        ((X, X), {}),
+        ((X.clone(), X.clone()), {}),
+        "which arguments share memory, and how far apart they begin, has changed",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -210,7 +236,8 @@ def test_eight_recordings_warn_once_with_what_differs() -> None:
         g(torch.ones(4), n=4)
         g(torch.ones(4), n=5)
     text = (
-        r"^jit\(f\) was recorded 8 times, each time eagerly: the shape of x is \[4\] and was \[3\] \(4 times\); "
+        r"^jit\(f\) was recorded 8 times, each time eagerly: the shape of x is \[4\] and was \[3\] "
+        r"\(4 times\); "
         r"the value of n is 6 and was 5 \(3 times\). Pad tensors to a few shapes. "
         "Pass a number that changes as a float or a tensor, of which a graph takes any value.$"
     )

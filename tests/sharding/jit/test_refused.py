@@ -153,10 +153,16 @@ def forever() -> Any:
 
 
 SOURCES = {
-    "list": iter, "enumerate": enumerate, "generator": lambda data: (x for x in data), "map": lambda data: map(abs, data),
-    "zip": lambda data: zip(data, data, strict=True), "endless generator": lambda data: forever(), "count": lambda data: itertools.count(),
-    "DataLoader": lambda data: iter(torch.utils.data.DataLoader(data)), "dict": lambda data: iter(dict.fromkeys(range(9))),
-}  # fmt: skip
+    "list": iter,
+    "enumerate": enumerate,
+    "generator": lambda data: (x for x in data),
+    "map": lambda data: map(abs, data),
+    "zip": lambda data: zip(data, data, strict=True),
+    "endless generator": lambda data: forever(),
+    "count": lambda data: itertools.count(),
+    "DataLoader": lambda data: iter(torch.utils.data.DataLoader(data)),
+    "dict": lambda data: iter(dict.fromkeys(range(9))),
+}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -214,7 +220,10 @@ DYNAMIC = {
 def test_a_shape_that_depends_on_values(f: Any) -> None:
     with pytest.raises(
         JitError,
-        match=r"test_refused.py:\d+: (the shape of the result of \w+ depends on values|.* reads a value)",
+        match=(
+            r"test_refused.py:\d+: (the shape of the result of \w+ depends on values|.* reads a "
+            r"value)"
+        ),
     ):
         sm.jit(f, backend="eager")(X)
 

@@ -1,4 +1,6 @@
-"""Long graphs are cut where they repeat themselves, and equal parts are compiled once; what is compiled is kept on disk."""
+"""Long graphs are cut where they repeat themselves, and equal parts are compiled once; what is
+compiled is kept on disk.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def deep(mesh: sm.DeviceMesh, layers: int) -> nn.Sequential:
 
 
 def counted(layers: int) -> tuple[list[int], list[int], float]:
-    """Train a model of so many equal layers; return sizes of the graphs that were compiled, of all segments, and the last loss."""
+    """Train a model of so many equal layers; return sizes of the graphs that were compiled, of all
+    segments, and the last loss.
+    """
     mesh, sizes = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",)), []
     model = deep(mesh, layers)
 
@@ -120,7 +124,9 @@ def test_the_most_repeated_part_of_random_letters(seed: int) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_collectives_of_equal_parts_are_recorded_with_their_own_lines() -> None:
-    """In the trace and in a mismatch they have the lines of the program, though two layers share one compiled graph."""
+    """In the trace and in a mismatch they have the lines of the program, though two layers share
+    one compiled graph.
+    """
 
     def main() -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))

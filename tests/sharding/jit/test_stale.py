@@ -1,4 +1,6 @@
-"""What a function under `sm.jit` captures, changed between two calls: later calls see the change, or are an error. Never the old value."""
+"""What a function under `sm.jit` captures, changed between two calls: later calls see the change,
+or are an error. Never the old value.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TABLE = {"scale": 2.0}
 
 
 class ScenarioTrainer:
-    """A model on two ranks, its optimizer, and a step that a scenario changes the surroundings of."""
+    """A model on two ranks, its optimizer, and a step that a scenario changes the
+    surroundings of.
+    """
 
     def __init__(
         self,
@@ -144,9 +148,25 @@ def convert(t: ScenarioTrainer) -> None:
 
 
 CHANGES = [
-    set_lr, schedule, set_weight_decay, replace_parameter, replace_module, evaluate, freeze, write_in_place, swap_data, keep_gradients,
-    add_hook, append_module, load_optimizer, load_model, add_group, seed, draw, convert,
-]  # fmt: skip
+    set_lr,
+    schedule,
+    set_weight_decay,
+    replace_parameter,
+    replace_module,
+    evaluate,
+    freeze,
+    write_in_place,
+    swap_data,
+    keep_gradients,
+    add_hook,
+    append_module,
+    load_optimizer,
+    load_model,
+    add_group,
+    seed,
+    draw,
+    convert,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -186,7 +206,7 @@ def check(main: Callable[[Jit], Any]) -> None:
             torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
 
 
-# -- plain tensors, one process -------------------------------------------------------------------------------------------
+# -- plain tensors, one process --------------------------------------------------------------------
 
 
 def both(program: Callable[[Jit], Any]) -> None:

@@ -1,4 +1,6 @@
-"""Whole training steps under `sm.jit` equal eager ones: the compositions of the tests of layers, a Hugging Face model, processes."""
+"""Whole training steps under `sm.jit` equal eager ones: the compositions of the tests of layers, a
+Hugging Face model, processes.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
     "jitted", [("train",), ("evaluate",), ("train", "evaluate")], ids=" and ".join
 )
 def test_graphs_and_eager_code_in_turns(jitted: tuple[str, ...]) -> None:
-    """Gathered parameters that are kept from step to step are outdated when a graph has written the parameters, and the other way round."""
+    """Gathered parameters that are kept from step to step are outdated when a graph has written the
+    parameters, and the other way round.
+    """
 
     def main(jitted: tuple[str, ...]) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))

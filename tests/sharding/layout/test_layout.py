@@ -117,7 +117,9 @@ def test_equal_layouts_are_one_object(layout):
 
 @given(layouts(KINDS))
 def test_pickling(layout):
-    """Loaded with an equal mesh it is an equal layout; with an interned mesh it is the same object."""
+    """Loaded with an equal mesh it is an equal layout; with an interned mesh it is the same
+    object.
+    """
     loaded = pickle.loads(pickle.dumps(layout))
     assert (loaded.mesh, loaded.spec, loaded.shape, loaded.dtype) == (
         layout.mesh,
@@ -143,7 +145,9 @@ def test_size_one_axes_hold_everything():
 
 
 def test_the_trap_of_uneven_nested_shards():
-    """(5, 3) under [Shard(0), Shard(0)] on (2, 2): 3 + 2 rows, then 2 + 1 and 1 + 1, as torch.chunk cuts."""
+    """(5, 3) under [Shard(0), Shard(0)] on (2, 2): 3 + 2 rows, then 2 + 1 and 1 + 1, as torch.chunk
+    cuts.
+    """
     layout = Layout.of(sm.AbstractMesh((2, 2), ("a", "b")), [sm.Shard(0), sm.Shard(0)], (5, 3))
     assert [box[0] for _, box in layout.boxes()] == [(0, 2), (2, 3), (3, 4), (4, 5)]
     whole = torch.arange(15).view(5, 3)

@@ -1,4 +1,6 @@
-"""Custom functions on ShardedTensors: forward and backward work on global tensors, as on one process, to every order."""
+"""Custom functions on ShardedTensors: forward and backward work on global tensors, as on one
+process, to every order.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,9 @@ def test_only_its_own_lines_communicate(mesh):
 
 
 def test_in_a_training_loop():
-    """A block with a custom activation, as in Bloom, under FSDP with sharded inputs and under checkpointing."""
+    """A block with a custom activation, as in Bloom, under FSDP with sharded inputs and under
+    checkpointing.
+    """
 
     class CubeExpBlock(nn.Module):
         def __init__(self):
@@ -288,7 +292,7 @@ def test_ranks_outside_the_mesh():
         torch.testing.assert_close(found[rank], leaf.grad)
 
 
-# -- what cannot be --------------------------------------------------------------------------------------------------
+# -- what cannot be --------------------------------------------------------------------------------
 
 
 def custom(backward, forward=lambda ctx, x: x.sum()):

@@ -14,7 +14,9 @@ from tests.sharding.ranks import every_rank, same_error
 
 @pytest.fixture(scope="module", autouse=True)
 def picky():
-    """An operator whose kernel for "meta" takes bfloat16 only, and whose kernel here takes all but float64."""
+    """An operator whose kernel for "meta" takes bfloat16 only, and whose kernel here takes all but
+    float64.
+    """
 
     @torch.library.custom_op("device_result::rowdot", mutates_args=())
     def rowdot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

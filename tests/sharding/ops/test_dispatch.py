@@ -16,7 +16,9 @@ def _pending(mesh):
 
 
 def test_zero_and_other_floats_have_separate_strategies():
-    """Filling with zero is linear, filling with anything else is not, and both are calls of the same types."""
+    """Filling with zero is linear, filling with anything else is not, and both are calls of the
+    same types.
+    """
 
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,))

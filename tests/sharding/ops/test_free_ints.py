@@ -1,4 +1,6 @@
-"""Ints that change from call to call: results as in one process, and no new decision where the int decides nothing."""
+"""Ints that change from call to call: results as in one process, and no new decision where the int
+decides nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lineage: the same on all ranks that make a value in the same way, on whatever lines; another one for another value."""
+"""Lineage: the same on all ranks that make a value in the same way, on whatever lines; another one
+for another value.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def all_different(row: list[int]) -> bool:
     return all(unlike(one, other) for n, one in enumerate(row) for other in row[:n])
 
 
-# -- alike on all ranks ------------------------------------------------------------------------------------------------
+# -- alike on all ranks ----------------------------------------------------------------------------
 
 
 def test_the_same_program_gives_the_same_lineages() -> None:
@@ -113,7 +115,9 @@ def test_tensors_created_on_one_rank_only(extra: int) -> None:
 
 
 def of_a_line_of_its_own(rank: int) -> Any:
-    """Return the product of two tensors; on one rank the line of the first differs, and so the number of the second."""
+    """Return the product of two tensors; on one rank the line of the first differs, and so the
+    number of the second.
+    """
     if rank == 1:
         a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
         assert sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) is not None
@@ -205,7 +209,7 @@ def test_uneven_and_empty_parts() -> None:
     assert found == [found[0]] * RANKS
 
 
-# -- carried along -----------------------------------------------------------------------------------------------------
+# -- carried along ---------------------------------------------------------------------------------
 
 KEEPS: dict[str, Callable[[Any], Any]] = {
     "redistribute": lambda x: x.redistribute(P()),
@@ -241,7 +245,7 @@ def test_copied_data_keeps_its_lineage() -> None:
         assert one == other
 
 
-# -- another value -----------------------------------------------------------------------------------------------------
+# -- another value ---------------------------------------------------------------------------------
 
 
 def test_values_of_equal_shape_differ() -> None:
@@ -249,9 +253,27 @@ def test_values_of_equal_shape_differ() -> None:
         a, b = make(), make()
         c = make(P(None, "x"))
         return [
-            a, b, c, a + b, b + a, a - b, a * b, a + a, b + b, (a + b) + a, a + (b + a), a @ b, b @ a, a.neg(), a.neg().neg(),
-            a.t(), a.exp(), *a.chunk(2), *a.split(4, 1), *a.max(0),
-        ]  # fmt: skip
+            a,
+            b,
+            c,
+            a + b,
+            b + a,
+            a - b,
+            a * b,
+            a + a,
+            b + b,
+            (a + b) + a,
+            a + (b + a),
+            a @ b,
+            b @ a,
+            a.neg(),
+            a.neg().neg(),
+            a.t(),
+            a.exp(),
+            *a.chunk(2),
+            *a.split(4, 1),
+            *a.max(0),
+        ]
 
     for row in on_ranks(fn):
         assert all_different(row)
@@ -263,9 +285,24 @@ def test_non_tensor_arguments_count() -> None:
     def fn(_: int) -> list[Any]:
         a = make(P())
         return [
-            a, a.sum(0), a.sum(1), a[0], a[1], a.select(1, 0), a.select(1, 1), a.narrow(1, 0, 4), a.narrow(1, 4, 4), a.softmax(0),
-            a.softmax(1), a * 2, a * 3, a.cumsum(0), a.cumsum(1), a.roll(1, 0), a.roll(2, 0),
-        ]  # fmt: skip
+            a,
+            a.sum(0),
+            a.sum(1),
+            a[0],
+            a[1],
+            a.select(1, 0),
+            a.select(1, 1),
+            a.narrow(1, 0, 4),
+            a.narrow(1, 4, 4),
+            a.softmax(0),
+            a.softmax(1),
+            a * 2,
+            a * 3,
+            a.cumsum(0),
+            a.cumsum(1),
+            a.roll(1, 0),
+            a.roll(2, 0),
+        ]
 
     found = on_ranks(fn)
     assert found == [found[0]] * RANKS
@@ -329,7 +366,7 @@ def test_gradients_of_two_losses() -> None:
     assert all_different(found[0])
 
 
-# -- what it catches ---------------------------------------------------------------------------------------------------
+# -- what it catches -------------------------------------------------------------------------------
 
 
 def raised(fn: Callable[[int], Any]) -> Any:
@@ -409,7 +446,9 @@ def test_operators_in_another_order(
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
 def test_gradient_of_a_moved_operand_depends_on_its_loss(spec: P) -> None:
-    """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one rank has changed."""
+    """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one
+    rank has changed.
+    """
 
     def fn(rank: int) -> None:
         w, x = make(P("x")).requires_grad_(), make(spec)
@@ -444,7 +483,7 @@ def test_results_of_a_mapped_function_depend_on_its_arguments() -> None:
     assert all_different(found[0])
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 F = torch.nn.functional
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -525,7 +564,7 @@ def test_a_draw_on_the_ranks_of_another_mesh() -> None:
     assert all_alike(on_ranks(fn))
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def test_seeds_do_not_collide() -> None:

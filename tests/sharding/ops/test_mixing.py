@@ -16,7 +16,7 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 F = nn.functional
 
 
-# -- plain tensors beside sharded ones -------------------------------------------------------------------------------
+# -- plain tensors beside sharded ones -------------------------------------------------------------
 
 MIXED = {
     "add": lambda x: x + X,
@@ -75,7 +75,9 @@ def test_plain_number_that_requires_grad_raises():
 
 @every_rank(3)
 def test_implicit_replication(mesh):
-    """Plain tensors are treated as replicated; their gradients are reduced and equal on every rank."""
+    """Plain tensors are treated as replicated; their gradients are reduced and equal on
+    every rank.
+    """
     w, bias = (
         torch.ones(3, 4, dtype=X.dtype, requires_grad=True),
         torch.ones(4, dtype=X.dtype, requires_grad=True),
@@ -107,7 +109,7 @@ def test_implicit_replication_ends_with_an_exception(mesh):
         place(mesh, X, Shard(0)) + X
 
 
-# -- meshes ----------------------------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
 def test_operands_on_two_meshes_raise():

@@ -127,7 +127,9 @@ def test_clip_grad_norm(mesh):
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_parameters_that_are_not_contiguous(how):
-    """Gradients and states keep the strides of the parameter: fused kernels go through them in memory order."""
+    """Gradients and states keep the strides of the parameter: fused kernels go through them in
+    memory order.
+    """
     whole, factor = torch.arange(12.0).view(3, 4) - 5, torch.arange(12.0).view(3, 4) - 3
 
     def trained(p, factor):
@@ -181,7 +183,9 @@ def test_pending_scalar_with_lists_is_reduced_first(mesh):
 
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
 def test_lbfgs_on_fully_sharded_parameters(line_search_fn):
-    """Steps by step sizes computed from gradients, over the flat gradient of uneven parameters, one of them without a gradient."""
+    """Steps by step sizes computed from gradients, over the flat gradient of uneven parameters, one
+    of them without a gradient.
+    """
     inputs, targets = torch.randn(2, 9, 5, dtype=torch.float64).unbind()
 
     def trained(wrap):

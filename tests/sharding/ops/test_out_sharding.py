@@ -1,4 +1,6 @@
-"""`call`: an operator whose result is wanted in a given layout, at no more bytes than by moving the result alone."""
+"""`call`: an operator whose result is wanted in a given layout, at no more bytes than by moving the
+result alone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def close(x, whole):
     torch.testing.assert_close(x.full_tensor(), whole)
 
 
-# -- which way is taken ------------------------------------------------------------------------------------------------
+# -- which way is taken ----------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(4)
@@ -119,7 +121,7 @@ def test_choice_is_cached(mesh):
     assert len([key for key in sm.typeof(x).decisions if key[0] is apply]) == 1
 
 
-# -- other operators ---------------------------------------------------------------------------------------------------
+# -- other operators -------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -165,7 +167,9 @@ def test_other_operators(mesh):
 
 @every_rank(2, 2)
 def test_equals_redistributing_the_result(mesh):
-    """Pending values of every kind and parts of any sizes, wanted of operators that are linear, or not, or have a form."""
+    """Pending values of every kind and parts of any sizes, wanted of operators that are linear, or
+    not, or have a form.
+    """
     t = numbers(6, 4)
     ragged = P("a", "b", sizes={"a": (1, 5), "b": (3, 1)})
     before = [
@@ -263,7 +267,7 @@ def test_custom_function_is_redistributed_afterwards(mesh):
     assert torch.equal(y.full_tensor(), torch.full((4, 4), 2.0))
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_errors_are_the_same_on_every_rank_and_move_nothing():

@@ -1,4 +1,6 @@
-"""Plain tensors created in prepared modules are treated as replicated, and compared between ranks the first time."""
+"""Plain tensors created in prepared modules are treated as replicated, and compared between ranks
+the first time.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Operators that write the values of sharded tensors into plain ones: values and gradients of one process, or an error.
+"""Operators that write the values of sharded tensors into plain ones: values and gradients of one
+process, or an error.
 
-The table has all in-place operators of torch that take further tensors; a test compares it with torch's own list.
+The table has all in-place operators of torch that take further tensors; a test compares it with
+torch's own list.
 """
 
 from __future__ import annotations
@@ -174,9 +176,31 @@ FORMS = {
     "foreach maximum": lambda t, x: torch._foreach_maximum_([t], [x.h]),
 }
 CASES = {**WRITES, **{name: ("float", write) for name, write in FORMS.items()}}
-NO_GRADIENT = {"eq_", "ge_", "greater_", "greater_equal_", "gt_", "heaviside_", "le_", "less_", "less_equal_", "logical_and_",
-               "logical_or_", "logical_xor_", "lt_", "ne_", "not_equal_", "floor_divide_", "__ifloordiv__", "nextafter_", "igamma_",
-               "igammac_", "ldexp_", "setitem: mask, a number", "foreach copy"}  # fmt: skip
+NO_GRADIENT = {
+    "eq_",
+    "ge_",
+    "greater_",
+    "greater_equal_",
+    "gt_",
+    "heaviside_",
+    "le_",
+    "less_",
+    "less_equal_",
+    "logical_and_",
+    "logical_or_",
+    "logical_xor_",
+    "lt_",
+    "ne_",
+    "not_equal_",
+    "floor_divide_",
+    "__ifloordiv__",
+    "nextafter_",
+    "igamma_",
+    "igammac_",
+    "ldexp_",
+    "setitem: mask, a number",
+    "foreach copy",
+}
 REFUSED = {"map_", "map2_", "set_", "resize_as_", "bernoulli_"}
 OTHERS = {
     "embedding_renorm_",
@@ -204,7 +228,9 @@ def _is_in_place(name):
 
 
 def test_the_table_has_every_in_place_operator_of_torch():
-    """That takes a tensor besides the one that it writes, by torch's schemas; those without a schema must be in the table, too."""
+    """That takes a tensor besides the one that it writes, by torch's schemas; those without a
+    schema must be in the table, too.
+    """
     wanted = set()
     for name in filter(_is_in_place, {*dir(torch.Tensor), *dir(torch)}):
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
@@ -220,7 +246,7 @@ def test_the_table_has_every_in_place_operator_of_torch():
     assert {name for name in WRITES if not _is_in_place(name)} == set()
 
 
-# -- contexts in which plain tensors count as replicated --------------------------------------------------------------
+# -- contexts in which plain tensors count as replicated -------------------------------------------
 
 
 class _Call(nn.Module):
@@ -341,7 +367,9 @@ def test_values_and_gradients_are_those_of_one_process(context, spec):
 
 
 def test_every_operator_over_lists_that_torch_has_is_right():
-    """Of those that write and take further lists; `test_values_and_gradients_are_those_of_one_process` has their gradients."""
+    """Of those that write and take further lists;
+    `test_values_and_gradients_are_those_of_one_process` has their gradients.
+    """
 
     def written(name, x):
         t = [TARGETS["float"].to(DEVICE).clone(), TARGETS["row"].to(DEVICE).clone()]
@@ -372,7 +400,7 @@ def test_every_operator_over_lists_that_torch_has_is_right():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-# -- out= --------------------------------------------------------------------------------------------------------------
+# -- out= ------------------------------------------------------------------------------------------
 
 _OPERANDS = {
     "input": "h",
@@ -388,7 +416,9 @@ _OPERANDS = {
 
 
 def _functions_with_out():
-    """Yield those functions of torch with `out=` that can be called with tensors alone, and the names of these."""
+    """Yield those functions of torch with `out=` that can be called with tensors alone, and the
+    names of these.
+    """
     for func, stand_in in get_testing_overrides().items():
         parameters = inspect.signature(stand_in).parameters.values()
         required = [
@@ -448,7 +478,7 @@ def test_out():
     on_mesh((2,), program)
 
 
-# -- where plain tensors do not count as replicated --------------------------------------------------------------------
+# -- where plain tensors do not count as replicated ------------------------------------------------
 
 
 def test_outside_of_prepared_modules_it_is_refused():
@@ -551,7 +581,9 @@ def test_communication_is_implicit(mesh):
 
 
 def test_ranks_outside_the_mesh():
-    """They have no values, and the same graph: a tensor on a mesh of all ranks depends on the result."""
+    """They have no values, and the same graph: a tensor on a mesh of all ranks depends on the
+    result.
+    """
 
     def program(mesh):
         half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
@@ -573,7 +605,7 @@ def test_ranks_outside_the_mesh():
         torch.testing.assert_close(found.cpu(), expected)
 
 
-# -- a mixture of experts, as torchtitan writes it ---------------------------------------------------------------------
+# -- a mixture of experts, as torchtitan writes it -------------------------------------------------
 
 
 class _Mixture(nn.Module):
@@ -649,7 +681,7 @@ def test_mixture_of_experts(how):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-# -- derivatives of higher order, and transforms -----------------------------------------------------------------------
+# -- derivatives of higher order, and transforms ---------------------------------------------------
 
 
 def _written_and_used(x):

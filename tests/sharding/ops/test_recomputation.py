@@ -1,4 +1,6 @@
-"""Recomputation in backward runs in the state of its forward: current mesh, implicit replication, world."""
+"""Recomputation in backward runs in the state of its forward: current mesh, implicit replication,
+world.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_plain_operands_are_replicated_as_in_forward(run: Callable[..., Any]) ->
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("run", RUN.values(), ids=RUN)
 def test_state_that_a_function_sees(run: Callable[..., Any], reentrant: bool) -> None:
-    """With both forms of checkpoint; what the caller of backward has set does not count, and is there again afterwards."""
+    """With both forms of checkpoint; what the caller of backward has set does not count, and is
+    there again afterwards.
+    """
 
     def program(mesh: sm.DeviceMesh) -> None:
         seen: list[Any] = []

@@ -1,4 +1,6 @@
-"""Selective recomputation: a policy sees the operators of the program on local tensors, and nothing of what the library does."""
+"""Selective recomputation: a policy sees the operators of the program on local tensors, and nothing
+of what the library does.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ X = torch.linspace(-1, 1, 32, dtype=torch.float64).sin().view(8, 4)
 
 
 class Policy:
-    """Saves some operators, as torchtitan does: all products, every other one, or none. Records what it sees."""
+    """Saves some operators, as torchtitan does: all products, every other one, or none. Records
+    what it sees.
+    """
 
     def __init__(self, saves):
         self.saves, self.seen = saves, Counter()
@@ -114,14 +118,18 @@ FORMS = {
 
 
 def _input(form, mesh):
-    """Return the input: rows of this rank's along "a" where the model is data-parallel, sharded under tensor parallelism alone."""
+    """Return the input: rows of this rank's along "a" where the model is data-parallel, sharded
+    under tensor parallelism alone.
+    """
     if form == "parallelize":
         return sm.device_put(X.to(DEVICE), mesh["b"], P())
     return X.to(DEVICE).chunk(mesh.size("a"))[mesh.coordinate[0]]
 
 
 def _step(model, x):
-    """Return the gradients of a mean over rows, and the number of products of forward and backward."""
+    """Return the gradients of a mean over rows, and the number of products of forward and
+    backward.
+    """
     with Products() as products:
         loss = model(x).square().sum() / (x.shape[0] * 1.0)
         loss.backward()
@@ -200,7 +208,9 @@ def _step_plain(model, x):
 
 @every_rank(2)
 def test_redistribution_and_checks_inside_of_a_checkpoint(mesh):
-    """All that the library does the first time only: strategies, comparisons of plain operands, exchanges of shapes."""
+    """All that the library does the first time only: strategies, comparisons of plain operands,
+    exchanges of shapes.
+    """
 
     def f(x, w):
         y = (x @ w).redistribute(P())
@@ -227,12 +237,14 @@ def test_redistribution_and_checks_inside_of_a_checkpoint(mesh):
         torch.testing.assert_close(run(True), run(False), rtol=1e-12, atol=1e-12)
 
 
-# -- other modes -------------------------------------------------------------------------------------------------------
+# -- other modes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_flop_counter_counts_the_operators_of_the_program(form):
-    """Also in the first step, in which strategies are chosen on tensors on "meta", and gradients of replicas are compared."""
+    """Also in the first step, in which strategies are chosen on tensors on "meta", and gradients of
+    replicas are compared.
+    """
 
     def count(model, x):
         with FlopCounterMode(display=False) as counter:

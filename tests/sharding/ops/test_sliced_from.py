@@ -128,7 +128,9 @@ def test_writes_through_other_names(mesh):
 
 @every_rank(4)
 def test_communication(mesh):
-    """A row comes to all ranks, and every rank then has what it writes; rows go there and back, once."""
+    """A row comes to all ranks, and every rank then has what it writes; rows go there and back,
+    once.
+    """
     x = sm.distribute_tensor(f(8, 3), mesh, P("a"), src_data_rank=None)
     with collectives() as read:
         x[5]

@@ -1,4 +1,6 @@
-"""`torch.compile` of code on sharded tensors: correct, with graph breaks at the library's own code."""
+"""`torch.compile` of code on sharded tensors: correct, with graph breaks at the library's
+own code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from shardmesh.parallel import colwise, fully_shard, parallelize
 from tests.sharding.ranks import on_mesh
 
 ORDERS = {
-    "Dynamo after us": "import shardmesh as sm; assert 'torch._dynamo' not in sys.modules; import torch._dynamo",
+    "Dynamo after us": (
+        "import shardmesh as sm; assert 'torch._dynamo' not in sys.modules; import torch._dynamo"
+    ),
     "Dynamo before us": "import torch._dynamo, shardmesh as sm",
 }
 
@@ -30,10 +34,12 @@ def test_rules_are_set_when_compiled_code_meets_a_sharded_tensor(order):
         "before = list(trace_rules.SKIP_DIRS)\n"
         "def program():\n"
         "    x = sm.zeros(4, device_mesh=sm.init_device_mesh('cpu', (1,), axis_names=('a',)))\n"
-        "    assert trace_rules.SKIP_DIRS == before and not trace_rules.check(group.Group.all_reduce)\n"
+        "    assert trace_rules.SKIP_DIRS == before and not "
+        "trace_rules.check(group.Group.all_reduce)\n"
         "    torch.compile(lambda x: x + 1, backend='eager')(x)\n"
         "sm.simulate(1)(program)()\n"
-        "assert trace_rules.check(strategy.choose_strategy) and trace_rules.check(group.Group.all_reduce)\n"
+        "assert trace_rules.check(strategy.choose_strategy) and "
+        "trace_rules.check(group.Group.all_reduce)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{ORDERS[order]}\n{checks}"],
@@ -54,7 +60,9 @@ FIRST = {  # what compiled code may call before it has met a ShardedTensor
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("first", FIRST)
 def test_the_first_call_in_compiled_code(first):
-    """No graph has a call of the library in it, and what the program computes is compiled, also what the library calls."""
+    """No graph has a call of the library in it, and what the program computes is compiled, also
+    what the library calls.
+    """
     program = f"""
 import sys, torch, shardmesh as sm
 from shardmesh import P
@@ -206,7 +214,7 @@ def test_plain_code_around_is_compiled():
     assert on_mesh((1,), main)[0] >= 3
 
 
-# -- torch.jit.trace, torch.export -------------------------------------------------------------------------------------
+# -- torch.jit.trace, torch.export -----------------------------------------------------------------
 
 
 def _colwise(mesh):

@@ -173,7 +173,9 @@ def test_options(options):
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 def test_bitwise_equal_to_torch(rule, where):
-    """In bfloat16, as torch iterates, given the same gradients; also after its state is loaded in the middle."""
+    """In bfloat16, as torch iterates, given the same gradients; also after its state is loaded in
+    the middle.
+    """
     names = ["up", "down"]
     plain = MuonModel(torch.float32)
     theirs = torch.optim.Muon(
@@ -232,7 +234,8 @@ def test_bytes_of_a_step():
             optimizer.step()
         return used.by_op, used.bytes_sent
 
-    # each of 4 ranks owns one matrix: it receives 3/4 of that, and a quarter of each of the three others; so it sends
+    # each of 4 ranks owns one matrix: it receives 3/4 of that, and a quarter of each of the three
+    # others; so it sends
     one_way = 3 * 8 * 6 * 2 // 4
     assert on_mesh((4,), program) == [({"all_to_all": (2, 2 * one_way)}, 2 * one_way)] * 4
 

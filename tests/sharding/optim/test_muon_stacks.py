@@ -1,4 +1,6 @@
-"""Muon of stacks of matrices and of convolutions' weights: as `torch.optim.Muon` steps each matrix, owners balanced over ranks."""
+"""Muon of stacks of matrices and of convolutions' weights: as `torch.optim.Muon` steps each matrix,
+owners balanced over ranks.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def test_whole_matrices_stay_on_their_rank():
 @settings(max_examples=20)
 @given(st.data())
 def test_round_trip_from_any_layouts(data):
-    """Each owner gets the whole matrix and returns its result; at most one collective each way, each element once."""
+    """Each owner gets the whole matrix and returns its result; at most one collective each way,
+    each element once.
+    """
     mesh_shape = data.draw(st.sampled_from([(4,), (2, 2), (3, 2)]))
     abstract = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(abstract, shape, kinds=())) for shape in SHAPES]

@@ -20,7 +20,9 @@ STEPS = 20
 
 
 class Reference:
-    """Algorithm 1 of the paper, on whole matrices cut into blocks; roots by singular values. AdamW is torch's."""
+    """Algorithm 1 of the paper, on whole matrices cut into blocks; roots by singular values. AdamW
+    is torch's.
+    """
 
     def __init__(
         self,
@@ -128,7 +130,9 @@ def test_plain_parameters():
 
 
 def test_two_collectives_and_memory_per_rank():
-    """Two all_to_all per step of 3/4 of a gradient each; preconditioners only on their owner, balanced."""
+    """Two all_to_all per step of 3/4 of a gradient each; preconditioners only on their owner,
+    balanced.
+    """
 
     def program(mesh):
         params = [nn.Parameter(sm.zeros((8, 6), mesh, P("a"))) for _ in range(4)]
@@ -151,7 +155,9 @@ def test_two_collectives_and_memory_per_rank():
 
 @pytest.mark.parametrize("other", PLACES)
 def test_resumes_from_its_state_with_other_owners(other):
-    """Saved in the middle from one layout, loaded into another, between two computations of roots."""
+    """Saved in the middle from one layout, loaded into another, between two computations of
+    roots.
+    """
     options = {
         "block_size": 5,
         "update_freq": 4,

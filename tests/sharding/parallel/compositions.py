@@ -1,4 +1,5 @@
-"""The language model of `models.py` in every form of data parallelism, alone and with tensor and sequence parallelism.
+"""The language model of `models.py` in every form of data parallelism, alone and with tensor and
+sequence parallelism.
 
 A mesh has the axis "tp" last where there is tensor parallelism; all other axes are for data.
 """
@@ -40,8 +41,10 @@ class Composition:
 
     Attributes:
         form: a row of the table of data parallelism.
-        tp: "" for none, "tp" for tensor parallelism, "sp" with activations between layers split by sequence.
-        inputs: "global" sharded tensors, or "plain" ones that differ between ranks; with tp through torch's styles.
+        tp: "" for none, "tp" for tensor parallelism, "sp" with activations between layers split by
+            sequence.
+        inputs: "global" sharded tensors, or "plain" ones that differ between ranks; with tp through
+            torch's styles.
         config: shapes of the model.
         shape: of the mesh.
     """
@@ -79,7 +82,7 @@ class Composition:
         )
 
 
-# -- making it ---------------------------------------------------------------------------------------------------------
+# -- making it -------------------------------------------------------------------------------------
 
 Split = Callable[..., Any]
 
@@ -143,7 +146,7 @@ def torch_plan(tp: str) -> dict[str, Any]:
     }
 
 
-# -- training it -------------------------------------------------------------------------------------------------------
+# -- training it -----------------------------------------------------------------------------------
 
 
 def batch_of(config: Config, b: int, step: int) -> tuple[Tensor, Tensor]:
@@ -173,7 +176,9 @@ def whole(x: Any) -> Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW with an eps as large as the gradients; with a small eps, steps would not show gradients that are wrong by a factor."""
+    """Return AdamW with an eps as large as the gradients; with a small eps, steps would not show
+    gradients that are wrong by a factor.
+    """
     return torch.optim.AdamW(model.parameters(), lr=3e-2, eps=1e-2)
 
 
@@ -193,7 +198,9 @@ def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
 def train(
     case: Composition, mesh: sm.DeviceMesh, model: nn.Module
 ) -> tuple[Tensor, list[Used], dict[str, int]]:
-    """Return the losses, the communication of each step's forward and backward, and the rank's position."""
+    """Return the losses, the communication of each step's forward and backward, and the rank's
+    position.
+    """
     optimizer, losses, all_used = adamw(model), [], []
     for step in range(STEPS):
         with collectives() as records:

@@ -1,6 +1,7 @@
 """Closed forms for the communication of a step: calls and bytes that a rank receives.
 
-`make_flat_layout` gives the split of a unit's buffer; the rest is arithmetic on the shapes of the model and the mesh.
+`make_flat_layout` gives the split of a unit's buffer; the rest is arithmetic on the shapes of the
+model and the mesh.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class StepCosts:
         self.tp = case.sizes.get("tp", 1)
         self.units = list(self._units(case.config))
 
-    # -- shapes --------------------------------------------------------------------------------------------------------
+    # -- shapes ------------------------------------------------------------------------------------
 
     def _units(self, c: Config) -> Iterator[list[Parameter]]:
         """Return the parameters of the outermost unit and of each block, in module order."""
@@ -95,7 +96,7 @@ class StepCosts:
     def _copied(self, size: int) -> Parameter:
         return Parameter((size,), (size,), True)
 
-    # -- axes ----------------------------------------------------------------------------------------------------------
+    # -- axes --------------------------------------------------------------------------------------
 
     def size(self, *axes: str) -> int:
         return math.prod(self.case.sizes[axis] for axis in axes)
@@ -124,10 +125,12 @@ class StepCosts:
             assert sum(lengths) <= n * found[-1].piece < sum(lengths) + (n + 1) * max(rows)
         return found
 
-    # -- data parallelism ----------------------------------------------------------------------------------------------
+    # -- data parallelism --------------------------------------------------------------------------
 
     def gathered(self, micro_batches: int = 1) -> list[int]:
-        """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice per micro-batch."""
+        """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice
+        per micro-batch.
+        """
         n, pieces = (
             self.size(*self.shards),
             [layout.piece * self.param_bytes for layout in self.layouts()],
@@ -152,9 +155,11 @@ class StepCosts:
         return times * [(n - 1) * layout.piece * self.sum_bytes for layout in self.layouts()]
 
     def reduced(self) -> Iterator[tuple[int, int]]:
-        """Return the bytes of the all_reduces of stored gradients, by unit: one per number of copies along other axes.
+        """Return the bytes of the all_reduces of stored gradients, by unit: one per number of
+        copies along other axes.
 
-        With DDP the blocks, which are small, are summed together, where one number of copies is all that they have.
+        With DDP the blocks, which are small, are summed together, where one number of copies is all
+        that they have.
         """
         outermost, *blocks = self._held()
         if (
@@ -168,7 +173,9 @@ class StepCosts:
             )
 
     def _held(self) -> Iterator[dict[int, int]]:
-        """Return the bytes of stored gradients per unit, by their number of copies if there are several."""
+        """Return the bytes of stored gradients per unit, by their number of copies if there are
+        several.
+        """
         others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
         for unit, layout in zip(self.units, self.layouts(), strict=True):
             found = dict[int, int]()
@@ -178,7 +185,7 @@ class StepCosts:
                 found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
             yield {copies: held for copies, held in found.items() if copies > 1}
 
-    # -- tensor parallelism, of sharded inputs -------------------------------------------------------------------------
+    # -- tensor parallelism, of sharded inputs -----------------------------------------------------
 
     def tokens_here(self) -> int:
         """Return the number of tokens in this rank's part of the batch."""
@@ -188,7 +195,9 @@ class StepCosts:
         return b * S
 
     def activations(self) -> Used:
-        """Return sums: forward of the embedding, attention and the MLP; backward of the inputs of attention, the MLP and the head."""
+        """Return sums: forward of the embedding, attention and the MLP; backward of the inputs of
+        attention, the MLP and the head.
+        """
         times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
@@ -200,10 +209,12 @@ class StepCosts:
     def with_torch_styles(self, first: bool) -> Used:
         """Every module of the plan takes and returns plain tensors.
 
-        tp: forward, sums of the embedding, o_proj and down_proj, and the logits gathered. Backward, sums for all that takes a whole
-            input. In the first step, for each replicated output 19 numbers to see that replicas agree.
-        sp: the sums are scattered along the sequence, and gathered before attention, the MLP and the head, when ranks have told each other
-            how long their parts are, which are uneven; backward the other way.
+        tp: forward, sums of the embedding, o_proj and down_proj, and the logits gathered. Backward,
+            sums for all that takes a whole input. In the first step, for each replicated output 19
+            numbers to see that replicas agree.
+        sp: the sums are scattered along the sequence, and gathered before attention, the MLP and
+            the head, when ranks have told each other how long their parts are, which are uneven;
+            backward the other way.
         """
         n, layers, whole = (
             self.tp,
@@ -222,14 +233,18 @@ class StepCosts:
         return plus(self._logits(), self.activations(), lengths, checks)
 
     def _logits(self) -> Used:
-        """Return the cost of gathered logits, by an all_to_all for uneven parts; each rank has their full gradient."""
+        """Return the cost of gathered logits, by an all_to_all for uneven parts; each rank has
+        their full gradient.
+        """
         n, tokens, size = self.tp, self.tokens_here() * 8, self.case.config.vocabulary
         if size % n == 0:
             return {"all_gather": (1, (n - 1) * tokens * size // n)}
         return {"all_to_all": (1, (size - chunk(size, n, self.coordinate["tp"])) * tokens)}
 
     def loss(self) -> Used:
-        """Return the cost of the loss on sharded logits per token: a maximum and a sum, and a gradient backward; the rest are scalars."""
+        """Return the cost of the loss on sharded logits per token: a maximum and a sum, and a
+        gradient backward; the rest are scalars.
+        """
         found: Used = {}
         ranks = self.size(*self.case.data)
         if self.tp > 1:
@@ -259,7 +274,9 @@ def collective(op: str, received: list[int]) -> Used:
 
 
 def of_data(costs: StepCosts, micro_batches: int = 0) -> Used:
-    """Return the communication of data parallelism in a step; the reduction at the end of `accumulate_grads` is one call."""
+    """Return the communication of data parallelism in a step; the reduction at the end of
+    `accumulate_grads` is one call.
+    """
     copies: dict[int, list[int]] = {}
     for number, received in costs.reduced():
         copies.setdefault(number, []).append(received)

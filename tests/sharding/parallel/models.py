@@ -1,7 +1,8 @@
-"""A language model in plain PyTorch with Hugging Face's module names, which the tests of layers parallelize.
+"""A language model in plain PyTorch with Hugging Face's module names, which the tests of layers
+parallelize.
 
-It does not depend on a mesh. Tensor names end in one letter per dim: b batch, s position, d width of the residual stream,
-h head, e width of a head, f width of the SwiGLU, v token.
+It does not depend on a mesh. Tensor names end in one letter per dim: b batch, s position, d width
+of the residual stream, h head, e width of a head, f width of the SwiGLU, v token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, each of shape [s, e]
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of the model; `kv_heads` None means `heads`, `positions` is the maximal sequence length."""
+    """Shapes of the model; `kv_heads` None means `heads`, `positions` is the maximal sequence
+    length.
+    """
 
     vocabulary: int = 32
     d: int = 16
@@ -119,8 +122,9 @@ class TransformerBlock(nn.Module):
 class SmallGPT(nn.Module):
     """Map tokens [b, s] to logits [b, s, v].
 
-    Parameters by path: `embed_tokens.weight`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight`,
-    `layers.0.{input,post_attention}_layernorm.weight`, `norm.weight`, `lm_head.weight`.
+    Parameters by path: `embed_tokens.weight`, `layers.0.self_attn.{q,k,v,o}_proj.weight`,
+    `layers.0.mlp.{gate,up,down}_proj.weight`, `layers.0.{input,post_attention}_layernorm.weight`,
+    `norm.weight`, `lm_head.weight`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -143,7 +147,9 @@ class SmallGPT(nn.Module):
 
 
 def gpt(config: Config = Config(), seed: int = 0) -> SmallGPT:
-    """Return the model with the same values on every rank of every mesh, independent of torch's global generator."""
+    """Return the model with the same values on every rank of every mesh, independent of torch's
+    global generator.
+    """
     model, generator = SmallGPT(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

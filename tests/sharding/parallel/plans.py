@@ -1,4 +1,6 @@
-"""A plan for the language model of `models.py`, and its step on a mesh compared with one process."""
+"""A plan for the language model of `models.py`, and its step on a mesh compared with one
+process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.sharding.parallel.models import gpt, loss_of, tokens
 
 
 def megatron(config, stream):
-    """Return a plan with heads and features sharded over tp; activations between layers have the layout `stream`."""
+    """Return a plan with heads and features sharded over tp; activations between layers have the
+    layout `stream`.
+    """
     norm = sequence_parallel(1, out=P()) if stream.dims else shard_params({"weight": P()})
     return {
         "embed_tokens": rowwise(out=stream),

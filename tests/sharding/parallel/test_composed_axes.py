@@ -1,4 +1,6 @@
-"""Data parallelism with context and expert parallelism: losses of one process, calls and bytes in closed form."""
+"""Data parallelism with context and expert parallelism: losses of one process, calls and bytes in
+closed form.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def losses_of(model, loss):
     return torch.stack([stepped(optimizer, loss(model, step)) for step in range(STEPS)])
 
 
-# -- context parallelism -----------------------------------------------------------------------------------------------
+# -- context parallelism ---------------------------------------------------------------------------
 
 
 def _loss(logits_bsv, targets_bs):
@@ -107,11 +109,13 @@ def test_calls_and_bytes_of_context_parallelism(method):
         assert found == plus(data, *[ATTENTION[method]] * EVEN.layers, COUNT_OF_TARGETS)
 
 
-# -- expert parallelism ------------------------------------------------------------------------------------------------
+# -- expert parallelism ----------------------------------------------------------------------------
 
 
 class Mixture(nn.Module):
-    """x + experts(x), between an embedding and a head; `mesh` is None for one process, where all experts are local."""
+    """x + experts(x), between an embedding and a head; `mesh` is None for one process, where all
+    experts are local.
+    """
 
     def __init__(self, d: int = 6, f: int = 7, count: int = 3) -> None:
         super().__init__()
@@ -178,7 +182,9 @@ def _placed(mesh, inputs, step, count):
     ],
 )
 def test_data_and_expert_parallelism(form, inputs, where):
-    """3 experts over 2 ranks. The batch is sharded over the expert axis too; the router and the rest over "dp" only."""
+    """3 experts over 2 ranks. The batch is sharded over the expert axis too; the router and the
+    rest over "dp" only.
+    """
     count = 13 if inputs == "global" else 12
 
     def program(mesh):
@@ -217,7 +223,9 @@ def _rows(model, numbers):
 
 
 def test_calls_and_bytes_of_expert_parallelism():
-    """Tokens are sent to the experts of the other rank and results back; in backward the gradients of both."""
+    """Tokens are sent to the experts of the other rank and results back; in backward the gradients
+    of both.
+    """
     alone = _mixture()
 
     def program(mesh):
@@ -232,5 +240,6 @@ def test_calls_and_bytes_of_expert_parallelism():
         here, there = (_rows(alone, _numbers(0, 12)[0].chunk(4)[2 * dp + i]) for i in (ep, 1 - ep))
         assert found["all_to_all"] == (4, 2 * (here[1 - ep] + there[ep]) * ROW)
         calls = {op: count for op, (count, _) in found.items()}
-        # Parameters of two units, of the experts twice, and counts; gradients; those of the outer unit over "ep", and the loss's count.
+        # Parameters of two units, of the experts twice, and counts; gradients; those of the outer
+        # unit over "ep", and the loss's count.
         assert calls == {"all_gather": 3 + 1, "all_to_all": 4, "reduce_scatter": 2, "all_reduce": 2}

@@ -1,4 +1,6 @@
-"""Training with compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from one composition to another."""
+"""Training with compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from
+one composition to another.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def parity(found, expected, rtol=1e-12):
     torch.testing.assert_close(torch.stack(found).mean(0), torch.stack(expected), rtol=rtol, atol=0)
 
 
-# -- micro-batches, and clipping ---------------------------------------------------------------------------------------
+# -- micro-batches, and clipping -------------------------------------------------------------------
 
 ODD, SMALL = replace(UNEVEN, layers=1), replace(EVEN, layers=1)
 CLIPPED = [
@@ -54,7 +56,9 @@ CLIPPED = [
 
 
 def _accumulated(optimizer, model, losses):
-    """Step with the clipped mean gradient of several losses; return their mean and the gradient norm before clipping."""
+    """Step with the clipped mean gradient of several losses; return their mean and the gradient
+    norm before clipping.
+    """
     kept = []
     with sm.accumulate_grads():
         for loss in losses:
@@ -87,10 +91,16 @@ def test_micro_batches_and_clipping(case):
     def program(mesh):
         model = made(case, mesh)
         optimizer = adamw(model)
-        return torch.stack([
-            _accumulated(optimizer, model, (loss_in(case, model, mesh, MICRO * step + i) for i in range(MICRO)))
-            for step in range(STEPS)
-        ])  # fmt: skip
+        return torch.stack(
+            [
+                _accumulated(
+                    optimizer,
+                    model,
+                    (loss_in(case, model, mesh, MICRO * step + i) for i in range(MICRO)),
+                )
+                for step in range(STEPS)
+            ]
+        )
 
     expected = _clipped_by_one_process(case)
     assert min(norm for _, norm in expected) > MAX_NORM
@@ -119,7 +129,7 @@ def test_calls_and_bytes_of_micro_batches(case):
         assert found == of_data(StepCosts(case, coordinate), MICRO)
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 def test_float32():
@@ -135,7 +145,9 @@ MIXED = sm.parallel.MixedPrecisionPolicy(
 
 
 def _mixed_by_hand(case, ranks):
-    """Compute each rank's loss in bfloat16, sum gradients in float32, and step the float32 parameters."""
+    """Compute each rank's loss in bfloat16, sum gradients in float32, and step the float32
+    parameters.
+    """
     model = gpt(case.config).to(DEVICE)
     model.cos, model.sin = model.cos.to(HALF), model.sin.to(HALF)  # as what goes into a block is
     optimizer, found = adamw(model), []
@@ -185,7 +197,7 @@ def test_bytes_of_mixed_precision(form, shape):
         assert found == of_data(StepCosts(case, coordinate, param_bytes=2, sum_bytes=4))
 
 
-# -- Muon --------------------------------------------------------------------------------------------------------------
+# -- Muon ------------------------------------------------------------------------------------------
 
 
 def _muon(model):
@@ -219,7 +231,7 @@ def test_muon(case):
     parity(on(case, program), list(expected))
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

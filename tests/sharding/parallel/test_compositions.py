@@ -1,4 +1,6 @@
-"""Data parallelism with tensor and sequence parallelism: losses of one process, calls and bytes in closed form."""
+"""Data parallelism with tensor and sequence parallelism: losses of one process, calls and bytes in
+closed form.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.sharding.parallel.compositions import (
 from tests.sharding.parallel.costs import StepCosts, expected, expected_of_plain
 from tests.sharding.parallel.models import Config
 
-# Each form with each kind of tensor parallelism, with sharded and plain inputs, with even and uneven sizes.
+# Each form with each kind of tensor parallelism, with sharded and plain inputs, with even and
+# uneven sizes.
 CASES = [
     Composition("ddp", "", "plain", UNEVEN, (4,)),
     Composition("ddp", "", "global", UNEVEN, (2, 1, 2)),

@@ -56,7 +56,10 @@ def test_optimizer_created_before_sharding_raises(replace):
         made = REPLACING[replace](made, mesh)
         with pytest.raises(
             RuntimeError,
-            match=r"AdamW.step\(\): parameter 0 of group 0, of shape \[6, 4\], is no longer in its module",
+            match=(
+                r"AdamW.step\(\): parameter 0 of group 0, of shape \[6, 4\], is no longer in its "
+                r"module"
+            ),
         ):
             optimizer.step()
         torch.optim.AdamW(made.parameters()).step()

@@ -1,4 +1,6 @@
-"""torch's tutorial of 2-D parallelism with changed imports: tensor parallelism on one mesh slice, `fully_shard` on the other."""
+"""torch's tutorial of 2-D parallelism with changed imports: tensor parallelism on one mesh slice,
+`fully_shard` on the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""uneven_inputs: ranks take equally many steps, training equals one process, and errors are raised on all ranks."""
+"""uneven_inputs: ranks take equally many steps, training equals one process, and errors are raised
+on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ WEIGHTS = {
     "b_down": (CLASSES,),
 }
 
-# -- training, against one process that has all samples of a step --------------------------------------------------------
+# -- training, against one process that has all samples of a step ----------------------------------
 
 # For each place along "a", the numbers of rows of its batches; one without batches among them.
 feeds = st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=2, max_size=3).filter(any)
@@ -60,7 +62,9 @@ def first_weights():
 
 
 def logits_of(w, x, norm=True, total=lambda x: x):
-    """Apply a layer, optionally a batch norm, and another layer whose partial results `total` sums."""
+    """Apply a layer, optionally a batch norm, and another layer whose partial results
+    `total` sums.
+    """
     hidden = F.linear(x, w["w_up"], w["b_up"])
     if norm:
         hidden = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + 0.1).sqrt()
@@ -180,7 +184,9 @@ def test_weighted_losses_are_the_mean_over_all_samples(how, rows):
 
 
 def test_a_language_model_on_short_and_missing_batches():
-    """The example's model on (fsdp=3, tp=2): attention, a tied embedding, tokens flattened from a batch with empty parts."""
+    """The example's model on (fsdp=3, tp=2): attention, a tied embedding, tokens flattened from a
+    batch with empty parts.
+    """
     size = train_lm.SIZES["tiny"]
     random = torch.Generator().manual_seed(0)
     feed = [
@@ -219,7 +225,7 @@ def test_a_language_model_on_short_and_missing_batches():
         close(found, expected)
 
 
-# -- steps, batches and weights ------------------------------------------------------------------------------------------
+# -- steps, batches and weights --------------------------------------------------------------------
 
 
 def batches_of(rank, lengths, rows=2):
@@ -287,7 +293,9 @@ def test_loops_without_end():
 
 
 def test_batches_of_any_kind_and_loops_that_change_them():
-    """Loops that pop from dicts and write to tensors, on a rank with one batch and on one with none."""
+    """Loops that pop from dicts and write to tensors, on a rank with one batch and on one with
+    none.
+    """
 
     def program(mesh):
         batch = {
@@ -411,7 +419,7 @@ def test_null_world_has_only_its_own_counts(device, mode):
         assert [weight for _, weight in given] == [1.0, 1.0]
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def spoilt(batches):
@@ -421,7 +429,9 @@ def spoilt(batches):
 
 
 def caught_by(mesh, mode, spoilt_ranks):
-    """Return the batches and the error of a rank whose loader may fail, after a further collective."""
+    """Return the batches and the error of a rank whose loader may fail, after a further
+    collective.
+    """
     given, caught, rank = 0, None, mesh.get_rank()
     try:
         for _ in uneven_inputs(
@@ -525,7 +535,7 @@ def test_invalid_arguments_raise(arguments, kind, words):
         assert word in text
 
 
-# -- lengths -------------------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -575,7 +585,7 @@ def test_lengths():
     assert "sm.parallel.uneven_inputs(loader, mesh)" in text
 
 
-# -- real processes ------------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def on_a_rank(rows):

@@ -82,7 +82,9 @@ def test_gradient_is_the_dual_redistribution(move):
 @given(moves(KINDS))
 @settings(max_examples=examples(300), deadline=None)
 def test_gradient_of_every_kind_equals_autograd_on_the_stack(move):
-    """The gradient of a rank's contribution is what autograd gives for combining the stacked contributions."""
+    """The gradient of a rank's contribution is what autograd gives for combining the stacked
+    contributions.
+    """
     mesh_shape, shape, before, after = move
     weight = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -175,7 +177,9 @@ def test_plan_is_pure_and_counts_exactly(move):
 
 
 def test_every_order_of_axes():
-    """P(('a', 'b')) and P(('b', 'a')) are different layouts; both convert to placements and back."""
+    """P(('a', 'b')) and P(('b', 'a')) are different layouts; both convert to placements and
+    back.
+    """
 
     def program(mesh):
         x = torch.arange(10.0, dtype=torch.float64)
@@ -204,7 +208,9 @@ def test_result_never_shares_memory(mesh_shape, spec):
 
 
 def test_forward_and_backward_dtype():
-    """Forward communicates in one dtype, the gradient in another, and the gradient has the dtype of the source."""
+    """Forward communicates in one dtype, the gradient in another, and the gradient has the dtype of
+    the source.
+    """
 
     def program(mesh):
         dtypes = []

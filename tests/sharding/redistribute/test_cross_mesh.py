@@ -118,7 +118,9 @@ def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
 @given(crossings())
 @settings(max_examples=examples(100), deadline=None)
 def test_gradient_equals_autograd_on_the_stack(crossing):
-    """The gradient of a rank's contribution is what autograd gives for combining the stacked contributions."""
+    """The gradient of a rank's contribution is what autograd gives for combining the stacked
+    contributions.
+    """
 
     def program():
         src, dst = layouts(crossing)
@@ -176,7 +178,7 @@ def test_twice_differentiable(crossing):
     everywhere(program)
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
 def abstract(sizes, where, shape=(8, 8)):
@@ -197,25 +199,38 @@ def test_a_plan_needs_no_devices():
 @pytest.mark.parametrize(
     ("src", "dst", "text"),
     [
-        (((2,), P("a")), ((2, 2), P("a", "b")), "all_to_all_v among 4 ranks: P('a', None) -> P('a', 'b')"),
+        (
+            ((2,), P("a")),
+            ((2, 2), P("a", "b")),
+            "all_to_all_v among 4 ranks: P('a', None) -> P('a', 'b')",
+        ),
         (((4,), P("a")), ((2, 2), P(("a", "b"))), "nothing to move"),
         (((4,), P()), ((2, 2), P("a")), "nothing to move"),
-        (((4,), P(unreduced={"a"})), ((2, 2), P()), "all_reduce over a: P(None, None, unreduced={'a'}) -> P(None, None)"),
+        (
+            ((4,), P(unreduced={"a"})),
+            ((2, 2), P()),
+            "all_reduce over a: P(None, None, unreduced={'a'}) -> P(None, None)",
+        ),
         (
             ((4,), P(unreduced={"a"})),
             ((2, 2), P("a", "b")),
-            "reduce_scatter over a: P(None, None, unreduced={'a'}) -> P('a', None); "
-            "all_to_all_v among 4 ranks: P('a', None) -> P('a', 'b')",
+            "reduce_scatter over a: P(None, None, unreduced={'a'}) -> P('a', None); all_to_all_v "
+            "among 4 ranks: P('a', None) -> P('a', 'b')",
         ),
         (
             ((2,), P("a")),
             ((4,), P(unreduced={"a"})),
-            "all_to_all_v among 4 ranks: P('a', None) -> P('a', None); pad: P('a', None) -> P(None, None, unreduced={'a'})",
+            "all_to_all_v among 4 ranks: P('a', None) -> P('a', None); pad: P('a', None) -> "
+            "P(None, None, unreduced={'a'})",
         ),
-        (((2,), P()), ((4,), P(unreduced={"a": "max"})), "all_to_all_v among 4 ranks: P(None, None) -> P(None, None); pad: "
-         "P(None, None) -> P(None, None, unreduced={'a': 'max'})"),
+        (
+            ((2,), P()),
+            ((4,), P(unreduced={"a": "max"})),
+            "all_to_all_v among 4 ranks: P(None, None) -> P(None, None); pad: P(None, None) -> "
+            "P(None, None, unreduced={'a': 'max'})",
+        ),
     ],
-)  # fmt: skip
+)
 def test_choice_of_the_cross_mesh_plan(src, dst, text):
     assert repr(plan_cross_mesh(abstract(*src), abstract(*dst))) == f"CrossMeshPlan({text})"
 
@@ -243,7 +258,7 @@ def test_the_nearest_holder_sends():
     assert sm.simulate(4)(program)() == [[(0, 1), (2, 3)]] * 4
 
 
-# -- some programs -----------------------------------------------------------------------------------------------------
+# -- some programs ---------------------------------------------------------------------------------
 
 
 def on(ranks, where, shape=(6, 4)):
@@ -252,7 +267,9 @@ def on(ranks, where, shape=(6, 4)):
 
 
 def _through_three_meshes():
-    """Double x on ranks 0 1, square it on 3 2, and on 2 0 1 (replicated) add what came directly from the first mesh."""
+    """Double x on ranks 0 1, square it on 3 2, and on 2 0 1 (replicated) add what came directly
+    from the first mesh.
+    """
     first, second, third = on([0, 1], P("x")), on([3, 2], P(None, "x")), on([2, 0, 1], P())
     whole = torch.arange(24, dtype=torch.float64).reshape(6, 4)
     x = part_of(whole[None], first).requires_grad_()
@@ -310,7 +327,8 @@ def test_ranks_in_neither_mesh_take_no_part():
 
     results = sm.simulate(4)(program)()
     assert results[3] == ((0,), (0,), [])
-    # the sum over both replicas of the gradient is pending where they lie, and is reduced there first
+    # the sum over both replicas of the gradient is pending where they lie, and is reduced there
+    # first
     assert results[0] == ((0,), (3, 4), ["all_to_all", "all_to_all"])
     assert results[1] == ((6, 4), (3, 4), ["all_to_all", "reduce_scatter", "all_to_all"])
 
@@ -332,11 +350,13 @@ def test_result_is_a_view_if_nothing_moves():
     [
         (
             {"shape": (6, 5)},
-            "the shape must be the same, got torch.Size([6, 4]) and torch.Size([6, 5]); pass a layout of the tensor's own shape",
+            "the shape must be the same, got torch.Size([6, 4]) and torch.Size([6, 5]); pass a "
+            "layout of the tensor's own shape",
         ),
         (
             {"dtype": torch.float32},
-            "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) first",
+            "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) "
+            "first",
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""`ShardedTensor`s that move between meshes: programs of several meshes, with gradients, on ranks inside and outside."""
+"""`ShardedTensor`s that move between meshes: programs of several meshes, with gradients, on ranks
+inside and outside.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ PAIRS = [
 
 
 def _two_stages(first, second):
-    """Run a network with its first layer on one mesh and its second on another, and a skip connection."""
+    """Run a network with its first layer on one mesh and its second on another, and a skip
+    connection.
+    """
     one, two = mesh_of(first), mesh_of(second)
     v = nn.Parameter(sm.distribute_tensor(V, one, P(None, "x")))
     w = nn.Parameter(sm.distribute_tensor(W, two, P("x")))

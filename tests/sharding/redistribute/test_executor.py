@@ -34,7 +34,9 @@ def test_a_list_of_one_is_the_single_case(mesh):
 
 @every_rank(4)
 def test_averages_and_sums_share_a_reduce_scatter(mesh):
-    """Averages alone are divided while packing; next to a sum, before it. The values are the same."""
+    """Averages alone are divided while packing; next to a sum, before it. The values are
+    the same.
+    """
     average, total = (layouts(mesh, P(unreduced={"a": kind}), P("a")) for kind in ("avg", "sum"))
     part = torch.full((8, 4), float(mesh.world.rank), device=mesh.device)
     for pairs in ([average, average], [average, total]):

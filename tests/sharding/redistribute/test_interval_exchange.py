@@ -1,4 +1,6 @@
-"""Fetching intervals of a sharded dim from the ranks that hold them: values, second gradients, and exact bytes."""
+"""Fetching intervals of a sharded dim from the ranks that hold them: values, second gradients, and
+exact bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def numbers(*shape, dtype=torch.float64):
 
 
 def intervals_of(seed, length):
-    """Return random intervals for each part of a result: of any lengths, none, overlapping, repeated."""
+    """Return random intervals for each part of a result: of any lengths, none, overlapping,
+    repeated.
+    """
 
     def wanted(start, stop):
         generator = torch.Generator().manual_seed(hash((seed, start, stop)) % 2**31)
@@ -46,7 +50,9 @@ def fetched(layout, whole, dim, intervals):
 @given(data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_any_intervals_of_any_layout(data):
-    """Values, gradients and gradients of gradients are those of slicing the whole; bytes are those that others hold."""
+    """Values, gradients and gradients of gradients are those of slicing the whole; bytes are those
+    that others hold.
+    """
     mesh_shape = data.draw(st.sampled_from(MESHES))
     shape = data.draw(st.sampled_from([(7,), (5, 4), (0, 3), (4, 3, 2), (12, 1)]))
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -79,7 +85,9 @@ def test_any_intervals_of_any_layout(data):
 
 
 def check_bytes(records, fetch, src, dim, mine):
-    """Check that no bytes are received if no rank needs any, otherwise exactly those that this rank lacks."""
+    """Check that no bytes are received if no rank needs any, otherwise exactly those that this rank
+    lacks.
+    """
     low, high = src.box[dim]
     row = (
         8 * torch.Size(stop - start for d, (start, stop) in enumerate(src.box) if d != dim).numel()
@@ -90,7 +98,8 @@ def check_bytes(records, fetch, src, dim, mine):
 
 
 def check_gradients(mesh, fetch, leaves, results):
-    """Check the gradients of sum(fetched**3) and of the sum of its squares: 3x^2 and 36x^3, times the number of fetches of x.
+    """Check the gradients of sum(fetched**3) and of the sum of its squares: 3x^2 and 36x^3, times
+    the number of fetches of x.
 
     Copies of an element on several ranks share its gradient among them: their sum is what counts.
     """
@@ -114,7 +123,7 @@ def added_up(mesh, fetch, own):
     return total
 
 
-# -- what moves -------------------------------------------------------------------------------------------------------
+# -- what moves ------------------------------------------------------------------------------------
 
 
 def test_local_elements_are_not_received():

@@ -1,4 +1,6 @@
-"""redistribute(transport=): values are sent in 8 bits, within the documented bound, and equal on all replicas."""
+"""redistribute(transport=): values are sent in 8 bits, within the documented bound, and equal on
+all replicas.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ def numbers(shape, dtype=torch.float32, seed=0):
 
 
 def per_step(transport, x, largest):
-    """Return the documented maximum error of one quantization of x in a block with maximum `largest`."""
+    """Return the documented maximum error of one quantization of x in a block with maximum
+    `largest`.
+    """
     return largest / 252 if transport == "int8" else torch.maximum(x / 16, largest / 425_984)
 
 
 def differs(transport, parts, moved, dtype):
-    """Return the error bound of the result: each contribution is quantized once, and the sum again in each later step."""
+    """Return the error bound of the result: each contribution is quantized once, and the sum again
+    in each later step.
+    """
     largest = sum(p.abs().max() if p.numel() else p.new_zeros(()) for p in parts)
     size = sum(p.abs() for p in parts)
     bound = moved * per_step(transport, size, largest) * (1 + 1 / 8) ** moved

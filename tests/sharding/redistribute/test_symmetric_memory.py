@@ -1,4 +1,6 @@
-"""Plans through memory that ranks share: four processes, CPU memory, kernels in Triton's interpreter."""
+"""Plans through memory that ranks share: four processes, CPU memory, kernels in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,17 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="shares CPU memory")
 
 FREE = Link(1e-9, 1e15)  # so that shared memory is always the cheapest
 SPECS = (
-    P("s"), P("t", "s"), P(None, "t"), P(("t", "s")), P(("s", "t"), None), P(), P(unreduced={"s"}), P("t", unreduced={"s"}),
-    P(None, "s", unreduced={"t"}), P(unreduced={"s", "t"}),
-)  # fmt: skip
+    P("s"),
+    P("t", "s"),
+    P(None, "t"),
+    P(("t", "s")),
+    P(("s", "t"), None),
+    P(),
+    P(unreduced={"s"}),
+    P("t", unreduced={"s"}),
+    P(None, "s", unreduced={"t"}),
+    P(unreduced={"s", "t"}),
+)
 
 GROUP_OP = {"all_to_all_v": "all_to_all", "all_to_all_reduce": "all_to_all"}
 

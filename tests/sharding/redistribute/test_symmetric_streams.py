@@ -1,4 +1,6 @@
-"""The streams on which operations on shared memory run, with a stand-in for torch.cuda that records who waits for what."""
+"""The streams on which operations on shared memory run, with a stand-in for torch.cuda that records
+who waits for what.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def collectives() -> tuple[SymmetricPull, SymmetricAllReduce]:
-    """Return a gather of two parts of two elements, and an all_reduce of four, of the same group."""
+    """Return a gather of two parts of two elements, and an all_reduce of four, of the same
+    group.
+    """
     group: Any = SimpleNamespace(rank=0, size=2, shared={}, direct=lambda *args, tag: args[-1]())
     halves = [[((0, 2),)], [((2, 4),)]]
     pull = SymmetricPull(

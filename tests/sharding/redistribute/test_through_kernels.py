@@ -1,4 +1,6 @@
-"""Redistribution with kernels instead of torch operations: equal results, and one launch where torch needs many."""
+"""Redistribution with kernels instead of torch operations: equal results, and one launch where
+torch needs many.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Between plain and sharded: from_local, to_local, full_tensor, distribute_tensor, redistribute, and meshes of some ranks."""
+"""Between plain and sharded: from_local, to_local, full_tensor, distribute_tensor, redistribute,
+and meshes of some ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def part(mesh, spec, whole=X):
     return whole[tuple(slice(*interval) for interval in layout.box)].clone()
 
 
-# -- from_local ------------------------------------------------------------------------------------------------------
+# -- from_local ------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(7)
@@ -34,7 +36,9 @@ def part(mesh, spec, whole=X):
     [P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a"))],
 )
 def test_from_local_finds_the_global_shape(mesh_shape, spec):
-    """Parts of five rows and three columns, even or not; at most one exchange of shapes, among the ranks that share."""
+    """Parts of five rows and three columns, even or not; at most one exchange of shapes, among the
+    ranks that share.
+    """
 
     def program(mesh):
         local = part(mesh, spec)
@@ -182,7 +186,7 @@ def test_gradients_of_sharded_and_pending_locals(spec):
     on_mesh((2,), program)
 
 
-# -- to_local and full_tensor ----------------------------------------------------------------------------------------
+# -- to_local and full_tensor ----------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -311,7 +315,7 @@ def test_another_check():
     assert text == "to_local(check='first'): write one of True, False, 'always'"
 
 
-# -- distribute_tensor -----------------------------------------------------------------------------------------------
+# -- distribute_tensor -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [0, 1, 3, None])
@@ -463,7 +467,7 @@ def test_invalid_placements_raise(make, words):
         assert word in text
 
 
-# -- redistribute ----------------------------------------------------------------------------------------------------
+# -- redistribute ----------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -501,7 +505,7 @@ def test_communication_dtypes(mesh):
     assert x.redistribute([Shard(0)], forward_dtype=torch.float32).dtype == torch.float32
 
 
-# -- meshes of some ranks --------------------------------------------------------------------------------------------
+# -- meshes of some ranks --------------------------------------------------------------------------
 
 
 def some_ranks():
@@ -590,7 +594,9 @@ def test_from_local_outside_the_mesh():
 
 
 def test_scalar_results_outside_the_mesh_are_0d():
-    """As in torch: a program that reads `loss.to_local()` on all ranks gets the same shape everywhere, with a gradient."""
+    """As in torch: a program that reads `loss.to_local()` on all ranks gets the same shape
+    everywhere, with a gradient.
+    """
 
     def program():
         mesh = some_ranks()
@@ -632,7 +638,7 @@ def test_two_disjoint_meshes():
         assert total == pytest.approx(2 * (X.sum() + 2 * X.sum()).item(), rel=1e-6)
 
 
-# -- device_put of what is no tensor -----------------------------------------------------------------------------------
+# -- device_put of what is no tensor ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,9 @@ def test_gradients_reach_the_dtensor(world4: Pool) -> None:
 
 
 def _two_dims() -> None:
-    """Convert a parameter with a _StridedShard, from torch's fully_shard over tensor parallelism."""
+    """Convert a parameter with a _StridedShard, from torch's fully_shard over tensor
+    parallelism.
+    """
     mesh = grid()
     linear = nn.Linear(6, 8)
     for p in linear.parameters():

@@ -1,4 +1,6 @@
-"""Ranks exchange the shapes of their parts once, and again when these change; undetected changes raise, never give a wrong shape."""
+"""Ranks exchange the shapes of their parts once, and again when these change; undetected changes
+raise, never give a wrong shape.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ EXCHANGE = ["all_gather_object"]
 
 
 def shapes_of(mesh, lengths, spec=P("a"), **how):
-    """Return the global shape in each call on one line, and whether ranks exchanged shapes for it."""
+    """Return the global shape in each call on one line, and whether ranks exchanged shapes
+    for it.
+    """
     found = []
     for each in lengths:
         with collectives() as records:
@@ -88,7 +92,9 @@ def test_given_sizes_need_no_second_exchange():
 
 
 def test_parts_that_change_on_some_ranks_only_are_an_error():
-    """For any next step of the ranks: a reduction, an exchange of shapes for another tensor, or exit."""
+    """For any next step of the ranks: a reduction, an exchange of shapes for another tensor, or
+    exit.
+    """
 
     def reduce(mesh):
         sm.from_local(torch.ones(1), mesh, P(unreduced={"a"})).item()
@@ -119,8 +125,8 @@ def test_crossing_calls_raise_on_every_rank():
 
     text = same_error((3,), program, RuntimeError, silent=False)
     assert (
-        "different calls of from_local (rank 0: call 3, f32[1], rank 1: call 3, f32[1], rank 2: call 2, f32[1])"
-        in text
+        "different calls of from_local (rank 0: call 3, f32[1], rank 1: call 3, f32[1], rank 2: "
+        "call 2, f32[1])" in text
     )
 
 

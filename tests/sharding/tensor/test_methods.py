@@ -17,10 +17,25 @@ from shardmesh.sharding.tensor.sharded_tensor import ShardedTensor
 from tests.sharding.ranks import every_rank
 
 BOUND = [
-    "addressable_data", "addressable_shards", "backward", "from_local", "full_tensor", "global_shards", "grad", "grad_fn", "is_leaf",
-    "item", "numpy", "redistribute", "register_hook", "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_",
-    "to_local", "tolist",
-]  # fmt: skip
+    "addressable_data",
+    "addressable_shards",
+    "backward",
+    "from_local",
+    "full_tensor",
+    "global_shards",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "item",
+    "numpy",
+    "redistribute",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad",
+    "requires_grad_",
+    "to_local",
+    "tolist",
+]
 
 
 @pytest.mark.parametrize("name", BOUND)
@@ -39,7 +54,10 @@ def test_torch_calls_of_overridden_methods_reach_them():
 def test_redistribute_of_a_plain_or_donated_tensor_raises(mesh):
     with pytest.raises(
         TypeError,
-        match="redistribute takes a ShardedTensor, got Tensor; place a plain tensor with distribute_tensor",
+        match=(
+            "redistribute takes a ShardedTensor, got Tensor; place a plain tensor with "
+            "distribute_tensor"
+        ),
     ):
         sm.redistribute(torch.ones(2), P())
     x = sm.ones(4, device_mesh=mesh, placements=P("a"))
@@ -77,7 +95,9 @@ MOVES = [
 
 
 def _frames_of_a_warm_redistribute(mesh):
-    """Return the number of nested library frames when torch's collective is called, and its maximum, for each redistribution."""
+    """Return the number of nested library frames when torch's collective is called, and its
+    maximum, for each redistribution.
+    """
     found = []
     for src, dst in MOVES:
         layout = sm.Layout.of(mesh, src, (8, 8))

@@ -37,7 +37,7 @@ def everywhere():
     return [(spec, shape) for spec, shape in product(SPECS, SHAPES) if fits(spec, shape)]
 
 
-# -- from a function ---------------------------------------------------------------------------------------------------
+# -- from a function -------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -156,7 +156,7 @@ def test_invalid_callbacks_raise(mesh):
             call()
 
 
-# -- from each rank's own data -----------------------------------------------------------------------------------------
+# -- from each rank's own data ---------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -258,7 +258,7 @@ def test_incompatible_parts_raise_the_same_error_on_every_rank():
     assert first == second
 
 
-# -- from this rank's tensor -------------------------------------------------------------------------------------------
+# -- from this rank's tensor -----------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -282,17 +282,29 @@ def test_single_device_array_is_not_copied(mesh):
 @every_rank(2)
 def test_invalid_single_device_arrays_raise(mesh):
     for call, error, text in [
-        (lambda: from_arrays((4,), mesh, P("a"), [torch.ones(3)]), ValueError, r"has shape \[3\].* holds \[2\]"),
-        (lambda: from_arrays((4,), mesh, P("a"), torch.ones(2)), TypeError, "expected a list with .* got Tensor"),
-        (lambda: from_arrays((4,), mesh, P("a"), [torch.ones(2)] * 2), ValueError, "2 tensors were given"),
+        (
+            lambda: from_arrays((4,), mesh, P("a"), [torch.ones(3)]),
+            ValueError,
+            r"has shape \[3\].* holds \[2\]",
+        ),
+        (
+            lambda: from_arrays((4,), mesh, P("a"), torch.ones(2)),
+            TypeError,
+            "expected a list with .* got Tensor",
+        ),
+        (
+            lambda: from_arrays((4,), mesh, P("a"), [torch.ones(2)] * 2),
+            ValueError,
+            "2 tensors were given",
+        ),
         (lambda: from_arrays((4,), mesh, P("a"), []), ValueError, "0 tensors were given"),
         (lambda: from_arrays((4,), mesh, P("a"), [[1.0]]), TypeError, "expected a list"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error, match=text):
             call()
 
 
-# -- ranks outside the mesh --------------------------------------------------------------------------------------------
+# -- ranks outside the mesh ------------------------------------------------------------------------
 
 
 @every_rank(4)
@@ -329,7 +341,7 @@ def test_ranks_outside_the_mesh(everyone):
             from_local_data(mesh, P("x"), part)
 
 
-# -- the parts ---------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 def test_addressable_shards_make_up_the_tensor():
@@ -373,7 +385,7 @@ def test_contributions_are_not_replicas(mesh):
     )
 
 
-# -- a bare P, where a mesh is set -------------------------------------------------------------------------------------
+# -- a bare P, where a mesh is set -----------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -382,13 +394,25 @@ def test_a_bare_spec_is_enough(mesh):
     with mesh:
         for where in (P("a"), [Shard(0), Replicate()], (Shard(0), Replicate())):
             made = [
-                sm.zeros((4, 8), where), sm.zeros(4, 8, where), sm.ones((4, 8), placements=where), sm.empty((4, 8), where),
-                sm.full((4, 8), 2.0, where), sm.rand(4, 8, where), sm.randn((4, 8), where), sm.randint(5, (4, 8), where),
-                sm.randint(0, 5, (4, 8), where), sm.zeros((4, 8), where, device_mesh=mesh), sm.zeros((4, 8), mesh, where),
-                sm.zeros((4, 8), mesh, placements=where), sm.device_put(whole, where), sm.distribute_tensor(whole, where),
-                sm.distribute_tensor(whole, placements=where), sm.from_local(whole[:2], where),
-                sm.ShardedTensor.from_local(whole[:2], placements=where), sm.ones((4, 8)).redistribute(where),
-            ]  # fmt: skip
+                sm.zeros((4, 8), where),
+                sm.zeros(4, 8, where),
+                sm.ones((4, 8), placements=where),
+                sm.empty((4, 8), where),
+                sm.full((4, 8), 2.0, where),
+                sm.rand(4, 8, where),
+                sm.randn((4, 8), where),
+                sm.randint(5, (4, 8), where),
+                sm.randint(0, 5, (4, 8), where),
+                sm.zeros((4, 8), where, device_mesh=mesh),
+                sm.zeros((4, 8), mesh, where),
+                sm.zeros((4, 8), mesh, placements=where),
+                sm.device_put(whole, where),
+                sm.distribute_tensor(whole, where),
+                sm.distribute_tensor(whole, placements=where),
+                sm.from_local(whole[:2], where),
+                sm.ShardedTensor.from_local(whole[:2], placements=where),
+                sm.ones((4, 8)).redistribute(where),
+            ]
             for x in made:
                 assert (x.spec, x.shape, x.mesh) == (P("a", None), (4, 8), mesh)
             assert sm.randperm(8, where).spec == P("a")
@@ -432,7 +456,7 @@ def test_bare_spec_without_a_mesh_raises(mesh):
             sm.device_put(torch.ones(4), wrong)  # type: ignore[arg-type]
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def _loader():

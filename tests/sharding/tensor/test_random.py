@@ -1,4 +1,6 @@
-"""Random numbers of sharded tensors: the same global tensor on any mesh, with any sharding, on every replica."""
+"""Random numbers of sharded tensors: the same global tensor on any mesh, with any sharding, on
+every replica.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,9 @@ def test_different_seeds_differ(name):
 
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 def test_operators_without_a_rule_draw_equally():
-    """They run on gathered copies, with torch's generator in the same state on every rank, whatever it was before."""
+    """They run on gathered copies, with torch's generator in the same state on every rank, whatever
+    it was before.
+    """
     whole = torch.linspace(0.1, 0.9, 288, dtype=torch.float64).view(2, 1, 12, 12)
 
     def program(mesh):
@@ -335,7 +339,9 @@ def test_dropout_and_its_gradient_follow_one_mask():
 
 @pytest.mark.parametrize("spec", [P("a"), P()], ids=str)
 def test_a_checkpoint_replays_its_random_numbers(spec):
-    """Forward and recomputation drop the same elements: also nested, with draws after the block, and twice."""
+    """Forward and recomputation drop the same elements: also nested, with draws after the block,
+    and twice.
+    """
 
     def block(x, w):
         return F.dropout(F.dropout(x @ w, 0.5).tanh(), 0.3)

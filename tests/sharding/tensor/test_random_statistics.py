@@ -1,4 +1,6 @@
-"""Distributions of draws on a mesh, with fixed seeds. Bounds are what one right seed in a million exceeds."""
+"""Distributions of draws on a mesh, with fixed seeds. Bounds are what one right seed in a million
+exceeds.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ CONTINUOUS = {
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_kolmogorov_smirnov(name):
-    """2 exp(-2 d**2 n) bounds the chance of a gap d between the sample's distribution and the true one."""
+    """2 exp(-2 d**2 n) bounds the chance of a gap d between the sample's distribution and the true
+    one.
+    """
     draw, cdf = CONTINUOUS[name]
     theory = cdf(drawn(draw).sort()[0])
     steps = torch.arange(N + 1, dtype=torch.float64) / N

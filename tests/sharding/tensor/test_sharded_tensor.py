@@ -13,7 +13,7 @@ from shardmesh import P, Replicate, Shard, ShardedTensor, typeof
 from tests.sharding.linear import WEIGHT, sharded_linear
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place
 
-# -- parameters and modules ------------------------------------------------------------------------------------------
+# -- parameters and modules ------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -102,7 +102,7 @@ def test_memory_is_freed_without_the_garbage_collector(mesh):
         gc.enable()
 
 
-# -- looking at tensors ----------------------------------------------------------------------------------------------
+# -- looking at tensors ----------------------------------------------------------------------------
 
 
 def test_repr():
@@ -118,9 +118,9 @@ def test_repr():
     assert first[0].startswith(
         "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [2, 4],\ntensor([[0., 1., 2., 3.]"
     )
-    assert (
-        second[0]
-        == "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [1, 4],\ntensor([[ 8.,  9., 10., 11.]]))"
+    assert second[0] == (
+        "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [1, 4],\ntensor([[ 8.,  9., "
+        "10., 11.]]))"
     )
     assert "grad_fn=<MulBackward0>" in first[3]
 
@@ -184,7 +184,7 @@ def test_device_and_type_are_those_of_the_local_tensor(mesh):
     assert x.stride() == (4, 1)
 
 
-# -- data and grad ---------------------------------------------------------------------------------------------------
+# -- data and grad ---------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -197,7 +197,9 @@ def test_data_shares_memory_outside_the_graph(mesh):
 
 @every_rank(2)
 def test_data_can_be_replaced(mesh):
-    """Set to a tensor of any layout, dtype and shape; the gradients of the leaf are reduced as before."""
+    """Set to a tensor of any layout, dtype and shape; the gradients of the leaf are reduced as
+    before.
+    """
     x = place(mesh, WEIGHT, Shard(0), grad=True)
     x.data = place(mesh, torch.ones(4, 5, dtype=torch.float64))
     assert (x.shape, x.dtype, x.placements, x.is_leaf, x.requires_grad) == (

@@ -16,7 +16,7 @@ from shardmesh import P, Shard, ShardedTensor
 from tests.sharding.linear import WEIGHT, plain_linear, sharded_linear
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place, save_part
 
-# -- state dicts -----------------------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -100,12 +100,14 @@ def test_buffers_of_every_kind(mesh):
     assert module.running_var.is_fully_replicated
 
 
-# -- copies and files ------------------------------------------------------------------------------------------------
+# -- copies and files ------------------------------------------------------------------------------
 
 
 @every_rank(2)
 def test_deepcopy_of_a_module(mesh):
-    """Values, gradients and placements are copied; tied parameters stay tied; hooks of gradients work in the copy."""
+    """Values, gradients and placements are copied; tied parameters stay tied; hooks of gradients
+    work in the copy.
+    """
     module = nn.ModuleList([sharded_linear(mesh), sharded_linear(mesh)])
     module[1].weight = module[0].weight
     x = place(mesh, torch.ones(2, 4))
@@ -136,7 +138,9 @@ def reloaded(thing, **options):
 
 @every_rank(2, 2)
 def test_pickle_and_torch_save(mesh):
-    """Each rank's file holds its own part; torch.load with its default, weights_only=True, reads it."""
+    """Each rank's file holds its own part; torch.load with its default, weights_only=True, reads
+    it.
+    """
     for spec in (P("a", "b"), P(("b", "a")), P(unreduced={"a"}), P()):
         x = sm.device_put(WEIGHT, mesh, spec)
         for y in (

@@ -1,4 +1,6 @@
-"""Batch norms of a batch that is split over ranks: the statistics are those of the whole batch, whichever module computes them."""
+"""Batch norms of a batch that is split over ranks: the statistics are those of the whole batch,
+whichever module computes them.
+"""
 
 from __future__ import annotations
 

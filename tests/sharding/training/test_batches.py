@@ -1,4 +1,6 @@
-"""Samples by rank and batches as sharded tensors: each sample once, on any number of ranks, from any point of an epoch."""
+"""Samples by rank and batches as sharded tensors: each sample once, on any number of ranks, from
+any point of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def loader_of(sampler, batch_size, **options):
     return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler, **options)
 
 
-# -- the sampler -------------------------------------------------------------------------------------------------------
+# -- the sampler -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -101,14 +103,18 @@ def test_errors_of_the_sampler():
         DistributedSampler(range(4), 1, 0).load_state_dict(state)
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=20)
 @given(
-    length=st.integers(0, 30), mesh_shape=st.sampled_from([(1,), (2,), (3,), (2, 2)]), size=st.integers(1, 4),
-    drop_last=st.booleans(), loader_drops=st.booleans(), workers=st.just(0),
-)  # fmt: skip
+    length=st.integers(0, 30),
+    mesh_shape=st.sampled_from([(1,), (2,), (3,), (2, 2)]),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    loader_drops=st.booleans(),
+    workers=st.just(0),
+)
 def test_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
     """Every sample once, in equally many steps on all ranks, without communication."""
 
@@ -147,9 +153,12 @@ def test_worker_processes_that_prefetch():
 
 @settings(max_examples=15)
 @given(
-    length=st.integers(1, 40), before=st.integers(1, 4), after=st.integers(1, 4), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    length=st.integers(1, 40),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     steps=st.integers(0, 6),
-)  # fmt: skip
+)
 def test_resuming_with_another_number_of_ranks(length, before, after, sizes, steps):
     """Samples before and after make up the epoch; then the next epoch starts."""
 
@@ -200,7 +209,9 @@ def test_abandoned_iteration_restarts(mesh):
 
 @every_rank(2, 2)
 def test_other_dims_and_types_in_a_batch(mesh):
-    """Sequences sharded over another axis are sliced; arrays become tensors; anything else is unchanged."""
+    """Sequences sharded over another axis are sliced; arrays become tensors; anything else is
+    unchanged.
+    """
     rows = [{"tokens": np.arange(5) + 10 * i, "label": i, "n": torch.tensor(1.0)} for i in range(3)]
 
     def collate(some):
@@ -221,7 +232,9 @@ def test_other_dims_and_types_in_a_batch(mesh):
 
 
 def test_loaders_of_any_kind():
-    """Lists of other lengths on other ranks: they tell each other; a rank without batches has empty parts."""
+    """Lists of other lengths on other ranks: they tell each other; a rank without batches has empty
+    parts.
+    """
 
     def program(mesh):
         lengths = [3, 1, 0][mesh.coordinate[0]]

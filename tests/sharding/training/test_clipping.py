@@ -1,4 +1,6 @@
-"""Norms and clipping of gradients in any layout, compared with one process, and their communication."""
+"""Norms and clipping of gradients in any layout, compared with one process, and their
+communication.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,9 @@ def test_stages_on_separate_meshes():
 
 
 def test_slices_of_one_mesh():
-    """Parameters on mesh["tp"] and on mesh["dp"], as torch's users have them: each is one parameter, however many ranks hold it."""
+    """Parameters on mesh["tp"] and on mesh["dp"], as torch's users have them: each is one
+    parameter, however many ranks hold it.
+    """
     grads = [drawn(5, 3, seed=1), drawn(4, seed=2), drawn(3, seed=3)]
     expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
 
@@ -259,7 +263,9 @@ def test_unsupported_orders_raise(order):
 
 @every_rank(2)
 def test_dtypes_overflow_and_empty(mesh):
-    """16-bit gradients have a norm in float32, large ones a finite norm, and no gradients the norm 0."""
+    """16-bit gradients have a norm in float32, large ones a finite norm, and no gradients the norm
+    0.
+    """
     half = sharded(mesh, [torch.full((1000,), 0.1, dtype=torch.bfloat16)], [P("a")])
     exact = half[0].grad.full_tensor().double().norm()
     assert clip_grad_norm_(half, 100.0).item() == pytest.approx(exact.item(), rel=1e-6)

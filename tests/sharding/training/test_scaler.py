@@ -106,7 +106,9 @@ def test_one_collective_for_all_meshes_and_dtypes(how):
 
 
 def test_separate_stages_agree():
-    """An infinity on the second stage: the first one, which is outside its mesh, skips the step, too."""
+    """An infinity on the second stage: the first one, which is outside its mesh, skips the step,
+    too.
+    """
 
     def program():
         meshes = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]

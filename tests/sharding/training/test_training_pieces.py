@@ -1,4 +1,6 @@
-"""The pieces together: batches, a data-parallel model, scaling, clipping, Muon, averages; the losses and weights of one process."""
+"""The pieces together: batches, a data-parallel model, scaling, clipping, Muon, averages; the
+losses and weights of one process.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def test_equals_one_process(form, plain):
     ("shape", "where"), [((2, 2), "tp and fsdp"), ((2, 2), "replicas"), ((4,), "fsdp")]
 )
 def test_resumed_on_another_mesh(kind, shape, where, tmp_path):
-    """Loading optimizer state and averages from a checkpoint into new objects gives the losses of an uninterrupted run."""
+    """Loading optimizer state and averages from a checkpoint into new objects gives the losses of
+    an uninterrupted run.
+    """
 
     def program(mesh, where, resume):
         model = placed(mesh, PLACES[where])

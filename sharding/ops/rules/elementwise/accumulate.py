@@ -1,13 +1,14 @@
-"""Adding in place: `x += y` keeps the layout of x, also where x is pending, and needs no communication for that.
+"""Adding in place: `x += y` keeps the layout of x, also where x is pending, and needs no
+communication for that.
 
     x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
     x += 10                            [11 12] | [3 4]        on the first rank alone
     x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
     x += 10                            [11 12] | [13 14]      on every rank, as for an average and a minimum
 
-The added value is redistributed to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
-pending over the same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum)
-y must be replicated.
+The added value is redistributed to the layout of x: a replicated y is used on one rank, a split one
+padded with zeros, a sum that is pending over the same axes added part by part. Two maxima do not
+add up part by part, so along the axes of a maximum (or minimum) y must be replicated.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any
 
 
 def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
-    """Return whether x is pending as a maximum or minimum, over axes along which the added value is replicated."""
+    """Return whether x is pending as a maximum or minimum, over axes along which the added value is
+    replicated.
+    """
     if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
         return False
     return added is None or not any(
@@ -46,7 +49,9 @@ def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
 
 
 def _bind_number(func: Callable[..., Any], targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
-    """Return what adds a number to this rank's part: itself on one rank of each sum, nothing on the others."""
+    """Return what adds a number to this rank's part: itself on one rank of each sum, nothing on the
+    others.
+    """
     layout = targets[0]
     mesh: Any = layout.mesh
     summed = [mesh.axis_index(axis) for axis, kind in layout.spec.unreduced if kind == "sum"]

@@ -1,4 +1,6 @@
-"""New tensors like an old one, copies of values, and functions that call methods of `ShardedTensor`."""
+"""New tensors like an old one, copies of values, and functions that call methods of
+`ShardedTensor`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def _like(
 
 
 def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
-    """Return the device of the parts of a new tensor like `x`: the requested one, of the mesh's device type or "meta".
+    """Return the device of the parts of a new tensor like `x`: the requested one, of the mesh's
+    device type or "meta".
 
     Raises:
         ValueError: another kind of device.
@@ -44,7 +47,8 @@ def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
     wanted = here if device is None else torch.device(device)
     if wanted.type not in (here.type, x.mesh.device_type, "meta"):
         raise ValueError(
-            f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a mesh of that device type"
+            f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a "
+            "mesh of that device type"
         )
     return (
         here
@@ -58,9 +62,16 @@ def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
 def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device], Tensor]]) -> None:
     @handler(name)
     def like(
-        input: Any, *args: Any, dtype: Any = None, layout: Any = None, device: Any = None, requires_grad: bool = False,
-        memory_format: Any = None, pin_memory: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        input: Any,
+        *args: Any,
+        dtype: Any = None,
+        layout: Any = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        memory_format: Any = None,
+        pin_memory: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         make_part = make(input, *args, **kwargs)
         if memory_format in (torch.contiguous_format, torch.legacy_contiguous_format):
             return _like(
@@ -70,7 +81,9 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
 
 
 def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
-    """Return a function that fills parts with the strides of x, as in torch: fused optimizers rely on equal strides."""
+    """Return a function that fills parts with the strides of x, as in torch: fused optimizers rely
+    on equal strides.
+    """
     return lambda layout, device: torch.full_like(
         x._local, fill_value, dtype=layout.dtype, device=device
     )
@@ -86,7 +99,9 @@ register_like(
 
 
 def _register_new(name: str, fill: Callable[..., Any]) -> None:
-    """Register `x.new_zeros(shape)` or its like: in the layout of x where the shape is that of x, as in torch; else replicated."""
+    """Register `x.new_zeros(shape)` or its like: in the layout of x where the shape is that of x,
+    as in torch; else replicated.
+    """
 
     @handler(name)
     def new(
@@ -145,14 +160,16 @@ for _name in ("new_zeros", "new_ones", "new_empty", "new_full"):
     _register_new(_name, getattr(torch.Tensor, _name))
 
 
-# -- values in ---------------------------------------------------------------------------------------------------------
+# -- values in -------------------------------------------------------------------------------------
 
 
 @handler("copy_")
 def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
-    """Copy into x in its own layout. A plain `src` is taken as the whole tensor, the same on every rank.
+    """Copy into x in its own layout. A plain `src` is taken as the whole tensor, the same on every
+    rank.
 
-    Communication: what redistributing a sharded `src` to the layout of x needs; none for a plain one.
+    Communication: what redistributing a sharded `src` to the layout of x needs; none for a plain
+    one.
     """
     if not isinstance(x, ShardedTensor):
         x.copy_(src.full_tensor())
@@ -164,7 +181,8 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if src.mesh != x.mesh:
         here, there = distinct_mesh_names(x.mesh, src.mesh)
         raise ValueError(
-            f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() instead"
+            f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() "
+            "instead"
         )
     wide: Any = src if src.shape == x.shape else src.expand(x.shape)
     check_base(x)
@@ -198,14 +216,16 @@ def _is_nonzero(x: Any) -> bool:
 def _make_dual(tensor: Any, tangent: Any, level: int) -> Any:
     """Refuse: tangents are on local tensors and would be lost silently in every collective."""
     raise NotImplementedError(
-        "forward-mode differentiation of a ShardedTensor by torch.func.jvp or torch.autograd.forward_ad, which do not see its parts: use "
-        "sm.jvp (or sm.jacfwd, sm.hessian, sm.linearize)"
+        "forward-mode differentiation of a ShardedTensor by torch.func.jvp or "
+        "torch.autograd.forward_ad, which do not see its parts: use sm.jvp (or sm.jacfwd, "
+        "sm.hessian, sm.linearize)"
     )
 
 
 handler(also=(torch.autograd.grad,))(backward.grad)
 handler(also=(torch.autograd.backward,))(backward.backward)
 
-# Methods that `ShardedTensor` overrides, for calls by torch's own name such as `torch.Tensor.item(x)`.
+# Methods that `ShardedTensor` overrides, for calls by torch's own name such as
+# `torch.Tensor.item(x)`.
 for _method in (methods.item, methods.tolist, methods.requires_grad_):
     handler(_method.__name__)(_method)

@@ -55,12 +55,16 @@ def broadcast(*operands: Tensor, **options: Any) -> Rule:
 
 
 def tensors_of(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return the operands among an operator's arguments. Plain numbers and 0-d tensors are not operands."""
+    """Return the operands among an operator's arguments. Plain numbers and 0-d tensors are not
+    operands.
+    """
     return [a for a in (*args, *kwargs.values()) if is_operand(a)]
 
 
 def is_operand(x: Any) -> bool:
-    """Return whether an argument stands for a `ShardedTensor`; plain 0-d tensors are meta tensors here too."""
+    """Return whether an argument stands for a `ShardedTensor`; plain 0-d tensors are meta tensors
+    here too.
+    """
     return isinstance(x, Tensor) and hasattr(x, "_operand")
 
 
@@ -151,7 +155,9 @@ def _complex(real: Tensor, imag: Tensor) -> Rule:
 
 @rule("renorm", "renorm_")
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Return the rule: each slice along `dim` is scaled by its norm over all other dims, which must not be split."""
+    """Return the rule: each slice along `dim` is scaled by its norm over all other dims, which must
+    not be split.
+    """
     names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
     return einrule(f"{names} -> {names}", input)
 
@@ -161,11 +167,13 @@ def _fill_(input: Tensor, value: Any) -> Rule:
     return broadcast(*tensors_of(input, value))
 
 
-# -- casts -------------------------------------------------------------------------------------------------------------
+# -- casts -----------------------------------------------------------------------------------------
 
 
 def casts_linearly(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Return whether the sum of casts is the cast of the sum: not where a cast rounds to integers or bools."""
+    """Return whether the sum of casts is the cast of the sum: not where a cast rounds to integers
+    or bools.
+    """
     if target is None or source == target:
         return True
     return target != torch.bool and (_is_fractional(target) or not _is_fractional(source))
@@ -186,10 +194,19 @@ def _register_casts(**dtypes: torch.dtype) -> None:
 
 
 _register_casts(
-    float=torch.float32, double=torch.float64, half=torch.float16, bfloat16=torch.bfloat16, cfloat=torch.complex64,
-    cdouble=torch.complex128, long=torch.int64, int=torch.int32, short=torch.int16, char=torch.int8, byte=torch.uint8,
+    float=torch.float32,
+    double=torch.float64,
+    half=torch.float16,
+    bfloat16=torch.bfloat16,
+    cfloat=torch.complex64,
+    cdouble=torch.complex128,
+    long=torch.int64,
+    int=torch.int32,
+    short=torch.int16,
+    char=torch.int8,
+    byte=torch.uint8,
     bool=torch.bool,
-)  # fmt: skip
+)
 
 
 @handler("type_as")
@@ -199,7 +216,9 @@ def _type_as(input: Any, other: Any) -> Any:
 
 @handler("type")
 def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Return torch's old name of a tensor's type, or cast to the type of such a name (`"torch.DoubleTensor"`)."""
+    """Return torch's old name of a tensor's type, or cast to the type of such a name
+    (`"torch.DoubleTensor"`).
+    """
     here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
     if dtype is None:
         return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
@@ -209,7 +228,8 @@ def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: A
     where, _, kind = name.rpartition(".")
     if where != here:
         raise ValueError(
-            f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64"
+            f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such "
+            "as torch.float64"
         )
     return input.to(torch.empty(0).type(f"torch.{kind}").dtype)
 
@@ -225,7 +245,9 @@ def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("to", "type")
 def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
-    """Change the dtype, or move to "meta" and from there to the mesh's devices; another device type is refused."""
+    """Change the dtype, or move to "meta" and from there to the mesh's devices; another device type
+    is refused.
+    """
     values = [*args, *kwargs.values()]
     dtype = next((v for v in values if isinstance(v, torch.dtype)), input.dtype)
     device = next((torch.device(v) for v in values if isinstance(v, (str, torch.device))), None)
@@ -247,7 +269,9 @@ def _cast_local(
     copy: bool,
     **kwargs: Any,
 ) -> Tensor:
-    """Cast this rank's part; it stays on its device if that is of the wanted type, whatever its index."""
+    """Cast this rank's part; it stays on its device if that is of the wanted type, whatever its
+    index.
+    """
     device = None if moved_to is None or moved_to.type == local.device.type else moved_to
     return local.to(device=device, dtype=dtype, copy=copy)
 
@@ -255,8 +279,9 @@ def _cast_local(
 def check_device(input: Tensor, device: torch.device) -> None:
     """Check that a device is of the type of the mesh, or "meta".
 
-    A 0-d tensor that is moved to "meta", the device of the wrappers, stays where it is: `torch.nn.utils.clip_grad_norm_` groups
-    gradients by the device that C++ reports, and moves the norm there.
+    A 0-d tensor that is moved to "meta", the device of the wrappers, stays where it is:
+    `torch.nn.utils.clip_grad_norm_` groups gradients by the device that C++ reports, and moves the
+    norm there.
 
     Raises:
         ValueError: the device is of another type.
@@ -264,9 +289,9 @@ def check_device(input: Tensor, device: torch.device) -> None:
     mesh = input._operand.mesh  # type: ignore[attr-defined]
     if device.type not in (mesh.device_type, "meta"):
         raise ValueError(
-            f"cannot move a ShardedTensor on {mesh} to {device}: its parts are on the mesh's devices; make a mesh of "
-            f"device type {device.type!r} and build the tensor there, or take x.to_local() or "
-            "x.full_tensor() and move that"
+            f"cannot move a ShardedTensor on {mesh} to {device}: its parts are on the mesh's "
+            f"devices; make a mesh of device type {device.type!r} and build the tensor there, or "
+            "take x.to_local() or x.full_tensor() and move that"
         )
 
 
@@ -280,12 +305,14 @@ def _cuda(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
     return _to(input, "cuda")
 
 
-# -- choices -----------------------------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------
 
 
 @rule(also=(torch.where,))
 def _where(condition: Tensor, input: Any, other: Any) -> Rule:
-    """Return the rule: linear in both branches together if both are tensors or the other one is zero."""
+    """Return the rule: linear in both branches together if both are tensors or the other one is
+    zero.
+    """
     operands = tensors_of(condition, input, other)
     both = is_operand(condition) and all(is_operand(v) or _is_zero(v) for v in (input, other))
     return broadcast(

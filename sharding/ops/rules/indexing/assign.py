@@ -1,6 +1,7 @@
 """Writing by index: `x[...] = value`, `index_put`, `masked_scatter`.
 
-The written tensor is not moved: every rank writes the elements in its part, and the value is sent where it is needed.
+The written tensor is not moved: every rank writes the elements in its part, and the value is sent
+where it is needed.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) 
 
 @handler("__setitem__")
 def _skip_written(input: Any, index: Any, value: Any) -> Any:
-    """Skip the last step of `x[i] += y` where the second one has already written to x; write also to what a copy is a slice of."""
+    """Skip the last step of `x[i] += y` where the second one has already written to x; write also
+    to what a copy is a slice of.
+    """
     source = value._sliced_from if type(value) is ShardedTensor else None
     if source is not None and source.has_written(input, index, value):
         return None
     return write_through(torch.Tensor.__setitem__, input, index, value)
 
 
-# -- by integers and slices --------------------------------------------------------------------------------------------
+# -- by integers and slices ------------------------------------------------------------------------
 
 
 @rule("__setitem__")
@@ -94,7 +97,9 @@ def _out_of_place(
 
 
 def _touch(local: Tensor, value: Any) -> None:
-    """Write no elements in place, so that leaves raise and the value is in the autograd graph, as on ranks that write some."""
+    """Write no elements in place, so that leaves raise and the value is in the autograd graph, as
+    on ranks that write some.
+    """
     none = local.narrow(0, 0, 0)
     none.add_(value.reshape(-1)[:0].sum()) if isinstance(
         value, Tensor
@@ -152,7 +157,9 @@ def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> C
 def _entries_here(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[Any, Any]:
-    """Return the index and the value for this rank's part; None for an index that selects nothing of it."""
+    """Return the index and the value for this rank's part; None for an index that selects nothing
+    of it.
+    """
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
     order, after = _result_dims(entries)
@@ -174,7 +181,9 @@ def _entries_here(
 
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
-    """Return the dim of the result of each slice, counted from the right from 0, and the number of dims after those of index tensors."""
+    """Return the dim of the result of each slice, counted from the right from 0, and the number of
+    dims after those of index tensors.
+    """
     kept = [n for n, e in enumerate(entries) if not selects(e)]
     picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
     ndim = max((entries[kept[i]].ndim for i in picks), default=0)
@@ -187,7 +196,9 @@ def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
 def _slice_here(
     bounds: tuple[int, int, int], start: int, stop: int
 ) -> tuple[slice, tuple[int, int]]:
-    """Return a slice of a dim as a slice of this rank's part, and the interval of its elements that this is."""
+    """Return a slice of a dim as a slice of this rank's part, and the interval of its elements that
+    this is.
+    """
     first, last, step = bounds
     count = len(range(first, last, step))
     low, high = (min(max(0, -((first - edge) // step)), count) for edge in (start, stop))
@@ -211,7 +222,9 @@ def _narrowed(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
 def _local_entries(
     parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int
 ) -> tuple[list[Any], Any]:
-    """Return index tensors as local indices, without those outside of this rank's part; and the values written there."""
+    """Return index tensors as local indices, without those outside of this rank's part; and the
+    values written there.
+    """
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
     indices = dict(
         zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True)
@@ -234,11 +247,13 @@ def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
     return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (wanted,)]
 
 
-# -- from a value that is split ----------------------------------------------------------------------------------------
+# -- from a value that is split --------------------------------------------------------------------
 
 
 def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
-    """Return the layout of x and the spec that a value split along a slice of a split dim needs; None for other calls."""
+    """Return the layout of x and the spec that a value split along a slice of a split dim needs;
+    None for other calls.
+    """
     input, index, value = a.input, a.index, a.value
     if not (is_operand(value) and is_operand(input)) or mask_of(index, input.ndim) is not None:
         return None
@@ -271,7 +286,9 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
 def _cuts_of_value(
     layout: Layout, entries: Sequence[Any], value: Tensor
 ) -> dict[int, tuple[int, Any]]:
-    """Return, for dims of the value, the dim of x that each is written along, and the cuts that it needs there."""
+    """Return, for dims of the value, the dim of x that each is written along, and the cuts that it
+    needs there.
+    """
     order, _ = _result_dims(entries)
     numbers = [n for n, e in enumerate(entries) if e is not None]
     cuts = {}
@@ -290,11 +307,13 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
     return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in chosen)),)
 
 
-# -- by boolean masks --------------------------------------------------------------------------------------------------
+# -- by boolean masks ------------------------------------------------------------------------------
 
 
 def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:
-    """Return the rule of writing one value for each true element of a mask, in order, or one for all of them."""
+    """Return the rule of writing one value for each true element of a mask, in order, or one for
+    all of them.
+    """
     dims = [f"d{d}" for d in range(input.ndim)]
     before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
     numbered = (
@@ -349,7 +368,8 @@ def _order(mask: Tensor, given: int) -> Tensor:
     count = int(mask.sum())
     if count != given:
         raise RuntimeError(
-            f"the mask has {count} true elements, but {given} values are given; pass one value for each"
+            f"the mask has {count} true elements, but {given} values are given; pass one value for "
+            "each"
         )
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
 

@@ -20,7 +20,9 @@ Local = Callable[..., Tensor]
 
 
 def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
-    """Return the index with one entry per dim (None entries add dims), or None if it is of a kind without a rule."""
+    """Return the index with one entry per dim (None entries add dims), or None if it is of a kind
+    without a rule.
+    """
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None
@@ -51,10 +53,11 @@ def _is_full(entry: Any, size: int) -> bool:
 
 
 def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tuple[str, str, str]:
-    """Return the pattern of the operand, and of the result before and after the dims that index tensors make.
+    """Return the pattern of the operand, and of the result before and after the dims that index
+    tensors make.
 
-    Dims taken whole keep their split; sliced ones must be whole, and so must those that tensors index, unless they are read
-    in parts. Index tensors that are not adjacent put their dims first.
+    Dims taken whole keep their split; sliced ones must be whole, and so must those that tensors
+    index, unless they are read in parts. Index tensors that are not adjacent put their dims first.
     """
     left, right, dim = [], [], 0
     for entry in entries:
@@ -73,7 +76,9 @@ def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tupl
 
 
 def index_names(entries: Sequence[Any]) -> tuple[list[Tensor], list[str], str]:
-    """Return the index tensors among the operands, the pattern of each, and that of all index tensors broadcast together."""
+    """Return the index tensors among the operands, the pattern of each, and that of all index
+    tensors broadcast together.
+    """
     tensors = [e for e in entries if isinstance(e, Tensor)]
     operands = [t for t in tensors if is_operand(t)]
     ndim = max((t.ndim for t in tensors), default=0)
@@ -145,7 +150,9 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
 @rule("gather")
 def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    """Return the rule: dims in which the index is as long as the input may be split; of the others, only the indexed one."""
+    """Return the rule: dims in which the index is as long as the input may be split; of the others,
+    only the indexed one.
+    """
     if sparse_grad or not is_operand(index):
         return None
     dim %= max(input.ndim, 1)

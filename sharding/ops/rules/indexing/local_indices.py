@@ -1,12 +1,14 @@
-"""Local indices: the indices of a dim as indices into this rank's part, for operators that index a split dim.
+"""Local indices: the indices of a dim as indices into this rank's part, for operators that index a
+split dim.
 
     x over 3 ranks            [a b c | d e | f]
     index, on every rank      [4 0 2 4]
     local index on rank 0     [. 0 2 .]       `.` is an element of another rank
     on rank 1                 [1 . . 1]
 
-The indexed tensor is not moved. In a read, elements of other ranks give a neutral value, and the result is pending as a sum, to
-which exactly one rank contributes; in a write, what belongs to other ranks goes into one extra element that is then cut off.
+The indexed tensor is not moved. In a read, elements of other ranks give a neutral value, and the
+result is pending as a sum, to which exactly one rank contributes; in a write, what belongs to other
+ranks goes into one extra element that is then cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ..decomposition_utils import layout_of
 
 
 class Part:
-    """This rank's part of one dim, or of several dims numbered together in row-major order (as `take` numbers them).
+    """This rank's part of one dim, or of several dims numbered together in row-major order (as
+    `take` numbers them).
 
     Args:
         layout: the layout of the indexed tensor.
@@ -39,7 +42,8 @@ class Part:
         )
 
     def find(self, index: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
-        """Return local indices, `elsewhere` for elements of other ranks, and which of them are this rank's.
+        """Return local indices, `elsewhere` for elements of other ranks, and which of them are this
+        rank's.
 
         Indices that are out of range in the whole dim stay out of range, so that torch raises.
         """
@@ -74,26 +78,34 @@ def kind_of_sum(dtype: torch.dtype) -> str:
 
 
 def adds_in_parts(input: Tensor) -> bool:
-    """Return whether values read from an operand (a meta tensor) may be left pending, in addition to its own pending axes."""
+    """Return whether values read from an operand (a meta tensor) may be left pending, in addition
+    to its own pending axes.
+    """
     adds = input.dtype.itemsize > 1 or not input.dtype.is_floating_point  # float8 does not add
     return adds and set(layout_of(input).pending.values()) <= {kind_of_sum(input.dtype)}
 
 
 def reads_in_parts(input: Tensor, taken: int) -> bool:
-    """Return whether to read each part of an operand by itself and leave the result of `taken` elements pending.
+    """Return whether to read each part of an operand by itself and leave the result of `taken`
+    elements pending.
 
-    That is where it is exact, and the result no larger than the operand, which would otherwise be gathered.
+    That is where it is exact, and the result no larger than the operand, which would otherwise be
+    gathered.
     """
     return adds_in_parts(input) and taken <= input.numel()
 
 
 def masked(mine: Tensor, found: Tensor, after: int = 0) -> Tensor:
-    """Return the values read, neutral where the element is another rank's; `mine` lacks the last `after` dims."""
+    """Return the values read, neutral where the element is another rank's; `mine` lacks the last
+    `after` dims.
+    """
     return found.masked_fill(~mine.reshape((*mine.shape, *[1] * after)), nothing(found.dtype))
 
 
 def not_empty(local: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the part with one element along each of these dims where it has none, so that index 0 exists."""
+    """Return the part with one element along each of these dims where it has none, so that index 0
+    exists.
+    """
     for d in dims:
         if not local.shape[d]:
             local = widened(local, d)

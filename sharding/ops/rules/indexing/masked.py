@@ -1,7 +1,9 @@
-"""Operators with a result shape that depends on values: `nonzero`, `masked_select`, `x[mask]`, `unique`.
+"""Operators with a result shape that depends on values: `nonzero`, `masked_select`, `x[mask]`,
+`unique`.
 
-Every rank works on its own part, and one small gather collects the lengths of the results. If the parts follow each
-other in row-major order, as they do when only the first dim is split, these are the parts of the result:
+Every rank works on its own part, and one small gather collects the lengths of the results. If the
+parts follow each other in row-major order, as they do when only the first dim is split, these are
+the parts of the result:
 
     x over 3 ranks, rows      [1 0 | 0 0 | 2 3]
     x[x > 0]                  [1 |  | 2 3]             sizes (1, 0, 2)
@@ -28,7 +30,9 @@ Decomposition = Callable[..., Any]
 
 
 def split_by_rows(x: Any, ndim: int) -> Any:
-    """Return the tensor with its first dim split over all axes that split any of its first `ndim` dims, and the others whole."""
+    """Return the tensor with its first dim split over all axes that split any of its first `ndim`
+    dims, and the others whole.
+    """
     x = reduce_pending(x)
     inner = [axis for dim in x.spec.dims[1:ndim] for axis in dim]
     if not inner:
@@ -64,11 +68,12 @@ def check_inside(mesh: Any) -> None:
     """
     if mesh.coordinate is None:
         raise NotImplementedError(
-            "the shape of the result depends on values, and this rank, outside the mesh, does not have them"
+            "the shape of the result depends on values, and this rank, outside the mesh, does not "
+            "have them"
         )
 
 
-# -- boolean masks -----------------------------------------------------------------------------------------------------
+# -- boolean masks ---------------------------------------------------------------------------------
 
 
 @decomposition("nonzero", "argwhere")
@@ -97,7 +102,9 @@ def _masked_select(input: Any, mask: Any) -> Any:
 
 
 def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
-    """Return the decomposition of `x[mask]` or `x[:, mask]`, which leaves the selected elements where they are."""
+    """Return the decomposition of `x[mask]` or `x[:, mask]`, which leaves the selected elements
+    where they are.
+    """
     found = mask_of(index, input.ndim) if is_operand(input) else None
     if found is None or input.shape[found[1] : found[1] + found[0].ndim] != found[0].shape:
         return None
@@ -119,7 +126,9 @@ def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
 
 
 def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
-    """Return the mask of an index that consists of one, and the first dim that it indexes; None for another index."""
+    """Return the mask of an index that consists of one, and the first dim that it indexes; None for
+    another index.
+    """
     entries = list(index) if isinstance(index, tuple) else [index]
     masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
     if len(masks) != 1 or not all(
@@ -133,7 +142,9 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
 
 
 def _selected(input: Any, mask: Any) -> Any:
-    """Return the elements (or slices of further dims) where the mask is true, in row-major order."""
+    """Return the elements (or slices of further dims) where the mask is true, in row-major
+    order.
+    """
     if not mask.ndim:
         return _selected(input.reshape(1), mask.reshape(1))
     x, ndim = split_by_rows(input, mask.ndim), mask.ndim
@@ -143,7 +154,7 @@ def _selected(input: Any, mask: Any) -> Any:
     )
 
 
-# -- distinct values ---------------------------------------------------------------------------------------------------
+# -- distinct values -------------------------------------------------------------------------------
 
 
 @decomposition("unique")

@@ -1,7 +1,7 @@
 """Writing at indices: `scatter`, `index_add`, `index_copy`, `index_fill`, `index_reduce`, `put`.
 
-The written tensor is not moved. Along a split dim every rank writes the elements whose indices are in its part; the others go
-into one extra element at its end, which is cut off:
+The written tensor is not moved. Along a split dim every rank writes the elements whose indices are
+in its part; the others go into one extra element at its end, which is cut off:
 
     index_add of [5 6 7 8] at [4 0 2 4] to zeros over 3 ranks
     rank 0  [6 0 7 | 13]      rank 1  [0 13 | 13]      rank 2  [0 | 26]        before the cut
@@ -27,13 +27,15 @@ Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this ran
 
 
 def _register(maker: Callable[..., Rule | None], *names: str) -> None:
-    """Register the rules of operators and their in-place variants; the maker gets the name and which of the two it is for."""
+    """Register the rules of operators and their in-place variants; the maker gets the name and
+    which of the two it is for.
+    """
     for name in names:
         rule(name)(partial(maker, name, False))
         rule(f"{name}_")(partial(maker, name, True))
 
 
-# -- through one dim ---------------------------------------------------------------------------------------------------
+# -- through one dim -------------------------------------------------------------------------------
 
 
 def _scatter(
@@ -47,7 +49,9 @@ def _scatter(
     value: Any = None,
     **kwargs: Any,
 ) -> Rule | None:
-    """Return the rule: index and source describe each written element; they may be shorter than the written tensor."""
+    """Return the rule: index and source describe each written element; they may be shorter than the
+    written tensor.
+    """
     if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
         return None
     dim %= input.ndim
@@ -85,7 +89,9 @@ def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bo
 
 
 def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of operands that an operator is linear in: all but the index, where it adds or assigns, or assigns zero."""
+    """Return the groups of operands that an operator is linear in: all but the index, where it adds
+    or assigns, or assigns zero.
+    """
     if reduce not in (None, "add", "sum", "mean") or (name == "index_reduce"):
         return ()
     if is_operand(source):
@@ -103,7 +109,9 @@ def _indexed(
     *args: Any,
     **kwargs: Any,
 ) -> Rule | None:
-    """Return the rule: the index selects the slices along a dim that are written; without dims, one slice."""
+    """Return the rule: the index selects the slices along a dim that are written; without dims, one
+    slice.
+    """
     source = kwargs.get("value", source)
     if not is_operand(index) or index.ndim > 1 or not input.ndim:
         return None
@@ -162,7 +170,9 @@ def _on_part(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run the operator on this rank's part, with the part of index and source that belongs to it."""
+    """Run the operator on this rank's part, with the part of index and source that belongs
+    to it.
+    """
     named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
     result = func(input, dim, _trimmed(index, trims), *[_trimmed(a, trims) for a in args], **named)
     return input.copy_(result) if copies else result
@@ -189,7 +199,8 @@ def _with_one_more(
 ) -> Tensor:
     """Run the operator on the part with one extra element.
 
-    A product of the elements there could be infinite, and its gradient NaN, so `fill` is written instead.
+    A product of the elements there could be infinite, and its gradient NaN, so `fill` is written
+    instead.
     """
     local, mine = part.find(index, part.length)
     if fill is not None:
@@ -211,7 +222,7 @@ _register(_scatter, "scatter", "scatter_add", "scatter_reduce")
 _register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
 
 
-# -- through all dims --------------------------------------------------------------------------------------------------
+# -- through all dims ------------------------------------------------------------------------------
 
 
 def _put(

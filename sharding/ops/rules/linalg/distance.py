@@ -1,4 +1,6 @@
-"""Distances and similarities of vectors: the features are whole, or sums over their parts are reduced."""
+"""Distances and similarities of vectors: the features are whole, or sums over their parts are
+reduced.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ..registry import decomposition, rule
 
 
 def _along(x1: Tensor, x2: Tensor, dim: int, keepdim: bool = False) -> Rule:
-    """Return the rule of operands that broadcast against each other and a result without `dim`, which is whole."""
+    """Return the rule of operands that broadcast against each other and a result without `dim`,
+    which is whole.
+    """
     ndim = max(x1.ndim, x2.ndim)
     names = [f"[d{d}]" if d == dim % ndim else f"d{d}" for d in range(ndim)]
     right = [("1" if keepdim else "") if d == dim % ndim else f"d{d}" for d in range(ndim)]
@@ -23,7 +27,9 @@ def _along(x1: Tensor, x2: Tensor, dim: int, keepdim: bool = False) -> Rule:
 
 
 def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
-    """Return whether the dim, counted as in the result of broadcasting, is split in either operand."""
+    """Return whether the dim, counted as in the result of broadcasting, is split in either
+    operand.
+    """
     last = dim % max(x1.ndim, x2.ndim) - max(x1.ndim, x2.ndim)
     return any(x.ndim >= -last and is_split(x, [last]) for x in (x1, x2))
 
@@ -35,7 +41,9 @@ def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
     rule=lambda a: _along(a.x1, a.x2, a.dim),
 )
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Take two norms and a sum, each with one small reduction. As in torch, norms are at least eps and have their own gradients."""
+    """Take two norms and a sum, each with one small reduction. As in torch, norms are at least eps
+    and have their own gradients.
+    """
     x1, x2 = torch.broadcast_tensors(x1, x2)
     return (_directions(x1, dim, eps) * _directions(x2, dim, eps)).sum(dim)
 
@@ -60,11 +68,15 @@ def _pairwise_distance(
 
 @rule("pdist")
 def _pdist(input: Tensor, p: float = 2) -> Rule:
-    """Return the rule: every row is combined with every other, in an order that no split follows."""
+    """Return the rule: every row is combined with every other, in an order that no split
+    follows.
+    """
     return einrule("[n] [m] -> 1", input)
 
 
-_MATMUL_FROM = 25  # rows from which torch takes Euclidean distances by a product of matrices; aten/src/ATen/native/Distance.cpp
+# rows from which torch takes Euclidean distances by a product of matrices;
+# aten/src/ATen/native/Distance.cpp
+_MATMUL_FROM = 25
 
 
 @rule("cdist")
@@ -74,7 +86,9 @@ def _cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> Rule:
-    """Return the rule: rows of both operands may be split. The global size determines the algorithm for a part, as in one process."""
+    """Return the rule: rows of both operands may be split. The global size determines the algorithm
+    for a part, as in one process.
+    """
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
         many = max(x1.shape[-2], x2.shape[-2]) > _MATMUL_FROM
         compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"

@@ -1,4 +1,6 @@
-"""Fourier transforms: the dims that are transformed must be whole, the others stay split. They are linear."""
+"""Fourier transforms: the dims that are transformed must be whole, the others stay split. They are
+linear.
+"""
 
 from __future__ import annotations
 

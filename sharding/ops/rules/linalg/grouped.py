@@ -1,8 +1,10 @@
-"""Products of groups of rows with a matrix for each group: `torch.nn.functional.grouped_mm`, the experts of a mixture.
+"""Products of groups of rows with a matrix for each group: `torch.nn.functional.grouped_mm`, the
+experts of a mixture.
 
-Offsets say where each group ends along one dim, `j` here. A part of that dim has a part of each group, and its offsets are those of
-the whole, counted from its start and cut to its length. A part of the matrices multiplies its own groups' rows and leaves
-zeros for the others, so that the results add up:
+Offsets say where each group ends along one dim, `j` here. A part of that dim has a part of each
+group, and its offsets are those of the whole, counted from its start and cut to its length. A part
+of the matrices multiplies its own groups' rows and leaves zeros for the others, so that the results
+add up:
 
     groups of 7 rows end at [2 3 7]
     rows over 2 ranks         rank 0, rows 0:4    [2 3 4]       rank 1, rows 4:7    [0 0 3]
@@ -25,8 +27,8 @@ from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import rule
 
-# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim along which each operand has its
-# groups side by side.
+# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim
+# along which each operand has its groups side by side.
 _PATTERNS = {
     (2, 3): ("j k, g k n, [o] -> j n", (-2, None)),
     (3, 2): ("g m k, k j, [o] -> m j", (None, -1)),
@@ -92,12 +94,15 @@ def _multiply_parts(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `grouped_mm` of the rows (or columns) and the groups in these intervals; rows of other groups give zeros."""
+    """Compute `grouped_mm` of the rows (or columns) and the groups in these intervals; rows of
+    other groups give zeros.
+    """
     if rows is not None:
         offs = (offs - rows[0]).clamp(0, rows[1] - rows[0])
     if groups is None:
         return _multiply(mat_a, mat_b, offs, out_dtype=out_dtype)
-    # The first of these groups takes the rows before it, too: as zeros, which leave nothing in its gradient.
+    # The first of these groups takes the rows before it, too: as zeros, which leave nothing in its
+    # gradient.
     first, last = groups
     others = ~_between(offs, first, last, mat_b.shape[1] if jagged else mat_a.shape[0])
     if jagged:
@@ -122,7 +127,9 @@ def _multiply(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Call torch's own function, on operands padded with zeros where a part's rows do not have the alignment that the kernels need."""
+    """Call torch's own function, on operands padded with zeros where a part's rows do not have the
+    alignment that the kernels need.
+    """
     if mat_a.is_meta:
         return _multiply_on_meta(mat_a, mat_b, offs, out_dtype)
     if _is_aligned(mat_a) and _is_aligned(mat_b):
@@ -149,7 +156,9 @@ def _is_aligned(x: Tensor) -> bool:
 def _multiply_on_meta(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """Compute a product of the same shape: the kernel's own check on "meta" accepts only what one device type does."""
+    """Compute a product of the same shape: the kernel's own check on "meta" accepts only what one
+    device type does.
+    """
     if mat_a.ndim == mat_b.ndim:
         product = mat_a @ mat_b
         product = product if offs is None else product.expand(offs.shape[0], -1, -1).clone()

@@ -28,9 +28,10 @@ def _named(names: str) -> tuple[Callable[..., Any], ...]:
     return tuple(func for func in found if func is not None)
 
 
-# -- of one matrix -----------------------------------------------------------------------------------------------------
+# -- of one matrix ---------------------------------------------------------------------------------
 
-# What a function of a matrix gives, for each matrix of a batch: `1 1` is a matrix, `1` a vector, and nothing a number.
+# What a function of a matrix gives, for each matrix of a batch: `1 1` is a matrix, `1` a vector,
+# and nothing a number.
 _OF_ONE = {
     "cholesky inv inverse matrix_exp cholesky_inverse": ("1 1",),
     "det logdet": ("",),
@@ -86,7 +87,9 @@ def _with_tolerances(result: str, A: Tensor, *args: Any, **kwargs: Any) -> Rule:
 
 @rule(also=(torch.linalg.cond,))
 def _cond(A: Tensor, p: Any = None) -> Rule:
-    """Return the rule; for an empty batch, torch returns a result that is not in the autograd graph."""
+    """Return the rule; for an empty batch, torch returns a result that is not in the autograd
+    graph.
+    """
     return _of_one(A, "", bind=unless_empty(torch.linalg.cond))
 
 
@@ -137,7 +140,7 @@ def _whole(prefix: str, count: int) -> str:
     return " ".join(f"[{prefix}{i}]" for i in range(count))
 
 
-# -- systems of equations ----------------------------------------------------------------------------------------------
+# -- systems of equations --------------------------------------------------------------------------
 
 
 def _columns(left: bool, vector: bool = False) -> str:
@@ -232,7 +235,9 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Rul
 
 @rule(also=(torch.linalg.lstsq,))
 def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Rule | None:
-    """Return the rule; with some drivers, whether there are residuals depends on the values of all matrices: such calls have no rule."""
+    """Return the rule; with some drivers, whether there are residuals depends on the values of all
+    matrices: such calls have no rule.
+    """
     *batch, m, n = A.shape
     mesh: Any = layout_of(A).mesh
     known = driver or ("gelsy" if mesh.device_type == "cpu" else "gels")  # torch's own defaults

@@ -93,7 +93,9 @@ def _outer(input: Tensor, vec2: Tensor) -> Rule:
 
 
 def _added(input: Tensor, pattern: str, a: Tensor, b: Tensor) -> Rule:
-    """Return the rule of a product to which `input` is added, broadcast to the dims of the result."""
+    """Return the rule of a product to which `input` is added, broadcast to the dims of the
+    result.
+    """
     dims = pattern.partition("->")[2].split()
     added = " ".join(dims[len(dims) - input.ndim :])
     return einrule(f"{added}, {pattern}", input, a, b, linear=((1, 0), (2, 0)), additive=(0,))
@@ -161,7 +163,9 @@ def _cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Rule:
 
 @rule(also=(torch.cross, torch.Tensor.cross))
 def _cross_of_threes(input: Tensor, other: Tensor, dim: int | None = None) -> Rule:
-    """Return the rule of a cross product without a dim: along the first dim of size 3 of the global tensors."""
+    """Return the rule of a cross product without a dim: along the first dim of size 3 of the global
+    tensors.
+    """
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return _cross_along(input, other, shape.index(3) - len(shape) if dim is None else dim)
 
@@ -178,7 +182,9 @@ def _cross_along(input: Tensor, other: Tensor, dim: int) -> Rule:
 
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> Rule:
-    """Return the rule, which is the equation; a letter that an operand repeats (a diagonal) must not be split."""
+    """Return the rule, which is the equation; a letter that an operand repeats (a diagonal) must
+    not be split.
+    """
     tensors = (
         list(operands[0])
         if len(operands) == 1 and isinstance(operands[0], (list, tuple))
@@ -200,7 +206,9 @@ def _einsum(equation: str, *operands: Any) -> Rule:
 
 
 def _spelled(part: str, extra: int, whole: set[str]) -> str:
-    """Return `...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis stands for `extra` dims."""
+    """Return `...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis
+    stands for `extra` dims.
+    """
     dims = [f"e{i}" for i in reversed(range(extra))]
     letters = [
         *part.partition("...")[0],

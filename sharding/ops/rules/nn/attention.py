@@ -33,7 +33,10 @@ def _attention_rule(a: Any) -> Rule:
             0 if mask is None or mask.ndim < 3 else mask.shape[-3]
         )  # heads that the mask distinguishes
         heads = "(g r)" if masked > 1 else "1" if masked else ""
-        pattern = f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g r) {rows} [v]"
+        pattern = (
+            f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g "
+            f"r) {rows} [v]"
+        )
     return einrule(pattern, query, key, a.value, mask, **options)
 
 
@@ -45,7 +48,9 @@ def attention_local(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call torch's own function; its result for an empty part would not be in the autograd graph."""
+    """Call torch's own function; its result for an empty part would not be in the autograd
+    graph.
+    """
     shape = (*query.shape[:-1], value.shape[-1])
     if math.prod(shape):
         if query.is_meta:
@@ -58,10 +63,18 @@ def attention_local(
 
 
 def _fused_on_meta(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the result of a fused kernel; torch's choice on "meta" would keep the scores in memory, which no device does."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the result of a fused kernel; torch's choice on "meta" would keep the scores in
+    memory, which no device does.
+    """
     learned = attn_mask is not None and attn_mask.requires_grad
     if enable_gqa or query.ndim != 4 or query.shape[-1] != value.shape[-1] or learned:
         options: Any = {"scale": scale, "enable_gqa": enable_gqa}
@@ -72,7 +85,7 @@ def _fused_on_meta(
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-# -- with dropout ------------------------------------------------------------------------------------------------------
+# -- with dropout ----------------------------------------------------------------------------------
 
 
 def _check_attention(
@@ -94,10 +107,18 @@ def _check_attention(
     rule=_attention_rule,
 )
 def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """Compute the weights and drop some with `F.dropout`, so that which are dropped does not depend on the mesh."""
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Compute the weights and drop some with `F.dropout`, so that which are dropped does not depend
+    on the mesh.
+    """
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     mask = _causal(query, key) if is_causal else attn_mask
@@ -130,18 +151,40 @@ def _safe_softmax(scores: Any) -> Any:
     return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
 
-# -- with its projections ----------------------------------------------------------------------------------------------
+# -- with its projections --------------------------------------------------------------------------
 
 
 @decomposition("multi_head_attention_forward", check=F.multi_head_attention_forward)
 def _multi_head_attention(
-    query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any, bias_k: Any,
-    bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any, training: bool = True,
-    key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
-    average_attn_weights: bool = True, is_causal: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Do as torch does, with heads as a separate dim throughout (`b h s d`), so that they may be split."""
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Any, Any]:
+    """Do as torch does, with heads as a separate dim throughout (`b h s d`), so that they may be
+    split.
+    """
     batched = query.ndim == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -203,7 +246,9 @@ def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
 
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
-    """Return the bias of the scores, broadcastable to `b h l s`; all queries attend to appended positions."""
+    """Return the bias of the scores, broadcastable to `b h l s`; all queries attend to appended
+    positions.
+    """
     given = []
     if attn_mask is not None:
         given.append(

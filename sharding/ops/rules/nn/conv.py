@@ -1,4 +1,6 @@
-"""Convolutions: batch, channels and groups may be split as in a matrix product; for split space each rank fetches its halo."""
+"""Convolutions: batch, channels and groups may be split as in a matrix product; for split space
+each rank fetches its halo.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _LINEAR: dict[str, Any] = {"linear": ((0, 2), (1, 2)), "additive": (2,)}
 def _rule(
     n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **options: Any
 ) -> Rule:
-    """Return the rule: input channels are summed over; those of one group stay together unless every rank has whole groups.
+    """Return the rule: input channels are summed over; those of one group stay together unless
+    every rank has whole groups.
 
     With `whole` the spatial dims must not be split, else they may be.
     """
@@ -58,8 +61,8 @@ def _of_nothing(
 ) -> Tensor:
     """Return the result of a part without input channels, or of an empty one.
 
-    Its autograd graph has an unused convolution of single elements, so that it has the same nodes as on other
-    ranks, and backward communicates alike on all, to every order.
+    Its autograd graph has an unused convolution of single elements, so that it has the same nodes
+    as on other ranks, and backward communicates alike on all, to every order.
     """
     kernel = weight.shape[2:]
     single = _sized(input, [1] * (input.ndim - n) + [*kernel]), _sized(weight, [1, 1, *kernel])
@@ -75,7 +78,8 @@ def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
 def _sized(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the tensor cut, or padded with zeros, to these sizes.
 
-    What is only cut is a view: if autograd saves it, it has the memory of a unit's gathered parameters, as on other ranks.
+    What is only cut is a view: if autograd saves it, it has the memory of a unit's gathered
+    parameters, as on other ranks.
     """
     cut = x[tuple(map(slice, sizes))]
     missing = [size - n for n, size in zip(cut.shape, sizes, strict=True)]
@@ -86,7 +90,7 @@ def _with_graph_of(made: Tensor, result: Layout) -> Tensor:
     return made.new_zeros(result.local_shape) + made.flatten()[:0].sum()
 
 
-# -- convolution -------------------------------------------------------------------------------------------------------
+# -- convolution -----------------------------------------------------------------------------------
 
 
 def _bind(
@@ -159,10 +163,12 @@ def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
 def _over_space(
     n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any
 ) -> Callable[..., Any] | None:
-    """Return the function of the operands that runs the convolution over split space; None if space is not split.
+    """Return the function of the operands that runs the convolution over split space; None if space
+    is not split.
 
     Args:
-        bind: makes the function of the parts, see `on_parts`; it is passed n, func and the windows first.
+        bind: makes the function of the parts, see `on_parts`; it is passed n, func and the windows
+            first.
         a: the arguments of the call.
     """
     dims = range(a.input.ndim - n, a.input.ndim)
@@ -194,9 +200,15 @@ def _register(n: int) -> None:
         f"conv{n}d", prepare=partial(_over_space, n, func, False, _bind_halo), rule=whole_space
     )
     def run(
-        over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        over_space: Any,
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
         groups: int = 1,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return over_space(input, weight, bias)
 
 
@@ -223,7 +235,7 @@ def _tbc_of_nothing(
     return out + bias.to(out.dtype)
 
 
-# -- transposed --------------------------------------------------------------------------------------------------------
+# -- transposed ------------------------------------------------------------------------------------
 
 
 def _bind_transposed(
@@ -274,7 +286,9 @@ def _bind_reach(
 
 
 def _crop(window: Window, interval: tuple[int, int], split: bool) -> tuple[int, int]:
-    """Return what to pad before and after the sum of spread windows (negative: crop) to get results [start, stop)."""
+    """Return what to pad before and after the sum of spread windows (negative: crop) to get results
+    [start, stop).
+    """
     start, stop = interval
     low, high = _sources(window, start, stop) if split else (0, window.length)
     first = low * window.stride - window.before
@@ -303,9 +317,16 @@ def _register_transposed(n: int) -> None:
         rule=whole_space,
     )
     def run(
-        over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-        groups: int = 1, dilation: Any = 1,
-    ) -> Any:  # fmt: skip
+        over_space: Any,
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
         return over_space(input, weight, bias)
 
 

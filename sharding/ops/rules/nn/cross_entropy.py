@@ -46,9 +46,15 @@ def _register(func: Callable[..., Any], of_split_classes: Callable[..., Any]) ->
 
     @decomposition_maker(func.__name__, rule=_rule)
     def make(
-        input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
-        reduction: str = "mean", label_smoothing: float = 0.0,
-    ) -> Callable[..., Any] | None:  # fmt: skip
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Callable[..., Any] | None:
         check_arguments(reduction, size_average=size_average, reduce=reduce)
         if input.ndim and input.shape[_class_dim(input)] and is_split(input, [_class_dim(input)]):
             with torch.no_grad():
@@ -61,13 +67,15 @@ def _class_dim(input: Any) -> int:
     return 0 if input.ndim == 1 else 1
 
 
-# -- whole classes, split rows -----------------------------------------------------------------------------------------
+# -- whole classes, split rows ---------------------------------------------------------------------
 
 
 def _of_rows(
     func: Callable[..., Any], input: Any, target: Any, *, reduction: str, **options: Any
 ) -> Any:
-    """Divide the sum over all ranks by the global count (or weight) of targets that are not ignored."""
+    """Divide the sum over all ranks by the global count (or weight) of targets that are not
+    ignored.
+    """
     options = {
         name: value for name, value in options.items() if name not in ("size_average", "reduce")
     }
@@ -91,7 +99,7 @@ def _weights(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) ->
     return torch.where(counted, reduce_pending(rows[..., 0]), 0)
 
 
-# -- split classes -----------------------------------------------------------------------------------------------------
+# -- split classes ---------------------------------------------------------------------------------
 # All tensors keep the class dim, with one element where it is reduced.
 
 
@@ -126,7 +134,9 @@ def _of_logits(
 def _over_all_classes(
     distance: Any, weight: Any, at: int, label_smoothing: float
 ) -> tuple[float, Any, Any]:
-    """Return the share of every class in label smoothing, the sum of their weights, and the weighted sum of logits."""
+    """Return the share of every class in label smoothing, the sum of their weights, and the
+    weighted sum of logits.
+    """
     share, classes = label_smoothing / distance.shape[at], distance.shape[at]
     if weight is None:
         return share, classes, distance.sum(at, keepdim=True)
@@ -196,7 +206,8 @@ def _hits(
 
 
 def _check_labels(labels: Tensor, is_class: Tensor) -> None:
-    """Check labels on the CPU. Elsewhere reading values would synchronise with the device, and `gather` checks them, as in torch.
+    """Check labels on the CPU. Elsewhere reading values would synchronise with the device, and
+    `gather` checks them, as in torch.
 
     Raises:
         IndexError: a label that is no class.

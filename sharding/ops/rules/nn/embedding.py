@@ -1,7 +1,8 @@
 """Look-ups of rows of a table: embedding, bags of embeddings, one-hot vectors.
 
-A table with split rows (the vocabulary) is not moved: every rank looks up the rows that it has, and the result is
-pending as a sum, to which one rank contributes each row. The gradient of the table needs no communication.
+A table with split rows (the vocabulary) is not moved: every rank looks up the rows that it has, and
+the result is pending as a sum, to which one rank contributes each row. The gradient of the table
+needs no communication.
 """
 
 from __future__ import annotations
@@ -26,17 +27,25 @@ def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
     """Refuse options that write into the table, and sparse gradients."""
     if max_norm is not None or sparse:
         raise NotImplementedError(
-            f"{name}: max_norm= (which writes into the weight) and sparse= are not supported on ShardedTensors; clip the rows "
-            "yourself, weight.copy_(torch.renorm(weight, 2, 0, max_norm)) under torch.no_grad(), and use dense gradients"
+            f"{name}: max_norm= (which writes into the weight) and sparse= are not supported on "
+            "ShardedTensors; clip the rows yourself, weight.copy_(torch.renorm(weight, 2, 0, "
+            "max_norm)) under torch.no_grad(), and use dense gradients"
         )
 
 
 @rule(also=(F.embedding,))
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Rule:  # fmt: skip
-    """Return the rule; if gradients are scaled by frequency, all indices are counted, so indices and rows must not be split."""
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Rule:
+    """Return the rule; if gradients are scaled by frequency, all indices are counted, so indices
+    and rows must not be split.
+    """
     _refuse("embedding", max_norm, sparse)
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
     indices = dim_names(input.ndim, range(input.ndim) if scale_grad_by_freq else (), "i")
@@ -93,16 +102,26 @@ def _bind_embedding_of_weight(
     )
 
 
-# -- bags --------------------------------------------------------------------------------------------------------------
+# -- bags ------------------------------------------------------------------------------------------
 
 
 @rule(also=(F.embedding_bag,))
 def _embedding_bag(
-    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
-    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Rule:  # fmt: skip
-    """Return the rule: rows of a matrix of bags may be split, and so may features and, for sums and means, the rows of the table."""
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Rule:
+    """Return the rule: rows of a matrix of bags may be split, and so may features and, for sums and
+    means, the rows of the table.
+    """
     _refuse("embedding_bag", max_norm, sparse)
     rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"
     bag = "[b]" if scale_grad_by_freq else "b"
@@ -159,7 +178,9 @@ class _Bags:
 
 
 def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
-    """Return sums of the runs of rows that start at the offsets; with `ends` the last offset is the end of the last run."""
+    """Return sums of the runs of rows that start at the offsets; with `ends` the last offset is the
+    end of the last run.
+    """
     starts = offsets[:-1] if ends else offsets
     numbers = torch.arange(len(rows), device=rows.device)
     bag = torch.searchsorted(starts, numbers, right=True) - 1
@@ -167,7 +188,7 @@ def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
     return rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag[used], rows[used])
 
 
-# -- one-hot -----------------------------------------------------------------------------------------------------------
+# -- one-hot ---------------------------------------------------------------------------------------
 
 
 @rule("one_hot")

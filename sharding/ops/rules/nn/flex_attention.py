@@ -145,8 +145,8 @@ def _check(tensors: Sequence[Any], score_mod: Any, block_mask: Any, enable_gqa: 
     ]
     if plain:
         raise TypeError(
-            f"flex_attention: {' and '.join(plain)} must be a ShardedTensor as the others are; place "
-            "it with sm.device_put or distribute_tensor"
+            f"flex_attention: {' and '.join(plain)} must be a ShardedTensor as the others are; "
+            "place it with sm.device_put or distribute_tensor"
         )
     check_one_mesh(flex_attention, [x._layout for x in tensors])
     query, key, value = (tuple(x.shape) for x in tensors)
@@ -159,15 +159,15 @@ def _check(tensors: Sequence[Any], score_mod: Any, block_mask: Any, enable_gqa: 
         raise ValueError(f"flex_attention: shapes do not fit: {text}")
     if query[1] != key[1] and not (enable_gqa and key[1] and query[1] % key[1] == 0):
         raise ValueError(
-            f"flex_attention: {query[1]} query heads and {key[1]} key heads; they must be equal, or with "
-            "enable_gqa=True the first a multiple of the second"
+            f"flex_attention: {query[1]} query heads and {key[1]} key heads; they must be equal, "
+            "or with enable_gqa=True the first a multiple of the second"
         )
     lengths = None if block_mask is None else tuple(block_mask.shape[-2:])
     if lengths not in (None, (query[2], key[2])):
         raise ValueError(
             f"flex_attention: the block mask is for lengths {lengths}, the tensors are of "
-            f"{(query[2], key[2])}; make it with create_block_mask(mask_mod, B, H, {query[2]}, {key[2]}), "
-            "for the global lengths"
+            f"{(query[2], key[2])}; make it with create_block_mask(mask_mod, B, H, {query[2]}, "
+            f"{key[2]}), for the global lengths"
         )
     for name, function in (
         ("score_mod", score_mod),
@@ -175,8 +175,8 @@ def _check(tensors: Sequence[Any], score_mod: Any, block_mask: Any, enable_gqa: 
     ):
         if any(isinstance(x, ShardedTensor) for x in _closed_over(function)):
             raise TypeError(
-                f"flex_attention: {name} closes over a ShardedTensor, of which it would index a part by "
-                "global positions; give it x.full_tensor()"
+                f"flex_attention: {name} closes over a ShardedTensor, of which it would index a "
+                "part by global positions; give it x.full_tensor()"
             )
 
 
@@ -216,7 +216,8 @@ def _mask_from(mask_mod: Mod, batch: int, head: int, row: int) -> Mod:
 
 
 class _PartOfAttention:
-    """Attention of this rank's part: batches, heads and rows of the query from where the part begins.
+    """Attention of this rank's part: batches, heads and rows of the query from where the part
+    begins.
 
     Args:
         query, key: the layouts of the parts.
@@ -244,7 +245,9 @@ class _PartOfAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the result, and the logsumexp and the maximum of each row where they are asked for."""
+        """Return the result, and the logsumexp and the maximum of each row where they are asked
+        for.
+        """
         shape = *query.shape[:-1], value.shape[-1]
         if not math.prod(shape):  # in the graph, as on other ranks
             graph = query.sum() + key.sum() + value.sum()
@@ -272,7 +275,9 @@ class _PartOfAttention:
         )
 
     def _part_of_mask(self) -> Any:
-        """Return the block mask of the part: rows of blocks, or a new one if the part cuts blocks."""
+        """Return the block mask of the part: rows of blocks, or a new one if the part cuts
+        blocks.
+        """
         from torch.nn.attention import flex_attention as flex
 
         mask, (start, stop) = self.block_mask, self.box[2]
@@ -325,7 +330,9 @@ class _PartOfAttention:
 
 
 def _over_all(function: Mod, first: tuple[int, ...]) -> Mod:
-    """Return a function of (score,) b, h, q, kv as one of the tensor of all scores and of the vectors of positions."""
+    """Return a function of (score,) b, h, q, kv as one of the tensor of all scores and of the
+    vectors of positions.
+    """
     for position in reversed(range(4)):
         places = [0 if i == position else None for i in range(4)]
         function = torch.vmap(function, in_dims=(*first, *places))

@@ -18,7 +18,7 @@ from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition_maker, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
-# -- resizing ----------------------------------------------------------------------------------------------------------
+# -- resizing --------------------------------------------------------------------------------------
 
 
 def _interpolate_rule(a: Any) -> Rule:
@@ -37,10 +37,17 @@ def _whole(n: int) -> str:
 
 @decomposition_maker("interpolate", rule=_interpolate_rule)
 def _interpolate(
-    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None, antialias: bool = False,
-) -> Callable[..., Any] | None:  # fmt: skip
-    """Make the decomposition over split space: fetch the elements that this rank's part of the result repeats or mixes."""
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Callable[..., Any] | None:
+    """Make the decomposition over split space: fetch the elements that this rank's part of the
+    result repeats or mixes.
+    """
     n = input.ndim - 2
     if (
         mode not in ("nearest", "nearest-exact", "area", *_LINEAR)
@@ -64,8 +71,8 @@ def _interpolate(
     dims = zip(input.shape[2:], sizes, scales, strict=True)
     like: dict[str, Any] = {
         "dtype": _computed_in(input.dtype),
-        "device": layout_of(input).mesh.device,
-    }  # type: ignore[attr-defined]
+        "device": layout_of(input).mesh.device,  # type: ignore[attr-defined]
+    }
     bind = partial(_bind_taps, [taps(like, *dim, **options) for dim in dims])
     run = on_parts(einrule("... -> ...", input, linear=((0,),)), result, range(2, input.ndim), bind)
     return lambda input, *args, **kwargs: run(input)
@@ -107,7 +114,9 @@ def _nearest(
 def _linear(
     like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any
 ) -> Taps:
-    """Find torch's own weights along this dim by interpolating ones at every third index, for each of the three offsets."""
+    """Find torch's own weights along this dim by interpolating ones at every third index, for each
+    of the three offsets.
+    """
     numbers = torch.arange(length)
     probes = torch.stack([numbers, *[numbers % 3 == offset for offset in range(3)]]).to(**like)
     position, *weights = F.interpolate(probes[None], size, scale, **options)[0]
@@ -144,7 +153,9 @@ def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequenc
 def _step(
     taps: Taps, dim: int, src: Layout, dst: Layout, device: Any
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function that interpolates one dim of this rank's part from the fetched elements."""
+    """Return the function that interpolates one dim of this rank's part from the fetched
+    elements.
+    """
     mine = slice(*dst.box[dim])
     start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
     first, last = (
@@ -157,7 +168,7 @@ def _step(
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------
 
 
 @rule("grid_sample")
@@ -175,17 +186,21 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None 
 
 def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     batch = results[0].local_shape[0]
-    local = lambda theta, size, *args, **kwargs: F.affine_grid(
-        theta, [batch, *size[1:]], *args, **kwargs
-    )  # noqa: E731
+    local = (
+        lambda theta, size, *args, **kwargs: F.affine_grid(  # noqa: E731
+            theta, [batch, *size[1:]], *args, **kwargs
+        )
+    )
     return unless_empty(local, True)(targets, results)
 
 
-# -- between channels and space ----------------------------------------------------------------------------------------
+# -- between channels and space --------------------------------------------------------------------
 
 
 def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule:
-    """Return the rule of an operator that only moves elements; `whole` names factors of composite dims that must not be split."""
+    """Return the rule of an operator that only moves elements; `whole` names factors of composite
+    dims that must not be split.
+    """
     made = einrule(pattern, input, linear=((0,),), transparent=True, **options)
     return replace(made, whole=made.whole | set(whole.split()))
 

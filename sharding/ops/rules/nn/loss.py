@@ -28,7 +28,8 @@ def check_arguments(reduction: str, **legacy: Any) -> None:
     given = [name for name, value in legacy.items() if value is not None]
     if given:
         raise ValueError(
-            f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass reduction="
+            f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass "
+            "reduction="
         )
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
@@ -55,13 +56,14 @@ def _any_split(*args: Any, **kwargs: Any) -> bool:
     return any(map(is_split, tensors_of(*args, **kwargs)))
 
 
-# -- by element --------------------------------------------------------------------------------------------------------
+# -- by element ------------------------------------------------------------------------------------
 
 
 def _register(
     func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]
 ) -> None:
-    """Register a loss; the mean or sum of split operands is that of one loss for each element or row, over all ranks.
+    """Register a loss; the mean or sum of split operands is that of one loss for each element or
+    row, over all ranks.
 
     Args:
         run: what runs in place of the loss.
@@ -115,9 +117,18 @@ def _run_kl_div(
 _RUNS = {F.mse_loss: _run_by_weight, F.kl_div: _run_kl_div}
 
 for _func in (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
-):  # fmt: skip
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+    F.margin_ranking_loss,
+):
     _register(
         _func,
         partial(_RUNS.get(_func, _run), _func),
@@ -129,7 +140,9 @@ for _func in (
 def _l1_loss(
     input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any
 ) -> Any:
-    """Return the mean by weight where there is one. torch's `l1_loss` does not pass its weight on: it is read from the caller's frame."""
+    """Return the mean by weight where there is one. torch's `l1_loss` does not pass its weight on:
+    it is read from the caller's frame.
+    """
     weight = _argument_of(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
         return NotImplemented
@@ -145,7 +158,8 @@ def _l1_loss(
 def _argument_of(func: Any, name: str) -> Any:
     """Return an argument of a call of `func` that is on the stack; None if there is none.
 
-    Under a mode torch calls the function once more from itself, without the argument: those calls have the same input.
+    Under a mode torch calls the function once more from itself, without the argument: those calls
+    have the same input.
     """
     frame, found, first = inspect.currentframe(), None, None
     while frame is not None and found is None:
@@ -156,7 +170,7 @@ def _argument_of(func: Any, name: str) -> Any:
     return found
 
 
-# -- by row ------------------------------------------------------------------------------------------------------------
+# -- by row ----------------------------------------------------------------------------------------
 
 
 def _cosine_embedding(input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Rule:
@@ -192,11 +206,13 @@ _register(F.multi_margin_loss, partial(_run, F.multi_margin_loss), _multi_margin
 _register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _multilabel_margin)
 
 
-# -- of sequences ------------------------------------------------------------------------------------------------------
+# -- of sequences ----------------------------------------------------------------------------------
 
 
 def _ctc_rule(a: Any) -> Rule:
-    """Return the rule: the batch may be split if every operand has a batch dim, unlike targets that are concatenated."""
+    """Return the rule: the batch may be split if every operand has a batch dim, unlike targets that
+    are concatenated.
+    """
     operands = tensors_of(a.log_probs, a.targets, a.input_lengths, a.target_lengths)
     if a.reduction != "none":
         return replace(_of_all(*operands), result=a.log_probs.new_empty(()))
@@ -236,7 +252,7 @@ def _ctc_loss(
     return _averaged(each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction)
 
 
-# -- made of other operators -------------------------------------------------------------------------------------------
+# -- made of other operators -----------------------------------------------------------------------
 
 
 def _register_body(func: Callable[..., Any]) -> None:
@@ -263,11 +279,13 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
     @decomposition("linear_cross_entropy")
     def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-        """Compute the logits, then their cross entropy. `options` tell torch how to save memory and change no value."""
+        """Compute the logits, then their cross entropy. `options` tell torch how to save memory and
+        change no value.
+        """
         return body_of(F.linear_cross_entropy)(*args, **kwargs)
 
 
-# -- under torch -------------------------------------------------------------------------------------------------------
+# -- under torch -----------------------------------------------------------------------------------
 
 # Parameters of the functions in `torch`, which take the reduction as a number.
 _OF_TORCH = {

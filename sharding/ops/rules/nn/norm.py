@@ -1,7 +1,8 @@
-"""Normalisations. Over split dims their mean and variance are small reductions; nothing is gathered.
+"""Normalisations. Over split dims their mean and variance are small reductions; nothing is
+gathered.
 
-Statistics are those of the whole tensor: batch norm is synchronised over the axes that split the batch, and over those that
-split the image.
+Statistics are those of the whole tensor: batch norm is synchronised over the axes that split the
+batch, and over those that split the image.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def _check_running(*statistics: Any) -> None:
     given = [layout_of(x) for x in statistics if x is not None]
     if any(layout.pending for layout in given):
         raise ValueError(
-            f"running statistics with the layouts {given} are pending; redistribute them to Replicate() or Shard(0) first"
+            f"running statistics with the layouts {given} are pending; redistribute them to "
+            "Replicate() or Shard(0) first"
         )
 
 
@@ -55,7 +57,7 @@ def _beside_channels(x: Any, like: Any) -> Any:
     return None if x is None else x.view(x.shape[0], *[1] * (like.ndim - 2))
 
 
-# -- of each row -------------------------------------------------------------------------------------------------------
+# -- of each row -----------------------------------------------------------------------------------
 
 
 def _last_dims(a: Any) -> tuple[int, ...]:
@@ -81,9 +83,14 @@ def _normalised(a: Any, *weights: Tensor | None) -> Rule:
     rule=lambda a: _normalised(a, a.weight, a.bias),
 )
 def _layer_norm(
-    dims: tuple[int, ...], input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    dims: tuple[int, ...],
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Any:  # fmt: skip
+) -> Any:
     x = _wide(input)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     return _scaled(_standardised(x, mean, var, eps), weight, bias, input.dtype)
@@ -125,7 +132,7 @@ def _normalize(
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
-# -- of weights --------------------------------------------------------------------------------------------------------
+# -- of weights ------------------------------------------------------------------------------------
 
 
 @decomposition("norm_except_dim", check=torch.norm_except_dim)
@@ -139,7 +146,7 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / _norm_except_dim(v, 2, dim))
 
 
-# -- of groups of channels ---------------------------------------------------------------------------------------------
+# -- of groups of channels -------------------------------------------------------------------------
 
 
 def _group_norm_rule(a: Any) -> Rule:
@@ -193,7 +200,7 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
     return spread.view(n, channels, *[1] * (x.ndim - 2))
 
 
-# -- of channels -------------------------------------------------------------------------------------------------------
+# -- of channels -----------------------------------------------------------------------------------
 
 
 def _batch_norm_rule(a: Any) -> Rule:
@@ -205,10 +212,18 @@ def _batch_norm_rule(a: Any) -> Rule:
 
 
 def _batch_norm_local(
-    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    """Skip `F.batch_norm`'s check of the batch size, which would see this rank's part; torch refuses a part without channels."""
+    input: Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Skip `F.batch_norm`'s check of the batch size, which would see this rank's part; torch
+    refuses a part without channels.
+    """
     given: list[Any] = [
         None if t is None else with_elements(t)
         for t in (input, weight, bias, running_mean, running_var)
@@ -232,9 +247,15 @@ def _not_channels(input: Any) -> list[int]:
     also=(F.batch_norm,), check=F.batch_norm, when=_batch_norm_applies, rule=_batch_norm_rule
 )
 def _batch_norm(
-    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
     return _by_own_statistics(
         _not_channels(input), input, running_mean, running_var, weight, bias, momentum, eps
     )
@@ -261,7 +282,9 @@ def _by_own_statistics(
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:
-    """Update the running average of each channel in place; the statistics are the same on every rank that has it."""
+    """Update the running average of each channel in place; the statistics are the same on every
+    rank that has it.
+    """
     if running is not None:
         with torch.no_grad():
             running.mul_(1 - momentum).add_(
@@ -300,9 +323,15 @@ def _instance_norm_applies(a: Any) -> bool:
     rule=_instance_norm_rule,
 )
 def _instance_norm(
-    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, use_input_stats: bool = True,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     return _by_own_statistics(
@@ -311,13 +340,22 @@ def _instance_norm(
 
 
 def _register_torch_order(func: Callable[..., Any]) -> None:
-    """Register `torch.batch_norm` or its like, which takes the arguments of `func` in another order."""
+    """Register `torch.batch_norm` or its like, which takes the arguments of `func` in another
+    order.
+    """
 
     @decomposition(also=(getattr(torch, func.__name__),))
     def run(
-        input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, momentum: float, eps: float,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        use_input_stats: bool,
+        momentum: float,
+        eps: float,
         cudnn_enabled: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
@@ -325,11 +363,13 @@ _register_torch_order(F.batch_norm)
 _register_torch_order(F.instance_norm)
 
 
-# -- of neighbouring channels ------------------------------------------------------------------------------------------
+# -- of neighbouring channels ----------------------------------------------------------------------
 
 
 def _channels_around(a: Any) -> Callable[[int, int], list[tuple[int, int]]] | None:
-    """Return, where channels are split, the interval of channels in the windows of channels [start, stop)."""
+    """Return, where channels are split, the interval of channels in the windows of channels [start,
+    stop).
+    """
     before, after, channels = a.size // 2, (a.size - 1) // 2, a.input.shape[1]
 
     def around(start: int, stop: int) -> list[tuple[int, int]]:
@@ -362,7 +402,9 @@ def _local_response_norm(
 
 
 def _window_sums(squares: Tensor, box: Box, channels: int, size: int) -> Tensor:
-    """Return sums of `size` neighbouring channels around each channel of this rank, with zeros beyond the first and last."""
+    """Return sums of `size` neighbouring channels around each channel of this rank, with zeros
+    beyond the first and last.
+    """
     start, stop = box[1]
     if start == stop:
         return squares

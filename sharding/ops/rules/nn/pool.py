@@ -1,4 +1,6 @@
-"""Pooling: batch and channels may be split; over split space each rank fetches the windows of its part of the result."""
+"""Pooling: batch and channels may be split; over split space each rank fetches the windows of its
+part of the result.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,20 @@ def _windows(
     return [Window(*part) for part in parts]
 
 
-# -- the largest -------------------------------------------------------------------------------------------------------
+# -- the largest -----------------------------------------------------------------------------------
 
 
 def _register_max(n: int, func: Parts) -> None:
     @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input))
     def make(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Callable[..., Any] | None:  # fmt: skip
+    ) -> Callable[..., Any] | None:
         if not is_split(input, _space(n, input)):
             return None
         result = func(
@@ -74,7 +81,8 @@ def _register_max(n: int, func: Parts) -> None:
 def _bind_max(
     windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layout], results: Sequence[Layout]
 ) -> Parts:
-    """Return torch's own function, with its own padding (less than any element), on elements that start with a window.
+    """Return torch's own function, with its own padding (less than any element), on elements that
+    start with a window.
 
     Of its results those of this rank's part are kept.
     """
@@ -84,9 +92,14 @@ def _bind_max(
         src, dst, {d: partial(_from_first_window, w) for d, w in zip(space, windows, strict=True)}
     )
     pool = partial(
-        getattr(F, f"max_pool{n}d"), kernel_size=[w.size for w in windows], stride=[w.stride for w in windows], ceil_mode=ceil_mode,
-        padding=[w.before for w in windows], dilation=[w.dilation for w in windows], return_indices=len(results) == 2,
-    )  # fmt: skip
+        getattr(F, f"max_pool{n}d"),
+        kernel_size=[w.size for w in windows],
+        stride=[w.stride for w in windows],
+        ceil_mode=ceil_mode,
+        padding=[w.before for w in windows],
+        dilation=[w.dilation for w in windows],
+        return_indices=len(results) == 2,
+    )
     if 0 in dst.local_shape:
         empty = unless_empty(pool)(targets, results)
         return lambda local: empty(halo(local))
@@ -120,7 +133,9 @@ def _from_first_window(window: Window, start: int, stop: int) -> tuple[int, int]
 def _global_indices(
     indices: Tensor, shape: Sequence[int], firsts: Sequence[int], whole: Sequence[int]
 ) -> Tensor:
-    """Convert row-major indices in a part of this shape, which starts at `firsts`, to indices in the whole tensor."""
+    """Convert row-major indices in a part of this shape, which starts at `firsts`, to indices in
+    the whole tensor.
+    """
     total, scale = torch.zeros_like(indices), 1
     for size, first, length in reversed(list(zip(shape, firsts, whole, strict=True))):
         total += (indices % size + first) * scale
@@ -128,15 +143,20 @@ def _global_indices(
     return total
 
 
-# -- the mean ----------------------------------------------------------------------------------------------------------
+# -- the mean --------------------------------------------------------------------------------------
 
 
 def _register_avg(n: int, func: Parts) -> None:
     @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input, linear=((0,),)))
     def make(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
-        count_include_pad: bool = True, divisor_override: int | None = None,
-    ) -> Callable[..., Any] | None:  # fmt: skip
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Callable[..., Any] | None:
         if not is_split(input, _space(n, input)):
             return None
         over = () if divisor_override is None else (divisor_override,)
@@ -167,7 +187,9 @@ def _counted(
 
 
 def _padded(windows: Sequence[Window], src: Layout, dst: Layout) -> Callable[[Tensor], Tensor]:
-    """Return a function that fetches elements and adds zeros where windows extend into the padding."""
+    """Return a function that fetches elements and adds zeros where windows extend into the
+    padding.
+    """
     first = len(dst.shape) - len(windows)
     halo = Halo(src, dst, {first + d: w.elements for d, w in enumerate(windows)})
     if 0 in dst.local_shape:
@@ -183,7 +205,9 @@ def _bind_avg(
     targets: Sequence[Layout],
     results: Sequence[Layout],
 ) -> Parts:
-    """Return the function that scales a mean over all elements of a window to one over those that count, in torch's own precision."""
+    """Return the function that scales a mean over all elements of a window to one over those that
+    count, in torch's own precision.
+    """
     n, dtype, (result,) = len(windows), targets[0].dtype, results
     halo = _padded(windows, targets[0], result)
     if 0 in result.local_shape:
@@ -214,7 +238,7 @@ def _bind_avg(
     return scaled
 
 
-# -- to a given size ---------------------------------------------------------------------------------------------------
+# -- to a given size -------------------------------------------------------------------------------
 
 
 def _sizes(n: int, input: Tensor, output_size: Any) -> list[int]:
@@ -227,7 +251,9 @@ def _sizes(n: int, input: Tensor, output_size: Any) -> list[int]:
 
 
 def _adaptive_avg(n: int, a: Any) -> Callable[[Any], Any] | None:
-    """Return the steps over split dims: to one element, a mean; to an even divisor, windows of equal size."""
+    """Return the steps over split dims: to one element, a mean; to an even divisor, windows of
+    equal size.
+    """
     input, sizes, space = a.input, _sizes(n, a.input, a.output_size), _space(n, a.input)
     split = [is_split(input, [d]) for d in space]
     ones = [d for d, size in zip(space, sizes, strict=True) if size == 1]
@@ -285,7 +311,7 @@ def _register_adaptive_max(n: int, func: Parts) -> None:
         return lambda input, *args, **kwargs: pool(input)
 
 
-# -- windows at random -------------------------------------------------------------------------------------------------
+# -- windows at random -----------------------------------------------------------------------------
 
 
 def _fractional_rule(n: int, func: Parts, a: Any) -> Rule:
@@ -299,9 +325,13 @@ def _register_fractional(n: int, func: Parts) -> None:
 
     @decomposition_maker(also=(func,), rule=partial(_fractional_rule, n, func))
     def make(
-        input: Tensor, kernel_size: Any, output_size: Any = None, output_ratio: Any = None, return_indices: bool = False,
+        input: Tensor,
+        kernel_size: Any,
+        output_size: Any = None,
+        output_ratio: Any = None,
+        return_indices: bool = False,
         _random_samples: Tensor | None = None,
-    ) -> Parts | None:  # fmt: skip
+    ) -> Parts | None:
         if _random_samples is not None:
             return None
         batch = [1] if input.ndim == n + 1 else []
@@ -332,7 +362,7 @@ def _register_unpool(n: int, func: Parts) -> None:
         return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func, True))
 
 
-# -- other norms -------------------------------------------------------------------------------------------------------
+# -- other norms -----------------------------------------------------------------------------------
 
 
 def _register_lp(n: int, func: Any) -> None:
@@ -348,7 +378,7 @@ def _register_lp(n: int, func: Any) -> None:
         return body(input, *args, **kwargs)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 _FAMILIES = {
     "max_pool{}d": _register_max,

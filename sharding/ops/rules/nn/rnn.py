@@ -1,4 +1,6 @@
-"""Recurrent layers: the batch may be split, time and features are whole; cells also run on split weights and states."""
+"""Recurrent layers: the batch may be split, time and features are whole; cells also run on split
+weights and states.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def _listed(hx: Any) -> list[Any]:
     return list(hx) if isinstance(hx, (tuple, list)) else [hx]
 
 
-# -- sequences ---------------------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------------------
 
 
 def _sequence_rule(func: Any, a: Any) -> Rule:
@@ -51,10 +53,19 @@ def _register_sequence(func: Any) -> None:
         rule=partial(_sequence_rule, func),
     )
     def run(
-        input: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Run one layer after the other, so that the elements dropped between them are the same on every mesh."""
+        input: Any,
+        hx: Any,
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Any, ...]:
+        """Run one layer after the other, so that the elements dropped between them are the same on
+        every mesh.
+        """
         directions, count, ends = 2 if bidirectional else 1, len(params) // num_layers, []
         for layer in range(num_layers):
             states = [state.narrow(0, layer * directions, directions) for state in _listed(hx)]
@@ -69,13 +80,14 @@ def _register_sequence(func: Any) -> None:
         return input, *[torch.cat(parts) for parts in zip(*ends, strict=True)]
 
 
-# -- states that the modules make --------------------------------------------------------------------------------------
+# -- states that the modules make ------------------------------------------------------------------
 
 
 def _on_mesh(func: Any, input: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
     """Replicate the zeros that modules pass as state where none is given.
 
-    Any other plain state raises the error of plain tensors. Packed sequences are refused: their rows mix sequences.
+    Any other plain state raises the error of plain tensors. Packed sequences are refused: their
+    rows mix sequences.
     """
     if (
         func in _PACKABLE
@@ -96,8 +108,8 @@ def _on_mesh(func: Any, input: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _PACKED = (
-    "{}: packed sequences are not supported; pass the padded batch, split over the batch, and mask the result, or run the layer "
-    "on this rank's sequences, x.to_local()"
+    "{}: packed sequences are not supported; pass the padded batch, split over the batch, and mask "
+    "the result, or run the layer on this rank's sequences, x.to_local()"
 )
 
 
@@ -106,7 +118,7 @@ def _pack(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(_PACKED.format("pack_padded_sequence"))
 
 
-# -- cells -------------------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 
 def _cell_rule(func: Any, a: Any) -> Rule:
@@ -130,7 +142,9 @@ def _has_split_features(a: Any) -> bool:
 
 
 def _register_cell(func: Any) -> None:
-    """Register a cell. Over split weights or features it is two products of matrices, and gates on whole rows."""
+    """Register a cell. Over split weights or features it is two products of matrices, and gates on
+    whole rows.
+    """
     composed = _COMPOSED[func.__name__]
 
     @decomposition(

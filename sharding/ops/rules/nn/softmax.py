@@ -1,12 +1,13 @@
-"""Softmax and related functions. Over a split dim they take two small reductions, the maximum and the sum of exponentials.
+"""Softmax and related functions. Over a split dim they take two small reductions, the maximum and
+the sum of exponentials.
 
     x over 2 ranks      [1 2 | 3 4]
     maximum              4   | 4          one number for each row is communicated, not the row
     sum of exp(x - 4)    s   | s
     softmax             exp(x - 4) / s    on each rank's part
 
-The maximum only prevents overflow. The results do not depend on it, so it has no gradient, and backward
-takes one reduction, that of the sum.
+The maximum only prevents overflow. The results do not depend on it, so it has no gradient, and
+backward takes one reduction, that of the sum.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, whole_reduction
 from ..registry import decomposition
 
-# -- operators ---------------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 
 def _dim(input: Any, dim: int | None) -> int:
-    """Return the dim, which must exist (softmax of a meta tensor does not check); by default that of `torch.nn.functional`."""
+    """Return the dim, which must exist (softmax of a meta tensor does not check); by default that
+    of `torch.nn.functional`.
+    """
     if input.ndim and dim is not None:
         input.size(dim)
     return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
@@ -37,7 +40,9 @@ def _dim(input: Any, dim: int | None) -> int:
 def _split_dims(
     input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> tuple[int, ...] | None:
-    """Return the dims where any of them is split, and torch takes exponentials of this dtype; else None."""
+    """Return the dims where any of them is split, and torch takes exponentials of this dtype; else
+    None.
+    """
     floating = (dtype or input.dtype).is_floating_point
     return (
         dims if floating and is_split(input, dims) and all(input.shape[d] for d in dims) else None
@@ -45,7 +50,9 @@ def _split_dims(
 
 
 def _dtype_in(_stacklevel: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype, which `torch.softmax` takes in place of another argument of `torch.nn.functional`."""
+    """Return the dtype, which `torch.softmax` takes in place of another argument of
+    `torch.nn.functional`.
+    """
     return _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
 
 
@@ -94,11 +101,12 @@ def _logsumexp(dims: tuple[int, ...], input: Any, dim: Dims, keepdim: bool = Fal
     return result if keepdim else result.squeeze(dims)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def max_over(x: Any, dims: tuple[int, ...]) -> Any:
-    """Return the maximum over these dims, without gradient, in the dtype in which torch accumulates sums.
+    """Return the maximum over these dims, without gradient, in the dtype in which torch accumulates
+    sums.
 
     Communication: a reduction of one number for each row.
     """

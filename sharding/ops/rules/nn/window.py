@@ -1,4 +1,5 @@
-"""Windows that slide along split dims: each rank fetches only the elements that its own part of the result is computed from.
+"""Windows that slide along split dims: each rank fetches only the elements that its own part of the
+result is computed from.
 
 x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
 fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
@@ -55,7 +56,9 @@ class Window(NamedTuple):
     before: int = 0
 
     def span(self, start: int, stop: int) -> Interval:
-        """Return the positions that results [start, stop) are computed from, padding included, counted from the first element."""
+        """Return the positions that results [start, stop) are computed from, padding included,
+        counted from the first element.
+        """
         first = start * self.stride - self.before
         return first, first + (stop - start - 1) * self.stride + self.dilation * (self.size - 1) + 1
 
@@ -75,14 +78,17 @@ class Window(NamedTuple):
 
 
 class Halo:
-    """`halo(local)`: the elements of each split dim that this rank's part of the result is computed from; differentiable.
+    """`halo(local)`: the elements of each split dim that this rank's part of the result is computed
+    from; differentiable.
 
     Args:
         src: the layout of the operand.
         dst: the layout of the result, which has the same dims.
-        elements: dim -> `(start, stop)` of a part of the result -> the interval of the operand that it is computed from.
+        elements: dim -> `(start, stop)` of a part of the result -> the interval of the operand that
+            it is computed from.
 
-    Communication: for each split dim one all_to_all, where a rank needs elements of another one; the same backward.
+    Communication: for each split dim one all_to_all, where a rank needs elements of another one;
+    the same backward.
     """
 
     def __init__(
@@ -111,13 +117,14 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
     return list(pairwise(accumulate(part_sizes(layout, dim), initial=0)))
 
 
-# -- decompositions over split dims ------------------------------------------------------------------------------------
+# -- decompositions over split dims ----------------------------------------------------------------
 
 
 def on_parts(
     made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
 ) -> Callable[..., Any]:
-    """Return a function that redistributes the operands of a rule to the layouts that it needs, and runs a function of their parts.
+    """Return a function that redistributes the operands of a rule to the layouts that it needs, and
+    runs a function of their parts.
 
     Args:
         made: the rule; `dims` of the result may differ in size from their factors.
@@ -158,16 +165,18 @@ def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
-# -- parts without elements --------------------------------------------------------------------------------------------
+# -- parts without elements ------------------------------------------------------------------------
 
 
 def unless_empty(
     func: Parts, linear: bool = False
 ) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
-    """Return a `bind` of a rule: torch's own function, which may refuse empty tensors; for an empty part, its empty results.
+    """Return a `bind` of a rule: torch's own function, which may refuse empty tensors; for an empty
+    part, its empty results.
 
     Args:
-        linear: the gradient does not depend on the operand. In torch those of pooling and convolution do, with a derivative of zero.
+        linear: the gradient does not depend on the operand. In torch those of pooling and
+            convolution do, with a derivative of zero.
     """
 
     def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
@@ -179,9 +188,11 @@ def unless_empty(
 
 
 def with_a_row(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
-    """Return a `bind` of a rule: torch's own function; for an empty part, on parts with a zero in every empty dim, and none of its results.
+    """Return a `bind` of a rule: torch's own function; for an empty part, on parts with a zero in
+    every empty dim, and none of its results.
 
-    Unlike `unless_empty`, this saves for backward what other ranks save: for an operator made of several, which saves some of its operands.
+    Unlike `unless_empty`, this saves for backward what other ranks save: for an operator made of
+    several, which saves some of its operands.
     """
 
     def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
@@ -211,10 +222,12 @@ def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any
 
 
 def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
-    """Return `out` with these tensors added to its autograd graph, as on other ranks: all ranks must take part in the same backward.
+    """Return `out` with these tensors added to its autograd graph, as on other ranks: all ranks
+    must take part in the same backward.
 
-    Unless the operator is linear, they must be in the graph of the gradient too, and saved for backward, frozen ones as well: what
-    autograd unpacks makes a unit gather its parameters. So products of empty parts of them are added.
+    Unless the operator is linear, they must be in the graph of the gradient too, and saved for
+    backward, frozen ones as well: what autograd unpacks makes a unit gather its parameters. So
+    products of empty parts of them are added.
     """
     values = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     given = [x for x in values if x.requires_grad or (transforming() and x.is_floating_point())]
@@ -228,7 +241,9 @@ def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
 
 
 def _nothing_of(x: Tensor) -> Tensor:
-    """Return no elements of a tensor, of shape [0]: a view, which has the tensor's memory when autograd saves it."""
+    """Return no elements of a tensor, of shape [0]: a view, which has the tensor's memory when
+    autograd saves it.
+    """
     return (x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).reshape(0)
 
 

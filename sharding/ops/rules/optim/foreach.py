@@ -1,7 +1,7 @@
 """Operators over lists of tensors: `_foreach_*` and the fused optimizer kernels.
 
-Where the tensors at each index (a parameter, its gradient, its state) have one layout, the operator runs once on the lists of
-local tensors. Otherwise the single operator runs for each index.
+Where the tensors at each index (a parameter, its gradient, its state) have one layout, the operator
+runs once on the lists of local tensors. Otherwise the single operator runs for each index.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
 
 
 def aligned(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the tensors at every index share shape and layout, with nothing pending, so that locals can be used directly."""
+    """Return whether the tensors at every index share shape and layout, with nothing pending, so
+    that locals can be used directly.
+    """
     key = tuple(
         [
             tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors])
@@ -64,7 +66,9 @@ def _are_alike(_: Layout, rows: tuple[tuple[Layout | int, ...], ...]) -> bool:
 
 
 def _is_alike(row: Sequence[Layout | int]) -> bool:
-    """Return whether one index is aligned, given the layouts of sharded tensors and the numbers of dims of plain ones."""
+    """Return whether one index is aligned, given the layouts of sharded tensors and the numbers of
+    dims of plain ones.
+    """
     layouts = [item for item in row if isinstance(item, Layout)]
     if not layouts:  # plain tensors among sharded ones
         return True
@@ -111,7 +115,8 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
             for row in zip(*lists, strict=True):
                 if type(row[0]) is ShardedTensor:
                     row[0]._lineage = mixed(seed, [x for x in row if type(x) is ShardedTensor])
-            # torch's fused kernels do not say that they have written, nor its other ones for the CPU under a dispatch mode.
+            # torch's fused kernels do not say that they have written, nor its other ones for the
+            # CPU under a dispatch mode.
             if func.__name__ in _FUSED or (in_place and torch._C._len_torch_dispatch_stack()):
                 torch.autograd.graph.increment_version(
                     [_part(x) for x in lists[0] if type(x) is ShardedTensor]
@@ -123,7 +128,9 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _number_is_written(targets: Sequence[Any], args: Any, kwargs: Any) -> bool:
-    """Return whether the gradient of a sharded number next to lists comes from plain tensors, which it is written into."""
+    """Return whether the gradient of a sharded number next to lists comes from plain tensors, which
+    it is written into.
+    """
     if not any(isinstance(a, ShardedTensor) and a.requires_grad for a in (*args, *kwargs.values())):
         return False
     return any(type(x) is not ShardedTensor for x in targets)
@@ -145,15 +152,18 @@ def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
 
 
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the single operator for each index of the lists; the operator itself if it writes into plain tensors only."""
+    """Run the single operator for each index of the lists; the operator itself if it writes into
+    plain tensors only.
+    """
     if len(plain_targets(func, args, kwargs)) == len(_lists(args, kwargs)[0]):
         return write_plain(func, args, kwargs)
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(torch, name, None) or getattr(Tensor, name, None) or _in_place(name)
     if func.__name__ in _FUSED or single is None:
         raise ValueError(
-            f"{func.__name__}: the tensors at one index (parameter, gradient, state) have different layouts, or are "
-            "pending; redistribute them to the parameter's placements first"
+            f"{func.__name__}: the tensors at one index (parameter, gradient, state) have "
+            "different layouts, or are pending; redistribute them to the parameter's placements "
+            "first"
         )
     if name in _TAKES_VALUE and len(args) == 4:
         *args, value = args
@@ -164,7 +174,9 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _in_place(name: str) -> Callable[..., Any] | None:
-    """Return the in-place variant of an operator that torch has only for lists, such as `maximum_`."""
+    """Return the in-place variant of an operator that torch has only for lists, such as
+    `maximum_`.
+    """
     outside = getattr(torch, name.removesuffix("_"), None) if name.endswith("_") else None
     return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
 
@@ -195,12 +207,14 @@ def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None
             mesh.group().all_reduce(found_inf, "max")
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 @handler("_foreach_norm")
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return norms of many tensors; Euclidean ones take one reduction for all with equal pending axes."""
+    """Return norms of many tensors; Euclidean ones take one reduction for all with equal pending
+    axes.
+    """
     if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
     totals = [_sum_of_squares(x, dtype) for x in tensors]
@@ -248,7 +262,9 @@ _register_by_element()
 
 
 def step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Make ASGD step tensor by tensor: over lists it creates numbers on the device that C++ sees, which for a wrapper is "meta"."""
+    """Make ASGD step tensor by tensor: over lists it creates numbers on the device that C++ sees,
+    which for a wrapper is "meta".
+    """
     if isinstance(optimizer, torch.optim.ASGD):
         for group in optimizer.param_groups:
             if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):

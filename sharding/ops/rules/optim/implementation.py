@@ -1,14 +1,17 @@
-"""The implementation that torch's optimizers use for sharded parameters, where the user has chosen none.
+"""The implementation that torch's optimizers use for sharded parameters, where the user has chosen
+none.
 
     device            plain parameters     sharded parameters
     accelerators      foreach              foreach
     CPU               the loop             fused where torch has it and the memory is contiguous, else foreach
 
-Torch uses the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs more, and the fused kernels read
-each element once instead of eight times. `foreach=False` still selects the loop.
+Torch uses the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs
+more, and the fused kernels read each element once instead of eight times. `foreach=False` still
+selects the loop.
 
-The first sharded leaf installs this: hooks of optimizer steps, by torch's public functions, and a type in torch's lists of types
-that foreach takes. torch's function that groups tensors by device is replaced while optimizers with sharded parameters step.
+The first sharded leaf installs this: hooks of optimizer steps, by torch's public functions, and a
+type in torch's lists of types that foreach takes. torch's function that groups tensors by device is
+replaced while optimizers with sharded parameters step.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from ....tensor.sharded_tensor import ShardedTensor
 from .foreach import aligned, check_writable, step_one_by_one
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
-_CHOSEN = "_shardmesh_chosen"  # under this name an optimizer that steps has the options that were chosen for it
+# under this name an optimizer that steps has the options that were chosen for it
+_CHOSEN = "_shardmesh_chosen"
 _STEP = seed_of("optimizer step")
 Group = dict[str, Any]
 
@@ -44,7 +48,7 @@ def _install() -> None:
     torch_optimizer.register_optimizer_step_post_hook(_end_step)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 _stepping: weakref.WeakSet[torch.optim.Optimizer] = (
     weakref.WeakSet()
@@ -64,7 +68,8 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Undo what `_begin_step` did.
 
-    After a step that has raised this is not called; its optimizer's next step undoes it, or any step once that optimizer is gone.
+    After a step that has raised this is not called; its optimizer's next step undoes it, or any
+    step once that optimizer is gone.
     """
     _finish(optimizer)
     with _lock:
@@ -73,17 +78,22 @@ def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             torch_optimizer._group_tensors_by_device_and_dtype = _torchs_grouping
 
 
-# -- tensors of one device ---------------------------------------------------------------------------------------------
+# -- tensors of one device -------------------------------------------------------------------------
 
 _torchs_grouping = torch_optimizer._group_tensors_by_device_and_dtype
 
 # torch's steps over lists, elementwise and in place: they may run on the parts.
 _ELEMENTWISE = {
-    "adam": ("_multi_tensor_adam", "_fused_adam"), "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
-    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"), "adadelta": ("_multi_tensor_adadelta",),
-    "adamax": ("_multi_tensor_adamax",), "nadam": ("_multi_tensor_nadam",), "radam": ("_multi_tensor_radam",),
-    "rmsprop": ("_multi_tensor_rmsprop",), "rprop": ("_multi_tensor_rprop",),
-}  # fmt: skip
+    "adam": ("_multi_tensor_adam", "_fused_adam"),
+    "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
+    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
+    "adadelta": ("_multi_tensor_adadelta",),
+    "adamax": ("_multi_tensor_adamax",),
+    "nadam": ("_multi_tensor_nadam",),
+    "radam": ("_multi_tensor_radam",),
+    "rmsprop": ("_multi_tensor_rmsprop",),
+    "rprop": ("_multi_tensor_rprop",),
+}
 _MODULES: dict[str, Any] = {
     name: importlib.import_module(f"torch.optim.{name}") for name in _ELEMENTWISE
 }
@@ -98,11 +108,11 @@ _elementwise = {
 
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
-    """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is "meta", which torch would hold against a
-    `step` on a GPU.
+    """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is
+    "meta", which torch would hold against a `step` on a GPU.
 
-    To an elementwise step of torch's own, which begins with this, return the parts themselves if their layouts are alike: the step then
-    costs the host what one of plain tensors does.
+    To an elementwise step of torch's own, which begins with this, return the parts themselves if
+    their layouts are alike: the step then costs the host what one of plain tensors does.
     """
     if not any(type(x) is ShardedTensor for x in lists[0]):
         return _torchs_grouping(lists, with_indices)
@@ -126,7 +136,9 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
 
 
 def _may_be_parts(lists: list[list[Any]]) -> bool:
-    """Return whether nothing has to be redistributed for this step, and nothing is created by it: a buffer that is None yet."""
+    """Return whether nothing has to be redistributed for this step, and nothing is created by it: a
+    buffer that is None yet.
+    """
     given = [tensors for tensors in lists if tensors]
     if torch.is_grad_enabled() or not all(map(_have_values, given)) or not aligned(given):
         return False
@@ -155,7 +167,7 @@ def _note_step(lists: list[list[Any]]) -> None:
         set_pieces(tensors, lineages, i)
 
 
-# -- defaults ----------------------------------------------------------------------------------------------------------
+# -- defaults --------------------------------------------------------------------------------------
 
 
 def _choose(optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +200,9 @@ def _restore(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Group, list[int
 
 
 def _finish(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the groups, and set lineages that do not depend on what was chosen: memory may be contiguous on some ranks only."""
+    """Restore the groups, and set lineages that do not depend on what was chosen: memory may be
+    contiguous on some ranks only.
+    """
     for group, before in _restore(optimizer):
         for x, lineage in zip(group["params"], before, strict=True):
             if x.grad is not None:
@@ -200,7 +214,9 @@ def _finish(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Return whether the user has chosen none, and torch would use the loop for sharded parameters only because they are on the CPU."""
+    """Return whether the user has chosen none, and torch would use the loop for sharded parameters
+    only because they are on the CPU.
+    """
     params = group["params"]
     return (
         group.get("foreach", False) is None
@@ -217,7 +233,9 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
 
 
 def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTensor]) -> bool:
-    """Return whether fused kernels, which ignore strides and layouts, may iterate over the memory of all tensors in order."""
+    """Return whether fused kernels, which ignore strides and layouts, may iterate over the memory
+    of all tensors in order.
+    """
     return all(
         x._local.is_contiguous()
         and x.dtype.is_floating_point

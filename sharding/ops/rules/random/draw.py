@@ -1,7 +1,9 @@
-"""Random tensors: random values shaped like an old tensor, in-place fills, and distributions with parameters per element.
+"""Random tensors: random values shaped like an old tensor, in-place fills, and distributions with
+parameters per element.
 
-Every call takes one random tensor from the stream (`sharding.tensor.random`), whatever it does with it, so that the next call has the
-same position in the stream on every mesh. A drawn value depends on an element's global position; nothing is communicated.
+Every call takes one random tensor from the stream (`sharding.tensor.random`), whatever it does with
+it, so that the next call has the same position in the stream on every mesh. A drawn value depends
+on an element's global position; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -49,11 +51,12 @@ def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, i
 def _no_generator(generator: Any) -> None:
     if generator is not None:
         raise NotImplementedError(
-            "a torch.Generator does not seed the random numbers of ShardedTensors; drop generator= and call sm.random.manual_seed"
+            "a torch.Generator does not seed the random numbers of ShardedTensors; drop generator= "
+            "and call sm.random.manual_seed"
         )
 
 
-# -- in place ----------------------------------------------------------------------------------------------------------
+# -- in place --------------------------------------------------------------------------------------
 
 
 def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: Any) -> Any:
@@ -71,11 +74,13 @@ def _check_fillable(x: Any) -> None:
     """Refuse plain tensors, and pending ones, which have no elements to write."""
     if not isinstance(x, ShardedTensor):
         raise TypeError(
-            "a plain tensor cannot be filled with the random numbers of a ShardedTensor; make it a ShardedTensor with distribute_tensor"
+            "a plain tensor cannot be filled with the random numbers of a ShardedTensor; make it a "
+            "ShardedTensor with distribute_tensor"
         )
     if x._layout.pending:
         raise ValueError(
-            f"cannot fill {x._layout} with random numbers while a reduction is pending; redistribute it first"
+            f"cannot fill {x._layout} with random numbers while a reduction is pending; "
+            "redistribute it first"
         )
     check_base(x)
 
@@ -113,7 +118,9 @@ def _geometric_(x: Any, p: float, *, generator: Any = None) -> Any:
 
 @handler("random_")
 def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
-    """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the largest contiguous one of the dtype."""
+    """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the
+    largest contiguous one of the dtype.
+    """
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     low, high = ends.get("from", low), ends.get("to", high)
     return _fill(
@@ -138,26 +145,31 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
 
 
 def _as_operand(p: Tensor, like: Any) -> Any:
-    """Return the probabilities as a tensor on the mesh; a plain 0-d one is the same on every rank."""
+    """Return the probabilities as a tensor on the mesh; a plain 0-d one is the same on
+    every rank.
+    """
     if isinstance(p, ShardedTensor):
         if p.mesh != like.mesh:
             raise ValueError(
-                f"bernoulli_: the tensor is on {like.mesh}, its probabilities on {p.mesh}; move them to one mesh first"
+                f"bernoulli_: the tensor is on {like.mesh}, its probabilities on {p.mesh}; move "
+                "them to one mesh first"
             )
         return reduce_pending(p)
     if p.ndim:
         raise RuntimeError(
-            f"bernoulli_: mixes a plain tensor {p.dtype}{list(p.shape)} with a ShardedTensor; shard the plain tensor with "
-            "distribute_tensor(t, mesh, placements)"
+            f"bernoulli_: mixes a plain tensor {p.dtype}{list(p.shape)} with a ShardedTensor; "
+            "shard the plain tensor with distribute_tensor(t, mesh, placements)"
         )
     return ShardedTensor._make(p.to(like.device), Layout.of(like.mesh, P(), (), p.dtype))
 
 
-# -- one distribution for each element ---------------------------------------------------------------------------------
+# -- one distribution for each element -------------------------------------------------------------
 
 
 def _draw(layout: Layout, distribution: Callable[..., Tensor], *sources: Any) -> Any:
-    """Return `distribution(parts..., units)` in this layout, which the sources have too. They get gradients of zero, as in torch."""
+    """Return `distribution(parts..., units)` in this layout, which the sources have too. They get
+    gradients of zero, as in torch.
+    """
     units = random.units(layout)
 
     def values(*locals: Tensor) -> Tensor:
@@ -173,7 +185,9 @@ def _nothing_of(local: Tensor) -> Tensor:
 
 
 def _aligned(*tensors: Any) -> list[Any]:
-    """Return the operands broadcast against each other, in the layout of the first of the full shape."""
+    """Return the operands broadcast against each other, in the layout of the first of the full
+    shape.
+    """
     tensors = tuple(map(reduce_pending, tensors))
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     spec = next((x.spec for x in tensors if x.shape == shape), P())
@@ -195,7 +209,8 @@ def _check_floating(name: str, *tensors: Tensor) -> bool:
     for x in tensors:
         if not x.dtype.is_floating_point:
             raise RuntimeError(
-                f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as x.float()"
+                f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as "
+                "x.float()"
             )
     return True
 
@@ -243,7 +258,8 @@ def _counts(rate: Tensor, units: distributions.Units) -> Tensor:
 def _check_sharded(name: str, *tensors: Any) -> None:
     if any(isinstance(x, Tensor) and not hasattr(x, "_operand") for x in tensors):
         raise RuntimeError(
-            f"{name}: one of its tensors is a plain one; shard it with distribute_tensor(t, mesh, placements)"
+            f"{name}: one of its tensors is a plain one; shard it with distribute_tensor(t, mesh, "
+            "placements)"
         )
 
 
@@ -291,7 +307,7 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     return from_parts(layout, values, *tensors)
 
 
-# -- categories --------------------------------------------------------------------------------------------------------
+# -- categories ------------------------------------------------------------------------------------
 
 
 def _multinomial_applies(a: Any) -> bool:
@@ -299,11 +315,13 @@ def _multinomial_applies(a: Any) -> bool:
     _check_floating("multinomial", a.input)
     if len(shape) not in (1, 2) or count <= 0:
         raise RuntimeError(
-            f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(shape)} and {count}"
+            f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(shape)} and "
+            f"{count}"
         )
     if not a.replacement and count > shape[-1]:
         raise RuntimeError(
-            f"multinomial: cannot draw {count} of {shape[-1]} categories without replacement; give replacement=True"
+            f"multinomial: cannot draw {count} of {shape[-1]} categories without replacement; give "
+            "replacement=True"
         )
     return True
 
@@ -314,8 +332,9 @@ def _multinomial(
 ) -> Any:
     """Draw categories, which are made whole; rows may be split.
 
-    Without replacement every category gets an exponential random time with its weight as rate, and the earliest are taken
-    (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
+    Without replacement every category gets an exponential random time with its weight as rate, and
+    the earliest are taken (Efraimidis and Spirakis, "Weighted random sampling with a reservoir",
+    2006).
     """
     _no_generator(generator)
     x = reduce_pending(unshard(input.detach(), -1))
@@ -338,7 +357,7 @@ def _chosen(weights: Tensor, units: distributions.Units, count: int, replacement
     return (-units(0).log() / weights).topk(count, largest=False)[1]
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 
 def _gumbel_applies(a: Any) -> bool:
@@ -350,7 +369,9 @@ def _gumbel_applies(a: Any) -> bool:
 def _gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Any:
-    """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of the softmax."""
+    """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of
+    the softmax.
+    """
     layout = without_pending(logits._layout)
     noise = ShardedTensor._make(random.draw(distributions.gumbel, layout), layout)
     soft = ((logits + noise) / tau).softmax(dim)
@@ -410,8 +431,8 @@ def _rectified(local: Tensor, slopes: Tensor) -> Tensor:
     return torch.where(local <= 0, slopes, 1)
 
 
-# Functions that draw from torch's own generator: they run on gathered operands, with that generator in the same state
-# on every rank, so that replicas agree and results do not depend on the mesh.
+# Functions that draw from torch's own generator: they run on gathered operands, with that generator
+# in the same state on every rank, so that replicas agree and results do not depend on the mesh.
 _DRAWING = """
     fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
     multi_head_attention_forward lstm gru rnn_tanh rnn_relu

@@ -1,7 +1,9 @@
-"""Dropout of every kind. What is kept is drawn by global position: equal on replicas, and the same on any mesh.
+"""Dropout of every kind. What is kept is drawn by global position: equal on replicas, and the same
+on any mesh.
 
-A call takes one random tensor from the stream (`sharding.tensor.random`): of the input's shape or, where whole channels are dropped,
-of its first dims. Plain dropout is linear in its input and keeps sums pending; alpha dropout adds a constant, and reduces first.
+A call takes one random tensor from the stream (`sharding.tensor.random`): of the input's shape or,
+where whole channels are dropped, of its first dims. Plain dropout is linear in its input and keeps
+sums pending; alpha dropout adds a constant, and reduces first.
 """
 
 from __future__ import annotations
@@ -65,17 +67,19 @@ def _shift(x: Tensor, kept: Tensor, a: float, p: float) -> Tensor:
     return kept.to(x.dtype).sub_(1).mul_(_SELU_FLOOR * a).add_(_SELU_FLOOR * a * p)
 
 
-# -- masks -------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 def _mask_layout(layout: Layout, kept_dims: int) -> Layout:
-    """Return the layout of the mask: that of the input in its first dims, of size one in the others."""
+    """Return the layout of the mask: that of the input in its first dims, of size one in the
+    others.
+    """
     cuts = [cut if d < kept_dims else () for d, cut in enumerate(layout.spec.cuts)]
     shape = [n if d < kept_dims else 1 for d, n in enumerate(layout.shape)]
     return Layout.of(layout.mesh, P.of_cuts(cuts, {}), shape, torch.bool)
 
 
-# -- registration ------------------------------------------------------------------------------------------------------
+# -- registration ----------------------------------------------------------------------------------
 
 
 def _register(
@@ -86,7 +90,9 @@ def _register(
     kept_dims: Callable[[int], int],
     in_place: bool,
 ) -> None:
-    """Register a kind of dropout: `train` is the name of its switch, `training` the default of it."""
+    """Register a kind of dropout: `train` is the name of its switch, `training` the default
+    of it.
+    """
 
     def prepare(a: Any) -> Callable[[Any, float], Any]:
         func(a.input.detach(), a.p, *a.switches, **a.named)  # raises torch's own errors
@@ -124,7 +130,8 @@ def _writing(func: Callable[..., Any], layout: Layout, apply: Apply) -> Apply:
     """
     if layout.pending and not _linear(apply, layout):
         raise ValueError(
-            f"{func.__name__} in place on {layout}, while a reduction is pending; redistribute it first, or use the out-of-place form"
+            f"{func.__name__} in place on {layout}, while a reduction is pending; redistribute it "
+            "first, or use the out-of-place form"
         )
     return _scale_ if apply is _scale else _saturate_
 
@@ -160,7 +167,9 @@ def _channels(ndim: int) -> int:
 
 
 def _channels_of(batched: int) -> Callable[[int], int]:
-    """Return the number of dims of batch and channels, or channels alone where there is one dim less."""
+    """Return the number of dims of batch and channels, or channels alone where there is one dim
+    less.
+    """
     return lambda ndim: 2 if ndim == batched else 1
 
 

@@ -1,4 +1,6 @@
-"""`torch.nn.init`: the fills that do not call methods of the tensor. The same values on any mesh."""
+"""`torch.nn.init`: the fills that do not call methods of the tensor. The same values on any
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,16 @@ def _kaiming_uniform(
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
 ) -> Any:
-    """Compute bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 / fan)."""
+    """Compute bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 /
+    fan).
+    """
     mode = mode.lower()
     if mode not in ("fan_in", "fan_out"):
         raise ValueError(f"kaiming_uniform_: mode must be 'fan_in' or 'fan_out', got {mode!r}")
     if tensor.ndim < 2:
         raise ValueError(
-            f"kaiming_uniform_: a tensor of shape {list(tensor.shape)} has no fan; it needs at least 2 dims"
+            f"kaiming_uniform_: a tensor of shape {list(tensor.shape)} has no fan; it needs at "
+            "least 2 dims"
         )
     outputs, inputs, *field = tensor.shape
     fan = (inputs if mode == "fan_in" else outputs) * math.prod(field)
@@ -58,7 +63,8 @@ def _eye(n: int, m: int | None = None, *, out: Any, **_: Any) -> Any:
     shape = (n, n if m is None else m)
     if tuple(out.shape) != shape or out._layout.pending:
         raise ValueError(
-            f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that shape that is not pending"
+            f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that "
+            "shape that is not pending"
         )
     check_base(out)
     if out.mesh.coordinate is not None:

@@ -42,14 +42,16 @@ def _diff_of_joined(
     return torch.cat([x for x in (prepend, input, append) if x is not None], dim).diff(n, dim)
 
 
-# -- gradient ----------------------------------------------------------------------------------------------------------
+# -- gradient --------------------------------------------------------------------------------------
 
 
 @decomposition_maker("gradient")
 def _gradient(
     input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> Decomposition | None:
-    """Take central differences, and one-sided ones at the ends. Distances are numbers; coordinates are left to torch."""
+    """Take central differences, and one-sided ones at the ends. Distances are numbers; coordinates
+    are left to torch.
+    """
     spacings = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing]
     if not all(isinstance(h, (int, float)) for h in spacings):
         return None
@@ -81,7 +83,7 @@ def _end(x: Any, dim: int, distance: float) -> Any:
     return sum(x.narrow(dim, i, 1) * (w / distance) for i, w in enumerate(weights))
 
 
-# -- areas -------------------------------------------------------------------------------------------------------------
+# -- areas -----------------------------------------------------------------------------------------
 
 
 @decomposition("trapezoid", "trapz", check=torch.trapezoid, when=lambda a: a.y.shape[a.dim])
@@ -106,7 +108,9 @@ def _pairs(y: Any, dim: int) -> Any:
 
 
 def _widths(x: Any, ndim: int, dim: int) -> Any:
-    """Return the distances of neighbours; an `x` of one dim is aligned with `dim`, one of several with the last dims."""
+    """Return the distances of neighbours; an `x` of one dim is aligned with `dim`, one of several
+    with the last dims.
+    """
     if x.ndim == 1:
         return x.diff().reshape([-1 if d == dim % ndim else 1 for d in range(ndim)])
     return x.reshape([1] * (ndim - x.ndim) + list(x.shape)).diff(dim=dim)

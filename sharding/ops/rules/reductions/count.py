@@ -1,7 +1,7 @@
 """Operators that count: positions in a sorted sequence, membership, histograms.
 
-Counts of parts add up: the number of elements of a sorted sequence that are smaller than a value is the sum of the numbers in
-each part, so neither the sequence nor the counted tensor has to be whole.
+Counts of parts add up: the number of elements of a sorted sequence that are smaller than a value is
+the sum of the numbers in each part, so neither the sequence nor the counted tensor has to be whole.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _bucketize(input: Any, boundaries: Tensor, **options: Any) -> Rule | None:
 def _isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Rule:
-    """Combine by max: an element is found if it is in any part; by min, if it is missing from all."""
+    """Combine by max: an element is found if it is in any part; by min, if it is missing
+    from all.
+    """
     operands = tensors_of(elements, test_elements)
     dims = [
         dim_names(x.ndim, prefix=name)
@@ -69,7 +71,7 @@ def _isin(
     return einrule(f"{', '.join(dims)} -> {result}", *operands, combine="min" if invert else "max")
 
 
-# -- histograms --------------------------------------------------------------------------------------------------------
+# -- histograms ------------------------------------------------------------------------------------
 
 
 def _summed(x: Any, local: Tensor) -> Any:
@@ -88,7 +90,8 @@ def _summed(x: Any, local: Tensor) -> Any:
     ),
 )
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Reduce the largest number, which gives the length of the result; then every rank counts its own part.
+    """Reduce the largest number, which gives the length of the result; then every rank counts its
+    own part.
 
     Raises:
         RuntimeError: a negative number, on every rank alike.
@@ -112,7 +115,9 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     rule=lambda a: einrule(f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1", a.input),
 )
 def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """Count between the least and the greatest of all elements where no limits are given, as torch does."""
+    """Count between the least and the greatest of all elements where no limits are given, as torch
+    does.
+    """
     x = reduce_pending(input.detach())
     if min == max:
         min, max = (extreme.item() for extreme in torch.aminmax(x))

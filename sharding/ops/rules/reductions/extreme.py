@@ -1,8 +1,9 @@
 """amax, amin, and the extreme of all elements.
 
-Over a split dim the result is pending with "max" or "min" and is reduced where it is needed. The gradient of an extreme goes
-to all elements equal to it, in equal parts. They are counted on all ranks, which takes the reduced value; so an input that
-requires grad has the extreme reduced at once.
+Over a split dim the result is pending with "max" or "min" and is reduced where it is needed. The
+gradient of an extreme goes to all elements equal to it, in equal parts. They are counted on all
+ranks, which takes the reduced value; so an input that requires grad has the extreme reduced at
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _KINDS = {torch.amax: "max", torch.amin: "min"}
 
 
 def _of_part(extreme: Extreme, dims: tuple[int, ...], local: Tensor) -> Tensor:
-    """Return the extreme of this rank's part, the dims kept; of an empty part, the neutral value."""
+    """Return the extreme of this rank's part, the dims kept; of an empty part, the neutral
+    value.
+    """
     if all(local.shape[d] for d in dims):
         return extreme(local, dims, keepdim=True)
     shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
@@ -65,7 +68,9 @@ def _reduced(
 
 
 def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
-    """Return the decomposition of `max(x)` and `min(x)`. Unlike for amax, torch's gradients have nan equal to nan here."""
+    """Return the decomposition of `max(x)` and `min(x)`. Unlike for amax, torch's gradients have
+    nan equal to nan here.
+    """
     with torch.no_grad():
         extreme(input)
     return (
@@ -92,7 +97,9 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
 
 
 class _Shared(torch.autograd.Function):
-    """The extreme of all ranks' parts as a function of this rank's part, with its gradient divided among equal elements."""
+    """The extreme of all ranks' parts as a function of this rank's part, with its gradient divided
+    among equal elements.
+    """
 
     @staticmethod
     def forward(

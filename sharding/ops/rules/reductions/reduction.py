@@ -32,13 +32,17 @@ def reduction(
     results: int = 1,
     **options: Any,
 ) -> Rule:
-    """Return the rule of a reduction over `dim`; with `whole` the reduced dims must not be split."""
+    """Return the rule of a reduction over `dim`; with `whole` the reduced dims must not be
+    split.
+    """
     dims = normal_dims(dim, input.ndim)
     return along_dims(input, dims, "1" if keepdim else "", whole=whole, results=results, **options)
 
 
 def whole_reduction(a: Any) -> Rule:
-    """Return the rule of a reduction of whole dims, given the arguments of a call: `dim` and `keepdim` after the first one."""
+    """Return the rule of a reduction of whole dims, given the arguments of a call: `dim` and
+    `keepdim` after the first one.
+    """
     input = next(iter(vars(a).values()))
     return reduction(input, a.dim, a.keepdim, whole=True)
 
@@ -97,7 +101,9 @@ def _any(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
 
 
 def _boolean(input: Tensor, dim: Dims, keepdim: bool, combine: str) -> Rule:
-    """Return the rule of `all` or `any`, which reduce no dim for `dim=()`, unlike other reductions."""
+    """Return the rule of `all` or `any`, which reduce no dim for `dim=()`, unlike other
+    reductions.
+    """
     nothing = dim is not None and not isinstance(dim, int) and not len(dim)
     return (
         einrule("... -> ...", input) if nothing else reduction(input, dim, keepdim, combine=combine)
@@ -120,7 +126,7 @@ def _allclose(
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
-# -- means -------------------------------------------------------------------------------------------------------------
+# -- means -----------------------------------------------------------------------------------------
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -168,7 +174,7 @@ def safe_root(x: Any) -> Any:
     return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
 @decomposition_maker("vector_norm", rule=whole_reduction)
@@ -180,7 +186,9 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Make the decomposition over split dims: sum powers or compare absolute values, then take the root."""
+    """Make the decomposition over split dims: sum powers or compare absolute values, then take the
+    root.
+    """
     dims = normal_dims(dim, x.ndim)
     if not is_split(x, dims):
         return None
@@ -207,7 +215,9 @@ def _norm_of_magnitudes(size: Any, ord: float, dims: Sequence[int], keepdim: boo
 
 
 def split_dims(a: Any) -> tuple[int, ...] | None:
-    """Return the dims that a call reduces where any is split, else None; its first argument is the tensor."""
+    """Return the dims that a call reduces where any is split, else None; its first argument is the
+    tensor.
+    """
     input = next(iter(vars(a).values()))
     dims = normal_dims(a.dim, input.ndim)
     return dims if is_split(input, dims) else None
@@ -225,7 +235,8 @@ def _matrix_norm(
     *,
     dtype: Any = None,
 ) -> Any:
-    """Compute over split dims: a Frobenius norm as that of a vector, and the largest sum of a row or column from sums.
+    """Compute over split dims: a Frobenius norm as that of a vector, and the largest sum of a row
+    or column from sums.
 
     Other norms take singular values, which need the whole matrix.
     """
@@ -294,13 +305,15 @@ def _dist(input: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(input - other, p)
 
 
-# -- operators along a whole dim ---------------------------------------------------------------------------------------
+# -- operators along a whole dim -------------------------------------------------------------------
 
 
 def along(
     input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any
 ) -> Rule:
-    """Return the rule of an operator that mixes the elements along `dim`, which must be whole, and keeps the other dims."""
+    """Return the rule of an operator that mixes the elements along `dim`, which must be whole, and
+    keeps the other dims.
+    """
     dims = {dim % input.ndim} if input.ndim else ()
     return along_dims(input, dims, None if keeps_size else "1", results=results, **options)
 

@@ -1,4 +1,5 @@
-"""Running sums, products and extremes along a split dim: only one total of each part is communicated.
+"""Running sums, products and extremes along a split dim: only one total of each part is
+communicated.
 
     x over 3 ranks     [1 2 3 | 4 5 6 | 7 8 9]
     totals             [6     | 15    | 24   ]      gathered: one element of the dim from each rank
@@ -6,8 +7,8 @@
     cumsum(before, x)  [1 3 6 | 6 10 15 21 | 6 21 28 36 45]
     without `before`   [1 3 6 |   10 15 21 |      28 36 45]
 
-The preceding totals are scanned together with the part, so that values and gradients are those of the operator itself.
-A rank without elements has no total.
+The preceding totals are scanned together with the part, so that values and gradients are those of
+the operator itself. A rank without elements has no total.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class _Parts:
         self.before = self.totals.box[dim][0]
 
     def gather(self, *totals: Tensor) -> list[Tensor]:
-        """Return, of each of these totals, those of the parts before this rank's. All ranks' totals are inputs of their graph."""
+        """Return, of each of these totals, those of the parts before this rank's. All ranks' totals
+        are inputs of their graph.
+        """
         pairs = [
             (self.totals.replace(dtype=x.dtype), self.gathered.replace(dtype=x.dtype))
             for x in totals
@@ -72,7 +75,9 @@ class _Parts:
 def _scanned(
     parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None, part: Tensor
 ) -> Tensor:
-    """Return this rank's part of the scan, in the dtype that torch gives it (which depends on autocast), accumulated as torch does."""
+    """Return this rank's part of the scan, in the dtype that torch gives it (which depends on
+    autocast), accumulated as torch does.
+    """
     result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
     wide = part.to(accumulator_dtype(result))
     one = total(wide, parts.dim) if wide.shape[parts.dim] else wide
@@ -84,7 +89,9 @@ def _scanned(
 
 
 def _register(scan: Scan, total: Total, linear: bool) -> None:
-    """Register the decomposition of a scan in which a part's total can stand for the part in later parts."""
+    """Register the decomposition of a scan in which a part's total can stand for the part in later
+    parts.
+    """
 
     @decomposition_maker(scan.__name__)
     def make(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
@@ -106,11 +113,13 @@ _register(torch.cumprod, partial(torch.prod, keepdim=True), False)
 _register(torch.logcumsumexp, partial(torch.logsumexp, keepdim=True), False)
 
 
-# -- extremes, and where they are --------------------------------------------------------------------------------------
+# -- extremes, and where they are ------------------------------------------------------------------
 
 
 def _register_extreme(scan: Callable[..., Any]) -> None:
-    """Register the decomposition of cummax or cummin: of each part its extreme is sent, with its index in the whole dim."""
+    """Register the decomposition of cummax or cummin: of each part its extreme is sent, with its
+    index in the whole dim.
+    """
 
     @decomposition_maker(scan.__name__)
     def make(input: Tensor, dim: int) -> Callable[..., Any] | None:
@@ -130,7 +139,9 @@ _register_extreme(torch.cummin)
 
 
 def _located(scan: Callable[..., Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the scan; of no elements the operand itself, since torch's result would not be in its autograd graph."""
+    """Return the scan; of no elements the operand itself, since torch's result would not be in its
+    autograd graph.
+    """
     return scan(x, dim) if x.numel() else (x, torch.zeros_like(x, dtype=torch.int64))
 
 

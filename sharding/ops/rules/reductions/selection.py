@@ -1,14 +1,15 @@
-"""Operators that select elements along a dim: extremes with their indices, the k largest, sorted orders.
+"""Operators that select elements along a dim: extremes with their indices, the k largest, sorted
+orders.
 
-Over a split dim every rank proposes a few of its elements, with their indices in the whole dim. These are gathered, and the
-result is selected among them:
+Over a split dim every rank proposes a few of its elements, with their indices in the whole dim.
+These are gathered, and the result is selected among them:
 
     x over 3 ranks      [4 9 1 | 7 2 | 8 9]
     proposed            9 at 1  7 at 3  9 at 6      gathered: three values, three indices
     max                 9 at 1                      of equals the first, as in torch
 
-An empty part proposes nothing. Values and indices are packed as bytes into one all_gather. The gradient takes the reverse path,
-to the element that was selected.
+An empty part proposes nothing. Values and indices are packed as bytes into one all_gather. The
+gradient takes the reverse path, to the element that was selected.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ Choose = Callable[
 def _choice(
     input: Tensor, dim: int, count: int, choose: Choose
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """Return `x -> (values, indices)` of at most `count` elements along a split dim, selected by `choose` from any number of them."""
+    """Return `x -> (values, indices)` of at most `count` elements along a split dim, selected by
+    `choose` from any number of them.
+    """
     layout, dim = without_pending(layout_of(input)), dim % input.ndim
     proposed = with_part_sizes(layout, dim, [min(count, size) for size in part_sizes(layout, dim)])
     layouts = proposed, proposed.replace(dtype=torch.int64)
@@ -67,7 +70,9 @@ def _choice(
 
 
 def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the candidates of this rank's part; for an empty part `choose` is called on zeros, to raise the same errors as elsewhere."""
+    """Return the candidates of this rank's part; for an empty part `choose` is called on zeros, to
+    raise the same errors as elsewhere.
+    """
     if not local.shape[dim]:
         choose(local.new_zeros([1 if d == dim else n for d, n in enumerate(local.shape)]))
         return local, torch.empty_like(local, dtype=torch.int64, requires_grad=False)
@@ -78,7 +83,8 @@ def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple
 def _together(
     dim: int, values: ShardedTensor, indices: ShardedTensor
 ) -> tuple[ShardedTensor, ShardedTensor]:
-    """Return `unshard` of both along `dim`, which have one layout; with the gradient of `unshard(values)`.
+    """Return `unshard` of both along `dim`, which have one layout; with the gradient of
+    `unshard(values)`.
 
     Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
     """
@@ -109,11 +115,13 @@ def _is_split(x: Any, dim: int) -> bool:
     return x.ndim > 0 and is_split(x, [dim])
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 def _extreme(name: str, input: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """Make the decomposition: of all elements, another operator's; along a split dim, one element of each part is proposed."""
+    """Make the decomposition: of all elements, another operator's; along a split dim, one element
+    of each part is proposed.
+    """
     if not args and not kwargs:
         return extreme_of_all(torch.amax if name == "max" else torch.amin, input)
     if "other" in kwargs or isinstance(args[0] if args else None, Tensor):
@@ -170,7 +178,9 @@ for _name in ("max", "min"):
 
 
 def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
-    """Return the decomposition in which every rank proposes one element and its index among all; the first of equal ones wins."""
+    """Return the decomposition in which every rank proposes one element and its index among all;
+    the first of equal ones wins.
+    """
     layout, ndim = without_pending(layout_of(input)), input.ndim
     axes = all_splitting_axes(layout)
     proposed = Layout.of(
@@ -196,7 +206,9 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 
 
 def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements, else 0."""
+    """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements,
+    else 0.
+    """
     mesh = layout.mesh
     coordinates = (
         torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes])
@@ -212,7 +224,9 @@ def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first extreme value of this rank's part, and its index among the elements of the whole tensor."""
+    """Return the first extreme value of this rank's part, and its index among the elements of the
+    whole tensor.
+    """
     if not local.numel():
         getattr(local.new_zeros(1), f"arg{name}")()
         return local.reshape(-1), local.new_empty(0, dtype=torch.int64)
@@ -225,7 +239,7 @@ def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Te
     return local.reshape(-1)[at][None], index[None]
 
 
-# -- the k largest -----------------------------------------------------------------------------------------------------
+# -- the k largest ---------------------------------------------------------------------------------
 
 
 @decomposition_maker(
@@ -240,7 +254,7 @@ def _topk(
     return lambda input, *_, **__: return_types.topk(chosen(input))
 
 
-# -- orders ------------------------------------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------
 
 
 @rule("sort")
@@ -261,7 +275,9 @@ def _msort(input: Tensor) -> Rule:
 
 
 def _register_sort(func: Callable[..., Any], fixed: int | None) -> None:
-    """Register a decomposition with a result split as the operand is: every rank sorts the whole dim and keeps its part."""
+    """Register a decomposition with a result split as the operand is: every rank sorts the whole
+    dim and keeps its part.
+    """
 
     @decomposition_maker(func.__name__)
     def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:

@@ -17,11 +17,13 @@ from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition_maker, rule
 from .reduction import accumulator_dtype, normal_dims, reduction, safe_root
 
-# -- variances ---------------------------------------------------------------------------------------------------------
+# -- variances -------------------------------------------------------------------------------------
 
 
 def _moments(x: Any, dims: Sequence[int], keepdim: bool, correction: float) -> tuple[Any, Any]:
-    """Return the variance, in two passes (the mean, then squared distances from it), and the mean."""
+    """Return the variance, in two passes (the mean, then squared distances from it), and
+    the mean.
+    """
     wide = reduce_pending(x).to(accumulator_dtype(x.dtype))
     mean = reduce_pending(wide.mean(dims, keepdim=True))
     distance = wide - mean
@@ -43,7 +45,9 @@ def _arguments(
     *,
     correction: float | None = None,
 ) -> Arguments:
-    """Return the dims, keepdim and the correction; `var(unbiased)` has a bool in place of the dim."""
+    """Return the dims, keepdim and the correction; `var(unbiased)` has a bool in place of
+    the dim.
+    """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     return (
@@ -78,7 +82,9 @@ def _variance(name: str) -> None:
         dims, keepdim, _ = _arguments(input, *args, **kwargs)
 
         def local(part: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """Call torch's own function; of an empty part, where it would warn of too few elements, return sums of the same shape."""
+            """Call torch's own function; of an empty part, where it would warn of too few elements,
+            return sums of the same shape.
+            """
             if part.numel() or not all(part.shape[d] for d in dims):
                 return own(part, *args, **kwargs)
             nothing = part.sum(dims, keepdim=keepdim)
@@ -92,13 +98,15 @@ for _name in ("var", "std", "var_mean", "std_mean"):
     _variance(_name)
 
 
-# -- covariances -------------------------------------------------------------------------------------------------------
+# -- covariances -----------------------------------------------------------------------------------
 
 
 def _covariance(
     dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None
 ) -> Any:
-    """Return covariances as torch does: rows are variables, columns observations, optionally weighted."""
+    """Return covariances as torch does: rows are variables, columns observations, optionally
+    weighted.
+    """
     x = reduce_pending(x).to(dtype)
     x = x[None] if x.ndim < 2 else x
     weights = (
@@ -142,8 +150,8 @@ def _check_covariance(
             weights.ndim > 1 or weights.numel() != count or not fits(weights)
         ):
             raise RuntimeError(
-                f"cov(): {name} of {weights.dtype}{list(weights.shape)} for {count} observations; give one "
-                f"{'whole number' if name == 'fweights' else 'floating number'} for each"
+                f"cov(): {name} of {weights.dtype}{list(weights.shape)} for {count} observations; "
+                f"give one {'whole number' if name == 'fweights' else 'floating number'} for each"
             )
     floating = input.dtype.is_floating_point or input.dtype.is_complex
     return input.dtype if floating else torch.get_default_dtype()
@@ -203,7 +211,7 @@ def _correlations(dtype: torch.dtype, input: Any) -> Any:
     )
 
 
-# -- quantiles ---------------------------------------------------------------------------------------------------------
+# -- quantiles -------------------------------------------------------------------------------------
 
 
 def _register_quantile(name: str) -> None:
@@ -218,7 +226,9 @@ def _register_quantile(name: str) -> None:
         *,
         interpolation: str = "linear",
     ) -> Rule:
-        """Return the rule: the reduced dim is sorted, so it must not be split; each number of `q` is independent."""
+        """Return the rule: the reduced dim is sorted, so it must not be split; each number of `q`
+        is independent.
+        """
         dims = normal_dims(dim, input.ndim)
         local = partial(_quantile_of_part, own, dims, keepdim)
         if not is_operand(q):
@@ -242,7 +252,9 @@ def _quantile_of_part(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call torch's own function, which refuses an empty tensor; of an empty part return sums of the same shape."""
+    """Call torch's own function, which refuses an empty tensor; of an empty part return sums of the
+    same shape.
+    """
     if part.numel() or not all(part.shape[d] for d in dims):
         return own(part, q, *args, **kwargs)
     nothing = part.sum(dims, keepdim=keepdim)

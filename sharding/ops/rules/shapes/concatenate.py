@@ -1,7 +1,8 @@
 """Operators that join tensors: `cat`, the stacks, `pad`, `slice_scatter` and those made of them.
 
-Along a split dim the result is cut evenly, and every operand is cut at the same boundaries of the result. One exchange
-moves all operands there, only what changes ranks; then each rank joins its parts.
+Along a split dim the result is cut evenly, and every operand is cut at the same boundaries of the
+result. One exchange moves all operands there, only what changes ranks; then each rank joins its
+parts.
 
     x, y over 2 ranks    [0 1 | 2]  [3 4 | 5 6]
     moved                [0 1 2 | ]  [3 | 4 5 6]
@@ -43,7 +44,7 @@ from .view import with_whole_dims
 Decomposition = Callable[..., Any]
 
 
-# -- cat ---------------------------------------------------------------------------------------------------------------
+# -- cat -------------------------------------------------------------------------------------------
 
 
 def _cat_rule(a: Any) -> Rule:
@@ -84,7 +85,9 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the kinds with which the result is pending: joining tensors that all are pending commutes with the reduction."""
+    """Return the kinds with which the result is pending: joining tensors that all are pending
+    commutes with the reduction.
+    """
     if len({layout.dtype for layout in layouts}) > 1:
         return {}
     alike = len({layout.spec.unreduced for layout in layouts}) == 1
@@ -93,7 +96,9 @@ def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
 
 
 def at_least(x: Any, ndim: int) -> Any:
-    """Return the tensor with at least so many dims, new ones where `atleast_2d` and `atleast_3d` put them."""
+    """Return the tensor with at least so many dims, new ones where `atleast_2d` and `atleast_3d`
+    put them.
+    """
     if x.ndim >= ndim:
         return x
     if x.ndim == 0:
@@ -147,7 +152,7 @@ def _block_diag(*tensors: Any) -> Any:
     )
 
 
-# -- pad ---------------------------------------------------------------------------------------------------------------
+# -- pad -------------------------------------------------------------------------------------------
 
 
 def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -196,13 +201,16 @@ def _pad(
 
 
 def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
-    """Raise a ValueError for a border longer than its dim after negative lengths cut it; torch checks only positive ones."""
+    """Raise a ValueError for a border longer than its dim after negative lengths cut it; torch
+    checks only positive ones.
+    """
     for d, (before, after) in sides.items():
         kept = input.shape[d] + min(before, 0) + min(after, 0)
         if max(before, after) > kept:
             raise ValueError(
-                f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to {kept}, too few for a border of "
-                f"{max(before, after)}; cut with narrow first and pad the result in several steps"
+                f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to "
+                f"{kept}, too few for a border of {max(before, after)}; cut with narrow first and "
+                "pad the result in several steps"
             )
 
 
@@ -252,7 +260,9 @@ def _around(middle: Layout, target: Layout, lengths: dict[int, tuple[int, int]])
 
 
 def _source(mode: str, before: int, size: int, after: int, index: int) -> int:
-    """Return the index that a padded dim repeats at `index`. Negative lengths cut the dim first, which only "circular" shows."""
+    """Return the index that a padded dim repeats at `index`. Negative lengths cut the dim first,
+    which only "circular" shows.
+    """
     at = index - before
     if mode == "replicate":
         return min(max(at, 0), size - 1)
@@ -293,11 +303,13 @@ def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int
     ]
 
 
-# -- writing into a copy -----------------------------------------------------------------------------------------------
+# -- writing into a copy ---------------------------------------------------------------------------
 
 
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
-    """Replace the chosen indices of a dim of `input` by `src`, which is moved to the ranks that have them."""
+    """Replace the chosen indices of a dim of `input` by `src`, which is moved to the ranks that
+    have them.
+    """
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
         input, src = reduce_pending(input), reduce_pending(src)
     cut = Piece(input._layout, {dim: chosen})
@@ -334,7 +346,9 @@ def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 @decomposition("diagonal_scatter", check=torch.diagonal_scatter)
 def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Write `src` down the rows, broadcast over the columns, where a mask of the diagonal is true."""
+    """Write `src` down the rows, broadcast over the columns, where a mask of the diagonal
+    is true.
+    """
     above = max(0, -offset)
     padding = (above, input.shape[dim1] - src.shape[-1] - above)
     last = input.movedim((dim1, dim2), (-2, -1))
@@ -344,7 +358,7 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
     )
 
 
-# -- grids -------------------------------------------------------------------------------------------------------------
+# -- grids -----------------------------------------------------------------------------------------
 
 
 @decomposition_maker("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]

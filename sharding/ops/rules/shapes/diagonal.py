@@ -1,4 +1,6 @@
-"""Diagonals and triangles: the diagonal of a matrix in each of its parts, offset by where the part begins."""
+"""Diagonals and triangles: the diagonal of a matrix in each of its parts, offset by where the part
+begins.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from ..registry import decomposition, decomposition_maker, rule
 
 Decomposition = Callable[..., Any]
 
-# -- triangles and traces ----------------------------------------------------------------------------------------------
+# -- triangles and traces --------------------------------------------------------------------------
 
 
 def _triangle(func: Callable[..., Tensor], input: Tensor, diagonal: int = 0) -> Rule:
@@ -95,7 +97,9 @@ def _diagonal_positions(shape: Sequence[int], wrap: bool) -> list[Tensor]:
 
 
 def _neutral_on_this_rank(layout: Layout) -> float | None:
-    """Return what this rank writes in place of a value, which the first rank of a pending sum or product has; None for the value."""
+    """Return what this rank writes in place of a value, which the first rank of a pending sum or
+    product has; None for the value.
+    """
     mesh: Any = layout.mesh
     for axis, kind in layout.spec.unreduced:
         if (
@@ -118,7 +122,7 @@ def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
     return lambda local: local.diagonal(row - column).sum()
 
 
-# -- diagonals ---------------------------------------------------------------------------------------------------------
+# -- diagonals -------------------------------------------------------------------------------------
 
 
 def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
@@ -135,7 +139,9 @@ def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
     view=True,
 )
 def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Decomposition | None:
-    """Take each rank's piece of the diagonal of a matrix split in one dim; if both are split, gather the columns first."""
+    """Take each rank's piece of the diagonal of a matrix split in one dim; if both are split,
+    gather the columns first.
+    """
     size = input.diagonal(offset, dim1, dim2).shape[-1]
     row, column = dim1 % input.ndim, dim2 % input.ndim
     if not is_split(input, [row, column]):
@@ -174,7 +180,7 @@ def _linalg_diagonal(
     return found and (lambda A, **_: found(A))
 
 
-# -- matrices with a given diagonal ------------------------------------------------------------------------------------
+# -- matrices with a given diagonal ----------------------------------------------------------------
 
 
 def _diag_embed_rule(a: Any) -> Rule | None:

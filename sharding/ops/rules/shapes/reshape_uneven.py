@@ -1,10 +1,12 @@
-"""Reshapes of dims that are cut into uneven parts: where every part is whole rows of the new shape, nothing moves.
+"""Reshapes of dims that are cut into uneven parts: where every part is whole rows of the new shape,
+nothing moves.
 
     x [b, 40] in parts of 12 12 12 4      x.view(b, 10, 4)      [b, 10, 4] in parts of 3 3 3 1      heads, over more ranks than divide them
     y [b, 10, 4] in parts of 3 3 3 1      y.flatten(1)          [b, 40] in parts of 12 12 12 4
 
-A part of the first of the dims that are merged, or of a dim that is unflattened, is an interval of the elements of all of them.
-Reshapes that the rule runs without moving anything, and those that this cannot run, are left to the rule.
+A part of the first of the dims that are merged, or of a dim that is unflattened, is an interval of
+the elements of all of them. Reshapes that the rule runs without moving anything, and those that
+this cannot run, are left to the rule.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .view import factor_shapes, groups
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout under another shape if every rank keeps its elements; None if some part would not be a box."""
+    """Return the layout under another shape if every rank keeps its elements; None if some part
+    would not be a box.
+    """
     alone = [d for d, n in enumerate(layout.shape) if n == 1 and splitting_axes(layout, d)]
     if alone or not prod(shape):
         return None
@@ -40,7 +44,9 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Sequence[Cut] | None:
-    """Return the cuts of the first dim of a group reshaped to `after`; None if a cut would fall inside a row."""
+    """Return the cuts of the first dim of a group reshaped to `after`; None if a cut would fall
+    inside a row.
+    """
     own = layout.spec.cuts[before[0]]
     if not own or len(before) == len(after) == 1:
         return own
@@ -54,8 +60,8 @@ def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> S
 def _rule_moves(layout: Layout, shape: Sequence[int]) -> bool:
     """Return whether the rule would move elements.
 
-    It does where a dim that is merged or unflattened is cut into parts of different lengths, or where the two shapes have no common
-    factors (as 4x6 and 6x4).
+    It does where a dim that is merged or unflattened is cut into parts of different lengths, or
+    where the two shapes have no common factors (as 4x6 and 6x4).
     """
     dims, _, _, whole = factor_shapes(layout.shape, shape)
     joined = [

@@ -1,7 +1,7 @@
 """Operators that move or repeat the elements of a dim: flip, roll, repeat, unfold.
 
-Along a split dim each rank fetches the intervals that its part of the result is computed from (see `interval_exchange.py`), and
-arranges them.
+Along a split dim each rank fetches the intervals that its part of the result is computed from (see
+`interval_exchange.py`), and arranges them.
 
     x over 3 ranks     [0 1 2 | 3 4 5 | 6 7]
     x.roll(1)          [7 0 1 | 2 3 4 | 5 6]       one element moves from each rank to the next
@@ -44,7 +44,7 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
         start += min(size, at + stop - start) - at
 
 
-# -- reversing ---------------------------------------------------------------------------------------------------------
+# -- reversing -------------------------------------------------------------------------------------
 
 
 @decomposition_maker(
@@ -89,7 +89,9 @@ def _flipud(input: Any) -> Any:
 
 @decomposition("rot90", check=torch.rot90)
 def _rot90(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """Rotate by quarter turns: two of them reverse both dims; one or three reverse one dim and swap the two."""
+    """Rotate by quarter turns: two of them reverse both dims; one or three reverse one dim and swap
+    the two.
+    """
     flipped = [[], [dims[1]], list(dims), [dims[0]]][k % 4]
     if k % 2:
         return input.flip(flipped).transpose(*dims)
@@ -130,11 +132,13 @@ def _rolled(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
     return _cyclic(size, start - shift, stop - shift)
 
 
-# -- repeating ---------------------------------------------------------------------------------------------------------
+# -- repeating -------------------------------------------------------------------------------------
 
 
 def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
-    """Return the decomposition; a part that is longer than the dim fetches the dim once and repeats it."""
+    """Return the decomposition; a part that is longer than the dim fetches the dim once and repeats
+    it.
+    """
     new = len(counts) - input.ndim
     split = _split_dims(input, [d for d in range(input.ndim) if counts[new + d] != 1])
     if not split:
@@ -236,7 +240,7 @@ def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
     return [(start // repeats, -(-stop // repeats))] if stop > start else []
 
 
-# -- neighbours --------------------------------------------------------------------------------------------------------
+# -- neighbours ------------------------------------------------------------------------------------
 
 
 def _unfold_rule(a: Any) -> Rule:

@@ -4,13 +4,14 @@
     x[2:8] cut         [    2 | 3 4 5 | 6 7  ]        this rank's part of the slice, without communication
     moved              [2 3   | 4 5   | 6 7  ]        cut evenly, by one exchange of what changes ranks
 
-A dim too short to give every rank of its axes an element is replicated over the minor ones. So is what `select` and integers
-leave of a dim, which the rank that has it sends to all. (Left pending, as zeros everywhere else, it would need no
-communication now and an all_reduce, twice the bytes, in every operator that is not linear; and -0.0 + 0 is 0.) The pieces of
-`split` and related functions move in one exchange together.
+A dim too short to give every rank of its axes an element is replicated over the minor ones. So is
+what `select` and integers leave of a dim, which the rank that has it sends to all. (Left pending,
+as zeros everywhere else, it would need no communication now and an all_reduce, twice the bytes, in
+every operator that is not linear; and -0.0 + 0 is 0.) The pieces of `split` and related functions
+move in one exchange together.
 
-Dims that are not split, or taken whole, are left to the rules, whose results are views. A slice that moved is a copy:
-writing to it is refused, except for `x[i] += y`, see `sliced_from.py`.
+Dims that are not split, or taken whole, are left to the rules, whose results are views. A slice
+that moved is a copy: writing to it is refused, except for `x[i] += y`, see `sliced_from.py`.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
     ]
 
 
-# -- one slice ---------------------------------------------------------------------------------------------------------
+# -- one slice -------------------------------------------------------------------------------------
 
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
-    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one; None if no split dim is cut."""
+    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one;
+    None if no split dim is cut.
+    """
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
     ranges = {
@@ -152,7 +155,9 @@ def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
-    """Return the index with one entry for each dim and None for each new one; None if it has entries of other kinds."""
+    """Return the index with one entry for each dim and None for each new one; None if it has
+    entries of other kinds.
+    """
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(e is None or e is Ellipsis or type(e) is int or _is_plain_slice(e) for e in entries):
         return None
@@ -219,11 +224,13 @@ decomposition_maker(
 )(_narrow)
 
 
-# -- several slices ----------------------------------------------------------------------------------------------------
+# -- several slices --------------------------------------------------------------------------------
 
 
 def _register_split(func: Callable[..., Any], dim_of: Callable[..., int]) -> None:
-    """Register a function that cuts one dim into pieces, which are read off its result on a meta tensor."""
+    """Register a function that cuts one dim into pieces, which are read off its result on a meta
+    tensor.
+    """
 
     @decomposition_maker(also=(func,))
     def make(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +285,9 @@ for name, dim_of in _DIM_OF.items():
 def _tensor_split_at(
     input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any
 ) -> Any:
-    """Cut at a tuple of indices into pieces with the device of their parts in C++, where `torch.vmap(chunk_size=)` wraps them."""
+    """Cut at a tuple of indices into pieces with the device of their parts in C++, where
+    `torch.vmap(chunk_size=)` wraps them.
+    """
     if (
         type(indices_or_sections) is not tuple
         or not isinstance(input, ShardedTensor)

@@ -15,17 +15,18 @@ from ....layout.layout import Layout
 from ..notation import Dim, Rule, along_dims, dim_names, einrule
 from ..registry import decomposition, decomposition_maker, rule
 
-# -- reshape -----------------------------------------------------------------------------------------------------------
+# -- reshape ---------------------------------------------------------------------------------------
 
 
 def factor_shapes(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and `a b c`.
+    """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and
+    `a b c`.
 
     Returns:
-        the dims before, the dims after, the size of each factor, and the factors that must be whole because the shapes
-        cut across each other there (as 6x4 and 4x6 do).
+        the dims before, the dims after, the size of each factor, and the factors that must be whole
+        because the shapes cut across each other there (as 6x4 and 4x6 do).
     """
     if math.prod(before) == 0:
         return _factor_empty(before, after)
@@ -56,7 +57,9 @@ def factor_shapes(
 
 
 def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of dims of size 1 with the same number of elements before them in both shapes."""
+    """Yield the pairs of dims of size 1 with the same number of elements before them in both
+    shapes.
+    """
     remaining: dict[int, list[int]] = {}
     for d, n in enumerate(after):
         if n == 1:
@@ -79,7 +82,9 @@ def _factor_empty(
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the smallest runs of dims of both shapes with the same number of elements, without dims of size 1."""
+    """Return the smallest runs of dims of both shapes with the same number of elements, without
+    dims of size 1.
+    """
     found: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
@@ -113,7 +118,9 @@ def _assign(
 
 
 def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.reshape) -> Rule:
-    """Return the rule of an operator that keeps the elements in row-major order under another shape."""
+    """Return the rule of an operator that keeps the elements in row-major order under another
+    shape.
+    """
     before, after, sizes, whole = factor_shapes(input.shape, shape)
     return Rule(
         operands=(input,),
@@ -193,7 +200,7 @@ def _view_as_complex(input: Tensor) -> Rule:
     return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
-# -- transpose ---------------------------------------------------------------------------------------------------------
+# -- transpose -------------------------------------------------------------------------------------
 
 
 def permuted(input: Tensor, order: Sequence[int]) -> Rule:
@@ -247,7 +254,7 @@ def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequ
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
 
 
-# -- expand ------------------------------------------------------------------------------------------------------------
+# -- expand ----------------------------------------------------------------------------------------
 
 
 def listed(dims: Sequence[Any]) -> Sequence[int]:
@@ -288,13 +295,15 @@ def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
     )
 
 
-# -- split and stack ---------------------------------------------------------------------------------------------------
+# -- split and stack -------------------------------------------------------------------------------
 
 
 def with_whole_dims(
     input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any
 ) -> Rule:
-    """Return the rule of an operator that moves elements, needs `dims` whole, and changes their size or drops them."""
+    """Return the rule of an operator that moves elements, needs `dims` whole, and changes their
+    size or drops them.
+    """
     chosen = {d % input.ndim for d in dims} if input.ndim else ()
     return along_dims(
         input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options

@@ -1,7 +1,8 @@
 """Averages over ranks that can be differentiated again.
 
-With plain inputs each rank has a loss of its own, and the loss of the program is their average. So a parameter in use on each rank and
-the average of its gradients are a pair of linear maps, each the transpose of the other for the average over ranks of products:
+With plain inputs each rank has a loss of its own, and the loss of the program is their average. So
+a parameter in use on each rank and the average of its gradients are a pair of linear maps, each the
+transpose of the other for the average over ranks of products:
 
     parameter     ---- use ---->     value on each rank
     mean of g_r   <- average ---     g_r                      the factor is in this direction only, at every order

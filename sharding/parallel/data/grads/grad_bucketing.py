@@ -2,10 +2,12 @@
 
     backward    unit 3: 3 MB, launched     units 2, 1, 0: 9 MB, together     the outermost unit: alone
 
-The first all_reduce of a backward is launched at 1 MiB, so that communication starts early; later ones at 25 MiB or at the end. The
-buckets depend on the order and layouts of units only, so they are the same on all ranks. In the next backward the gradients of a bucket
-are written next to each other in one buffer, so that nothing is packed. The outermost unit is reduced alone: it has the first and the last
-gradients of backward, so a common buffer would be allocated from the start, when activations are in memory.
+The first all_reduce of a backward is launched at 1 MiB, so that communication starts early; later
+ones at 25 MiB or at the end. The buckets depend on the order and layouts of units only, so they are
+the same on all ranks. In the next backward the gradients of a bucket are written next to each other
+in one buffer, so that nothing is packed. The outermost unit is reduced alone: it has the first and
+the last gradients of backward, so a common buffer would be allocated from the start, when
+activations are in memory.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class GradBucketer:
         ] = {}  # of this backward, not in use yet
 
     def add(self, part: UnitGrads) -> None:
-        """Reduce these gradients, now or with those of other units. Communication: an all_reduce, or none yet."""
+        """Reduce these gradients, now or with those of other units. Communication: an all_reduce,
+        or none yet.
+        """
         key = None if part.alone else _kind(part)
         if key != self._key:
             self.launch()
@@ -81,7 +85,9 @@ class GradBucketer:
             self.launch()
 
     def launch(self) -> None:
-        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes, or none."""
+        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes, or
+        none.
+        """
         parts, self._waiting, self._size = self._waiting, [], 0
         if not parts:
             return
@@ -113,7 +119,9 @@ class GradBucketer:
         self._buffers.clear()
 
     def buffer(self, source: ContiguousGrads) -> Tensor:
-        """Allocate memory for the gradients of a unit, next to that of the units expected in its bucket."""
+        """Allocate memory for the gradients of a unit, next to that of the units expected in its
+        bucket.
+        """
         bucket = self._buckets.get(source, ())
         if len(bucket) < 2:
             return source.empty(source.length)
@@ -136,7 +144,9 @@ def _kind(part: UnitGrads) -> Any:
 
 @cached_on_mesh(lambda layouts: layouts[0].mesh, 256)
 def mean_local_bytes(layouts: tuple[Layout, ...]) -> int:
-    """Return the bytes of local parts, averaged over ranks so that all ranks get the same number."""
+    """Return the bytes of local parts, averaged over ranks so that all ranks get the same
+    number.
+    """
     return sum(
         math.prod(x.shape)
         * x.dtype.itemsize

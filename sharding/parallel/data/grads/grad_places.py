@@ -1,4 +1,5 @@
-"""Buffers for gradients: each is written into the buffer of its collective, when it is computed or when all of the unit are.
+"""Buffers for gradients: each is written into the buffer of its collective, when it is computed or
+when all of the unit are.
 
 backward    grad of w_2 -> [      | w_2 |     ]    the gradients of one block, in the order of backward
             grad of w_1 -> [ w_1  | w_2 |     ]
@@ -62,7 +63,9 @@ class ContiguousGrads:
         return torch.empty(length, dtype=self._dtype, device=self._mesh.device)  # type: ignore[attr-defined]
 
     def make(self) -> GradBuffer:
-        """Allocate a buffer. To autograd its views are separate tensors, so that each may be written in place."""
+        """Allocate a buffer. To autograd its views are separate tensors, so that each may be
+        written in place.
+        """
         buffer = self.empty(self.length) if self._memory is None else self._memory(self)
         parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
         return GradBuffer(
@@ -74,10 +77,12 @@ class GradWriter:
     """Writes the gradients of one use of a unit's parameters into buffers.
 
     Args:
-        sources: for each parameter's number, the buffer and the index there. Other gradients stay where they are.
+        sources: for each parameter's number, the buffer and the index there. Other gradients stay
+            where they are.
         deferred: returns whether this backward does not reduce gradients.
-        at_end: write all gradients when the last one exists, freeing each as it is written. By then the unit's activations are freed
-            and the buffer takes their memory; a buffer allocated for the first gradient would add to the peak.
+        at_end: write all gradients when the last one exists, freeing each as it is written. By then
+            the unit's activations are freed and the buffer takes their memory; a buffer allocated
+            for the first gradient would add to the peak.
         on_half: with `at_end`, called when half of the gradients exist.
 
     Attributes:
@@ -129,7 +134,9 @@ class GradWriter:
         self._held.pop(number, None)
 
     def take(self, scale: float) -> GradWriter:
-        """Return a writer with all gradients so far; the next backward through the same graph starts with new buffers."""
+        """Return a writer with all gradients so far; the next backward through the same graph
+        starts with new buffers.
+        """
         found = GradWriter(self._sources, self._deferred)
         found.buffers, self.buffers, found.written, self.written = (
             self.buffers,

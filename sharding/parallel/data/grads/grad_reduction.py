@@ -31,7 +31,8 @@ class Bucket:
         numbers: the indices of the parameters in the unit.
         storage: their values on this rank.
         policy: dtypes.
-        deferred: whole gradients take_deferred until the end of `accumulate_grads`; `used` has the indices of those that exist.
+        deferred: whole gradients take_deferred until the end of `accumulate_grads`; `used` has the
+            indices of those that exist.
     """
 
     numbers: list[int]
@@ -64,7 +65,8 @@ class Bucket:
         filled: GradBuffer | None,
         hook: Callable[[Tensor], object] | None = None,
     ) -> Callable[[], Grads]:
-        """Launch the reduce_scatter; the returned function waits and gives the gradients of the local parts.
+        """Launch the reduce_scatter; the returned function waits and gives the gradients of the
+        local parts.
 
         Args:
             unit: the unit's name, for messages.
@@ -73,7 +75,8 @@ class Bucket:
             missing: the paths of trained parameters without a gradient.
             fill: whether to use zeros for these, since other ranks may have a gradient.
             filled: a buffer that already has some of the gradients; it is consumed.
-            hook: called with this rank's piece of the reduced gradients, scaled, which it may write.
+            hook: called with this rank's piece of the reduced gradients, scaled, which it may
+                write.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
@@ -139,7 +142,9 @@ class Bucket:
 
 
 def merge_parts(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
-    """Fill in the gradients of the buckets' parameters, once each bucket's reduction has finished."""
+    """Fill in the gradients of the buckets' parameters, once each bucket's reduction has
+    finished.
+    """
     for bucket, wait in waits:
         for i, part in zip(bucket.numbers, wait(), strict=True):
             found[i] = part

@@ -1,4 +1,5 @@
-"""Gradients of parameters on the host: copied while backward continues, and added to `.grad` at its end.
+"""Gradients of parameters on the host: copied while backward continues, and added to `.grad` at its
+end.
 
 device   backward 3 | backward 2 | backward 1 |
 copies                grads 3      grads 2      grads 1
@@ -41,7 +42,8 @@ class OffloadedGrads:
         return self._stream.to_host(x.to(dtype))
 
     def defer(self, leaves: Sequence[ShardedTensor], grads: Grads, nodes: Sequence[Any]) -> Grads:
-        """Keep gradients on the host for the end of backward; return those that autograd needs now, None for the others.
+        """Keep gradients on the host for the end of backward; return those that autograd needs now,
+        None for the others.
 
         Args:
             leaves, grads: of a unit.
@@ -78,7 +80,9 @@ class OffloadedGrads:
 
 
 def _is_simple(leaf: ShardedTensor, node: Any) -> bool:
-    """Return whether autograd would only add the gradient to `.grad`: no hook sees it, and it is not a result of `torch.autograd.grad`."""
+    """Return whether autograd would only add the gradient to `.grad`: no hook sees it, and it is
+    not a result of `torch.autograd.grad`.
+    """
     local = leaf._local
     return (
         not local._backward_hooks

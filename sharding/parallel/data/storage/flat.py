@@ -1,10 +1,12 @@
-"""Parameters in one flat buffer: gathered together, their gradients reduced together, without packing.
+"""Parameters in one flat buffer: gathered together, their gradients reduced together, without
+packing.
 
     rank 0   shard [piece]  \\  gather    whole [pieces * piece]  =  | w_1 | w_2 |  ...  views, where the parameters are used
     rank 1   shard [piece]  /             gradients in the same places  --- reduce --->  shard of the gradients
 
-The shard and the whole are one 1-d tensor in two layouts, so `plan` chooses the collectives. The parameters that the optimizer sees are
-views of the shard: rows of each, in ragged layouts. See `flat_layout.py`.
+The shard and the whole are one 1-d tensor in two layouts, so `plan` chooses the collectives. The
+parameters that the optimizer sees are views of the shard: rows of each, in ragged layouts. See
+`flat_layout.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ class FlatBucket:
 
     Attributes:
         bases: their layouts in use: not split over `axes`.
-        dims: the dim of each that `axes` split; its rows below are the parts of index 1 along that dim.
-        layouts: their sharded layouts: `axes` split that dim, minor to the axes that split it in use.
+        dims: the dim of each that `axes` split; its rows below are the parts of index 1 along that
+            dim.
+        layouts: their sharded layouts: `axes` split that dim, minor to the axes that split it in
+            use.
     """
 
     def __init__(
@@ -51,7 +55,8 @@ class FlatBucket:
     ) -> None:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
         self.dims = tuple(dims or [0] * len(bases))
-        # The largest part, so that buffers have the same size on all ranks, with the split dim first, as it is stored.
+        # The largest part, so that buffers have the same size on all ranks, with the split dim
+        # first, as it is stored.
         self._largest = [
             _dim_first(base.largest_local_shape, dim)
             for base, dim in zip(bases, self.dims, strict=True)
@@ -70,7 +75,7 @@ class FlatBucket:
             for shape, dim in zip(self._largest, self.dims, strict=True)
         ]
 
-    # -- positions of parameters ---------------------------------------------------------------------------------------
+    # -- positions of parameters -------------------------------------------------------------------
 
     def _sharded_layout(self, i: int, base: Layout) -> Layout:
         cuts, dim, counts = list(base.spec.cuts), self.dims[i], _rows_by_part(base, self.dims[i])
@@ -93,7 +98,9 @@ class FlatBucket:
         return _views(shard, self._in_shard)
 
     def rows_of(self, i: int, value: Tensor) -> Tensor:
-        """Return the rows of a parameter in use that are in this rank's piece, as a view of its value."""
+        """Return the rows of a parameter in use that are in this rank's piece, as a view of its
+        value.
+        """
         start, stop = self.layout.rows_of(i, self._part, self._counts[i])
         return value.narrow(self.dims[i], start, stop - start)
 
@@ -141,12 +148,14 @@ class FlatBucket:
         """Return the index of the parameter at an offset of the whole buffer."""
         return bisect_right(self.layout.offsets, offset) - 1
 
-    # -- communication -------------------------------------------------------------------------------------------------
+    # -- communication -----------------------------------------------------------------------------
 
     def _flat(
         self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()
     ) -> Layout:
-        """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh axes have separate buffers."""
+        """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh
+        axes have separate buffers.
+        """
         found = self._flats.get((dtype, over, pending))
         if found is None:
             found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
@@ -164,7 +173,8 @@ class FlatBucket:
     def start_gather(
         self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
     ) -> Callable[[], Tensor]:
-        """Launch the all_gather from a buffer split over the axes `before` to one split over `after`; the returned function waits for it.
+        """Launch the all_gather from a buffer split over the axes `before` to one split over
+        `after`; the returned function waits for it.
 
         Communication: one all_gather.
         """
@@ -177,7 +187,9 @@ class FlatBucket:
         return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
     def empty_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer for gradients: gaps between them are zero, the rest is uninitialised."""
+        """Allocate a buffer for gradients: gaps between them are zero, the rest is
+        uninitialised.
+        """
         whole = torch.empty(self.layout.length, dtype=dtype, device=self.mesh.device)
         for start, stop in self._gaps:
             whole[start:stop].zero_()
@@ -185,7 +197,9 @@ class FlatBucket:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """The ranges between parameters; the whole buffer if one of them is not contiguous in it."""
+        """The ranges between parameters; the whole buffer if one of them is not contiguous
+        in it.
+        """
         found, end = [], 0
         for (shape, strides, start), dim in zip(self._in_whole, self.dims, strict=True):
             if math.prod(shape) and strides != _strides_of_stored(_dim_first(shape, dim), dim):
@@ -204,7 +218,9 @@ class FlatBucket:
     def fill_grad_buffer(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None
     ) -> Tensor:
-        """Copy gradients into a buffer, zero if there is none; those that are in `filled` already are not copied."""
+        """Copy gradients into a buffer, zero if there is none; those that are in `filled` already
+        are not copied.
+        """
         whole, views = self.new_grad_buffer(dtype) if filled is None else filled
         given, absent = [], []
         for view, grad in zip(views, grads, strict=True):
@@ -219,7 +235,8 @@ class FlatBucket:
         return whole
 
     def start_reduce(self, whole: Tensor, tag: CommTag) -> Callable[[], Tensor]:
-        """Launch the reduction of gradient buffers over the axes; the returned function waits for this rank's piece.
+        """Launch the reduction of gradient buffers over the axes; the returned function waits for
+        this rank's piece.
 
         Communication: one reduce_scatter over the axes.
         """
@@ -231,7 +248,7 @@ class FlatBucket:
         return lambda: wait()[0]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:

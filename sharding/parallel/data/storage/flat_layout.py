@@ -1,14 +1,16 @@
-"""The positions of tensors in one buffer that is split into equal pieces, with every boundary between two rows of a tensor.
+"""The positions of tensors in one buffer that is split into equal pieces, with every boundary
+between two rows of a tensor.
 
     3 tensors, 2 pieces     | a a a | b b b   b b b | c |
                             |  piece of rank 0      .      piece of rank 1  |
 
-A rank's piece then has whole rows: the output of an all_gather is the tensors one after the other, and the input of a reduce_scatter is
-the gradients one after the other. Nothing is packed or unpacked. Where a row would cross a boundary, a few elements before the tensor are
-padding.
+A rank's piece then has whole rows: the output of an all_gather is the tensors one after the other,
+and the input of a reduce_scatter is the gradients one after the other. Nothing is packed or
+unpacked. Where a row would cross a boundary, a few elements before the tensor are padding.
 
-Tensors and pieces start at multiples of 64 elements if that lengthens the buffer by at most 1/256, else of 8, else anywhere. Matrix
-products on GPUs read 16 bytes at a time, and use slow kernels if a weight starts elsewhere, as it would after a scale of one element.
+Tensors and pieces start at multiples of 64 elements if that lengthens the buffer by at most 1/256,
+else of 8, else anywhere. Matrix products on GPUs read 16 bytes at a time, and use slow kernels if a
+weight starts elsewhere, as it would after a scale of one element.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class FlatLayout:
 
 @lru_cache(1024)
 def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int) -> FlatLayout:
-    """Return the layout with the shortest pieces found for tensors of these lengths, one after the other, with aligned starts.
+    """Return the layout with the shortest pieces found for tensors of these lengths, one after the
+    other, with aligned starts.
 
     Args:
         lengths: elements in each tensor.
@@ -77,7 +80,9 @@ def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int
 def _make(
     lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: int, longest: float
 ) -> FlatLayout | None:
-    """Return the layout with the shortest pieces whose starts are multiples of `align`; None if there is none of at most this length."""
+    """Return the layout with the shortest pieces whose starts are multiples of `align`; None if
+    there is none of at most this length.
+    """
     least = tuple(max(row, 1) for row in rows)
     for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is split
         for piece in _candidates(lengths, allowed, parts, align):
@@ -123,7 +128,9 @@ def _starts(
 
 
 def _start(end: int, length: int, row: int, piece: int, total: int, align: int) -> int | None:
-    """Return the first start from `end` on, a multiple of `align`, with each boundary between two rows; None if there is none."""
+    """Return the first start from `end` on, a multiple of `align`, with each boundary between two
+    rows; None if there is none.
+    """
     start = end
     while start + length <= total:
         first = (start // piece + 1) * piece if piece else start

@@ -1,13 +1,15 @@
 """The autograd nodes between sharded parameters and the values that a unit computes with.
 
-    parameter --- _WaitForGrads ----------- _GatherParams ---------------- a view per parameter ---> unsharded values
+    parameter --- _WaitForGrads ----------- _GatherParams ---------------- a view per parameter --->
+    unsharded values
                     |                          |                              |
     backward:       wait for the reduction <-- launch the reduction           write the gradient to its buffer
 
-`_WaitForGrads` is created in forward before the nodes of later units, so autograd runs it after their backward: the reduction overlaps
-with them. It is left out if nothing is to be waited for, as with DDP.
-Autograd runs the views' nodes as soon as they are ready, as it does leaves: the gradient is still in cache, and the next one may reuse its
-memory. They are nodes of torch with a hook, which take a third of the time of an `autograd.Function`.
+`_WaitForGrads` is created in forward before the nodes of later units, so autograd runs it after
+their backward: the reduction overlaps with them. It is left out if nothing is to be waited for, as
+with DDP. Autograd runs the views' nodes as soon as they are ready, as it does leaves: the gradient
+is still in cache, and the next one may reuse its memory. They are nodes of torch with a hook, which
+take a third of the time of an `autograd.Function`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class GatherOp:
 
     Attributes:
         values: returns the unsharded tensors, outside of autograd.
-        reduce: `(gradients, scale, writer)` -> a function that waits and returns the gradients of the local parts.
+        reduce: `(gradients, scale, writer)` -> a function that waits and returns the gradients of
+            the local parts.
         differentiable: the same, at once and differentiably, for gradients of gradients.
         writer: writes gradients to their buffers as they are computed.
         overlaps: whether to wait for the reduction only after other units' backward.
@@ -92,7 +95,9 @@ class GatherOp:
         )
 
     def _find_leaves(self, outputs: Sequence[Tensor]) -> None:
-        """Store the nodes that add gradients to `.grad`: the inputs of the node that made these outputs."""
+        """Store the nodes that add gradients to `.grad`: the inputs of the node that made these
+        outputs.
+        """
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
         self.writer.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
@@ -183,5 +188,7 @@ def _mark_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @lru_cache(4096)
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without memory in place of a gradient that is in a buffer or being reduced; the next node replaces it."""
+    """Return a tensor without memory in place of a gradient that is in a buffer or being reduced;
+    the next node replaces it.
+    """
     return torch.empty((), dtype=dtype, device=device).expand(shape)

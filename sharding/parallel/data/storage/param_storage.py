@@ -5,7 +5,8 @@
     after forward  split over one axis                       between forward and backward, if asked for
     whole          not split                                 in use
 
-Each copy has the versions of the parameters that it was made from; if the optimizer has stepped since, it is gathered again.
+Each copy has the versions of the parameters that it was made from; if the optimizer has stepped
+since, it is gathered again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ParamStorage:
         self._tag = CommTag(f"{name}: gather {len(flat.bases)} parameters")
         self._allocate(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
-    # -- sharded -------------------------------------------------------------------------------------------------------
+    # -- sharded -----------------------------------------------------------------------------------
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         self.shard = self.flat.empty_shard(dtype, device)
@@ -59,7 +60,9 @@ class ParamStorage:
 
     @torch.no_grad()
     def move_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Move the parameters' local parts into the flat shard, from which they are gathered without a copy."""
+        """Move the parameters' local parts into the flat shard, from which they are gathered
+        without a copy.
+        """
         parts = [x._local for x in parameters]
         owners = [id(x) for x in parameters]
         is_converted = (
@@ -77,7 +80,8 @@ class ParamStorage:
         ]
         if not moved:
             return
-        # `x.data = ...` leaves no trace but the storage address, which changes here; so count the moves.
+        # `x.data = ...` leaves no trace but the storage address, which changes here; so count the
+        # moves.
         self._moves += any(view.is_contiguous() for view, _ in moved)
         torch._foreach_copy_([view for view, _ in moved], [x for _, x in moved])
         for view, x in moved:
@@ -85,7 +89,9 @@ class ParamStorage:
                 x.data = view
 
     def as_shard(self, piece: Tensor) -> Tensor:
-        """Return a piece of gradients on the device and in the dtype of the shard; on the host its values may come later."""
+        """Return a piece of gradients on the device and in the dtype of the shard; on the host its
+        values may come later.
+        """
         if (
             self._offloaded is not None
             and self.shard.device != piece.device
@@ -94,13 +100,13 @@ class ParamStorage:
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 
-    # -- gathered ------------------------------------------------------------------------------------------------------
+    # -- gathered ----------------------------------------------------------------------------------
 
     def start_gather(self, parameters: Sequence[ShardedTensor]) -> None:
         """Launch the all_gather of the whole buffer.
 
-        Communication: one all_gather, none if it is gathered or under way; if parameters are split over fewer axes than the
-            optimizer, one more after each step of the optimizer.
+        Communication: one all_gather, none if it is gathered or under way; if parameters are split
+            over fewer axes than the optimizer, one more after each step of the optimizer.
         """
         versions = [_version(x, self._moves) for x in parameters]
         if self._find(versions, _WHOLE) is not None or (
@@ -119,7 +125,9 @@ class ParamStorage:
         self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
-        """Return the copy from which the whole is gathered with the fewest bytes, and the axes that split it."""
+        """Return the copy from which the whole is gathered with the fewest bytes, and the axes that
+        split it.
+        """
         found = [axes for axes in self._copies if self._find(versions, axes) is not None]
         if not found:
             return self._stage.optimizer, self._shard_in_use()
@@ -147,7 +155,8 @@ class ParamStorage:
             and axes != self._stage.parameter
             and recorder.node_of(copy[1]) is None
         ):
-            return None  # gathered before the recording, such as by a validation: later calls will not find it
+            # gathered before the recording, such as by a validation: later calls will not find it
+            return None
         return copy[1]
 
     def whole(self) -> Tensor:
@@ -197,7 +206,9 @@ class ParamStorage:
 
     @torch.no_grad()
     def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Copy this rank's rows of the whole buffer to the shard; parameters do not count as written. Communication: none."""
+        """Copy this rank's rows of the whole buffer to the shard; parameters do not count as
+        written. Communication: none.
+        """
         if self._has_current_whole(parameters) and not self.flat.is_lossy:
             self.shard.copy_(self.flat.piece_of(self._copies[_WHOLE][1]))
 
@@ -218,7 +229,9 @@ class ParamStorage:
             wait()
 
     def after_forward(self, keep: str) -> None:
-        """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it split over that axis."""
+        """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it
+        split over that axis.
+        """
         if keep == "all" or _WHOLE not in self._copies:
             return
         versions, whole = self._copies.pop(_WHOLE)
@@ -233,10 +246,11 @@ class ParamStorage:
 
 
 def _version(x: ShardedTensor, moves: int) -> Version:
-    """Return the version token of a parameter: storage address, autograd version, uses of `.data`, object id.
+    """Return the version token of a parameter: storage address, autograd version, uses of `.data`,
+    object id.
 
-    A write or a replacement changes it on all ranks, also on those with an empty part. Inference tensors have no version and count as
-    written every time.
+    A write or a replacement changes it on all ranks, also on those with an empty part. Inference
+    tensors have no version and count as written every time.
     """
     local = x._local
     return (

@@ -1,4 +1,6 @@
-"""Saved-tensor hooks for gathered parameters: autograd saves the position in the buffer, not the values."""
+"""Saved-tensor hooks for gathered parameters: autograd saves the position in the buffer, not the
+values.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ class _OuterPacked(NamedTuple):
 class _SavedWrapper(ShardedTensor):
     """A sharded argument of `torch.utils.checkpoint`; autograd's own nodes save local tensors.
 
-    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`; this class restores it.
-    Under a dispatch mode the call comes from Python, where `__torch_function__` would be first.
+    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`;
+    this class restores it. Under a dispatch mode the call comes from Python, where
+    `__torch_function__` would be first.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -64,10 +67,11 @@ def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
 
 
 def note_in_checkpoint(values: Any) -> None:
-    """Let a recomputation by `torch.utils.checkpoint` fail if it has no values in place of parameters and its forward had, or the reverse.
+    """Let a recomputation by `torch.utils.checkpoint` fail if it has no values in place of
+    parameters and its forward had, or the reverse.
 
-    Checkpoint compares the number of saved tensors: `torch.func.functional_call` around it has ended when backward recomputes, and the
-    recomputation would use the parameters themselves.
+    Checkpoint compares the number of saved tensors: `torch.func.functional_call` around it has
+    ended when backward recomputes, and the recomputation would use the parameters themselves.
     """
     hooks = engine_hooks.saved_tensor_hooks()
     if (
@@ -82,11 +86,13 @@ def note_in_checkpoint(values: Any) -> None:
 class saved_param_hooks:
     """with saved_param_hooks(find, gather): save views of gathered buffers by position.
 
-    Hooks that were active before, such as those of `torch.utils.checkpoint`, still see all other tensors.
+    Hooks that were active before, such as those of `torch.utils.checkpoint`, still see all other
+    tensors.
 
     Args:
         find: storage address -> the gathered buffer at it, or None.
-        gather: `(buffer, offset)` -> the buffer as a tensor, gathered again if it was freed; the offset is for error messages.
+        gather: `(buffer, offset)` -> the buffer as a tensor, gathered again if it was freed; the
+            offset is for error messages.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def call_on(job: list[DrivenRank], *chosen: int, **call: object) -> None:
         job[rank].call(**call)  # type: ignore[arg-type]
 
 
-# -- nothing wrong -----------------------------------------------------------------------------------------------------
+# -- nothing wrong ---------------------------------------------------------------------------------
 
 
 def test_equal_calls_are_healthy(four: list[DrivenRank]) -> None:
@@ -42,7 +42,9 @@ def test_missing_ranks_are_waited_for(four: list[DrivenRank]) -> None:
 
 
 def test_rank_that_is_far_ahead_has_arrived(four: list[DrivenRank]) -> None:
-    """Its row holds only the last collectives: what it called before is no longer known, only that it did."""
+    """Its row holds only the last collectives: what it called before is no longer known, only that
+    it did.
+    """
     call_on(four, 0, 1, 2)
     for _ in range(LONG_SLOTS + 6):
         four[3].call()
@@ -84,7 +86,7 @@ def test_row_of_an_earlier_round_is_ignored(four: list[DrivenRank]) -> None:
     assert four[0].diagnosed(LONG_SLOTS, waited=LONG_S) is None
 
 
-# -- mismatches --------------------------------------------------------------------------------------------------------
+# -- mismatches ------------------------------------------------------------------------------------
 
 OUTLIER_CALLS = {
     "operation": {"op": "all_gather", "how": ""},
@@ -201,7 +203,9 @@ def test_rank_with_its_own_line_and_tensor(ours, theirs, layout: int, expected: 
 
 
 def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[DrivenRank]) -> None:
-    """Ranks 0 and 1 differ in one hash, which is allowed; rank 3 differs from both in all hashes."""
+    """Ranks 0 and 1 differ in one hash, which is allowed; rank 3 differs from both in all
+    hashes.
+    """
     call_on(four, 0, 2, lineage=lineage(1, 2, 3))
     four[1].call(lineage=lineage(9, 2, 3))
     four[3].call(lineage=lineage(4, 5, 6))
@@ -283,7 +287,7 @@ def test_groups_vote_separately(four: list[DrivenRank]) -> None:
     assert {seen.rank for seen in found.seen} == {0, 1, 2}
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def send(rank: DrivenRank, dst: int | None, src: int | None, moved: int = 16) -> None:
@@ -326,7 +330,7 @@ def test_messages_of_missing_ranks_are_not_diagnosed(four: list[DrivenRank]) -> 
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
 
-# -- ranks that do not come --------------------------------------------------------------------------------------------
+# -- ranks that do not come ------------------------------------------------------------------------
 
 
 def test_a_dead_rank(four: list[DrivenRank]) -> None:
@@ -447,7 +451,7 @@ def test_votes_of_ended_ranks_are_not_waited_for(four: list[DrivenRank], why: st
     assert (found.kind, found.ranks) == ("mismatch", ())
 
 
-# -- deadlocks ---------------------------------------------------------------------------------------------------------
+# -- deadlocks -------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
@@ -461,7 +465,9 @@ def wait_in(rank: DrivenRank, groups: tuple[tuple[int, ...], ...], **call: objec
 
 
 def test_wait_cycle_is_a_deadlock(four: list[DrivenRank]) -> None:
-    """0 waits for 1 in its row, 1 for 3 in its column, 3 for 2 in its row, 2 for 0 in its column."""
+    """0 waits for 1 in its row, 1 for 3 in its column, 3 for 2 in its row, 2 for 0 in its
+    column.
+    """
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
     found = four[0].diagnosed(ranks=(0, 1), waited=LONG_S)
@@ -477,7 +483,9 @@ def test_wait_cycle_is_not_diagnosed_at_once(four: list[DrivenRank]) -> None:
 
 
 def test_rank_that_waits_on_another_axis(four: list[DrivenRank]) -> None:
-    """Ranks wait in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which has not called the column's collective."""
+    """Ranks wait in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which
+    has not called the column's collective.
+    """
     everyone = ((0, 1, 2, 3),)
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
@@ -489,7 +497,9 @@ def test_rank_that_waits_on_another_axis(four: list[DrivenRank]) -> None:
 
 
 def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[DrivenRank]) -> None:
-    """Ranks have called different numbers of collectives before, so that their histories cannot be compared."""
+    """Ranks have called different numbers of collectives before, so that their histories cannot be
+    compared.
+    """
     everyone = ((0, 1, 2, 3),)
     for _ in range(3):
         four[1].call(ranks=(1, 3))
@@ -509,7 +519,7 @@ def test_computing_rank_breaks_the_cycle(four: list[DrivenRank]) -> None:
     assert four[0].diagnosed(waited=LONG_S) is None
 
 
-# -- stalls ------------------------------------------------------------------------------------------------------------
+# -- stalls ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -567,7 +577,7 @@ def test_frozen_rank_is_reported_as_frozen(four: list[DrivenRank]) -> None:
     assert "rank 3 is frozen" in found.text
 
 
-# -- votes -------------------------------------------------------------------------------------------------------------
+# -- votes -----------------------------------------------------------------------------------------
 
 
 def test_minority() -> None:

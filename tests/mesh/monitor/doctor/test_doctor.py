@@ -28,7 +28,7 @@ from tests.mesh.monitor.healthy_host import BY_HAND, GIB, GPU, JOB, SLURM, facts
 
 LIMIT_S = 60.0
 
-# ------------------------------------------------------------------------------------------------- how facts are read
+# ------------------------------------------------------------------------------- how facts are read
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,12 @@ LIMIT_S = 60.0
         ),
         (
             {
-                "/proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n2:pids:/docker/x\n",
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",  # a container sees its own group as the root
+                "/proc/self/cgroup": (
+                    "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n2:pids:/docker/x\n"
+                ),
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": (
+                    "400000\n"
+                ),  # a container sees its own group as the root
                 "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
                 "/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
                 "/sys/fs/cgroup/pids/pids.max": "max\n",
@@ -169,7 +173,7 @@ def write_page(folder: Path, pid: int) -> None:
     (folder / "rank0.trace").write_bytes(memory)
 
 
-# ------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,10 @@ def environment() -> dict[str, str]:
 def doctor(
     *arguments: str, env: dict[str, str], before: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; from shardmesh.__main__ import main; {before}; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    code = (
+        f"import sys; from shardmesh.__main__ import main; {before}; sys.exit(main(['doctor', "
+        "*sys.argv[1:]]))"
+    )
     start = (
         [sys.executable, "-c", code] if before else [sys.executable, "-m", "shardmesh", "doctor"]
     )
@@ -238,7 +245,10 @@ def test_ranks_that_never_connect_time_out():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = environment() | BY_HAND | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    before = "import shardmesh.mesh.doctor.command as command; command._LIMIT_S = 1.0; command._SECONDS = 0.1"
+    before = (
+        "import shardmesh.mesh.doctor.command as command; command._LIMIT_S = 1.0; command._SECONDS "
+        "= 0.1"
+    )
     done = doctor(env=env, before=before)
     assert done.returncode == 1
     assert "FAULT    collectives" in done.stdout, done.stderr

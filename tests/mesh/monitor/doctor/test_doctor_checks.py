@@ -1,4 +1,6 @@
-"""`python -m shardmesh doctor`: its report for healthy and faulty hosts and jobs, given their facts."""
+"""`python -m shardmesh doctor`: its report for healthy and faulty hosts and jobs, given their
+facts.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def test_healthy_host_passes_all_checks(name):
     } == {}
 
 
-# (what is wrong, the facts, the check that must say so, how bad it is, what must be in the finding, what in the fix)
+# (what is wrong, the facts, the check that must say so, how bad it is, what must be in the finding,
+# what in the fix)
 FAULTY = [
     ("torch is old", facts(torch="2.4.1"), "torch", "fault", "2.4.1", "pip install"),
     (
@@ -577,7 +580,7 @@ def test_failed_checks_have_a_fix_and_others_do_not():
     assert [said for said in everything if bool(said.fix) != (said.status != "ok")] == []
 
 
-# ------------------------------------------------------------------------------------------------- ranks together
+# ----------------------------------------------------------------------------------- ranks together
 
 
 def test_equal_reports_are_printed_once_and_others_are_named():

@@ -1,4 +1,6 @@
-"""The relay between hosts, simulated by folders of one machine: records of one host are read on the other until it becomes silent."""
+"""The relay between hosts, simulated by folders of one machine: records of one host are read on the
+other until it becomes silent.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1
     )
 
 
-# -- copies of trace buffers --------------------------------------------------------------------------------------------
+# -- copies of trace buffers -----------------------------------------------------------------------
 
 
 def carry(source: BufferSource, copy: BufferCopy) -> int:
@@ -151,7 +153,7 @@ def test_buffer_of_another_rank_is_never_written(tmp_path):
     assert path.read_bytes() == bytes(buffer.data)
 
 
-# -- hosts -------------------------------------------------------------------------------------------------------------
+# -- hosts -----------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -315,7 +317,8 @@ def test_without_the_store_all_other_hosts_are_lost(ranks):
     soon(ranks.sees(1, 2, RankState.LOST))
     reason = ranks.buffer(1, 2).read_text(ranks.buffer(1, 2).words[Header.DOING])
     assert re.search(
-        r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)",
+        r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ "
+        r"\(ranks 2, 3\)",
         reason,
     ), reason
 
@@ -335,7 +338,7 @@ def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):
     assert (found._thread.is_alive(), found.has_others) == (False, False)
 
 
-# -- comparing with copies ---------------------------------------------------------------------------------------------
+# -- comparing with copies -------------------------------------------------------------------------
 
 
 def lineage_of(*hashes: int) -> int:
@@ -343,7 +346,9 @@ def lineage_of(*hashes: int) -> int:
 
 
 def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> Any:
-    """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which (fingerprint, lineage) differ."""
+    """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which
+    (fingerprint, lineage) differ.
+    """
     buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
     for sequence in range(max(0, count - LONG_SLOTS), count):

@@ -1,4 +1,5 @@
-"""Four gloo ranks of which one is killed; a separate program, which forks the ranks after importing torch.
+"""Four gloo ranks of which one is killed; a separate program, which forks the ranks after importing
+torch.
 
 python crash.py PORT     prints nothing; the ranks' trace buffers stay in SHARDMESH_WATCH_DIR
 """

@@ -207,11 +207,13 @@ def test_collectives_match_across_ranks() -> None:
     )
 
 
-# -- real processes ----------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def _meet() -> tuple[str, dict[int, str], list[LedgerEntry], str]:
-    """Return the job's folder, the states of all ranks, each rank's last entry as seen by this rank, and the ledger's text."""
+    """Return the job's folder, the states of all ranks, each rank's last entry as seen by this
+    rank, and the ledger's text.
+    """
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     world = current_world()
     mesh.group().all_reduce(torch.ones(3 + 4))

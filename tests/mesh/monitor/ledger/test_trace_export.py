@@ -25,7 +25,7 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-# -- trace -------------------------------------------------------------------------------------------------------------
+# -- trace -----------------------------------------------------------------------------------------
 
 
 def stepping(rank: int) -> None:
@@ -112,7 +112,7 @@ def test_report_and_ledger_have_the_same_event_format() -> None:
         assert [e["args"][name] for e in mine] == [e["args"][name] for e in theirs]
 
 
-# -- Flight Recorder ---------------------------------------------------------------------------------------------------
+# -- Flight Recorder -------------------------------------------------------------------------------
 
 
 def _analysed(found: Ledger, folder: Path) -> Any:
@@ -210,9 +210,25 @@ def test_every_field_of_torchs_entries_is_present() -> None:
     """The fields that `build_collectives` of torch's analyzer reads."""
     entry = flight_recorder.dumps(ledger_of(every_collective))[0]["entries"][0]
     wanted = {
-        "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name", "time_created_ns",
-        "input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "state", "time_discovered_started_ns",
-        "time_discovered_completed_ns", "retired", "timeout_ms", "is_p2p", "frames",
-    }  # fmt: skip
+        "record_id",
+        "pg_id",
+        "process_group",
+        "collective_seq_id",
+        "p2p_seq_id",
+        "op_id",
+        "profiling_name",
+        "time_created_ns",
+        "input_sizes",
+        "output_sizes",
+        "input_dtypes",
+        "output_dtypes",
+        "state",
+        "time_discovered_started_ns",
+        "time_discovered_completed_ns",
+        "retired",
+        "timeout_ms",
+        "is_p2p",
+        "frames",
+    }
     assert wanted == set(entry)
     assert isinstance(argparse.Namespace(**entry).time_created_ns, int)

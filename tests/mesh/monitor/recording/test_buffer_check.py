@@ -1,4 +1,6 @@
-"""Writes to buffers of pending collectives, two threads in one group, exceptions of other threads."""
+"""Writes to buffers of pending collectives, two threads in one group, exceptions of other
+threads.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def test_an_asynchronous_redistribution() -> None:
         on_mesh((2,), program)
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 class _Blocking:
@@ -154,8 +156,8 @@ def test_two_threads_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
         text = str(caught.value)
         assert (
-            "two threads are in collectives of the group of ranks (0, 1, 2, 3) at the same time: 'loader' in all_reduce at"
-            in text
+            "two threads are in collectives of the group of ranks (0, 1, 2, 3) at the same time: "
+            "'loader' in all_reduce at" in text
         )
         assert "'MainThread' in all_gather at" in text
         assert text.count("test_buffer_check.py:") == 2

@@ -1,4 +1,6 @@
-"""What dead jobs have left is deleted, and nothing else: no folder of a living job, of another container, of another user, or elsewhere."""
+"""What dead jobs have left is deleted, and nothing else: no folder of a living job, of another
+container, of another user, or elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ def test_the_proc_of_another_namespace_says_nothing(
 
 
 def test_jobs_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_pid: int) -> None:
-    """Of an interrupted `launch` only its own job's folder is deleted, and not while one of its processes lives."""
+    """Of an interrupted `launch` only its own job's folder is deleted, and not while one of its
+    processes lives.
+    """
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     own = make_folder(tmp_path, "own", ["is dead"] * SIZE, "ours", 0.0, dead_pid)
     other = make_folder(tmp_path, "other", ["is dead", "is dead", "lives"], "ours", 0.0, dead_pid)
@@ -232,7 +236,9 @@ def test_the_doctor_deletes_and_says_what(
 
 
 def test_a_killed_job_is_swept_by_the_next(tmp_path: Path) -> None:
-    """Real processes: each is killed with its files in place; a job keeps those of the last one before it."""
+    """Real processes: each is killed with its files in place; a job keeps those of the last one
+    before it.
+    """
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"

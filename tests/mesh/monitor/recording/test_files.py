@@ -1,4 +1,6 @@
-"""The monitor's files: a folder that is full, deleted, swept or invisible to others only costs the diagnosis."""
+"""The monitor's files: a folder that is full, deleted, swept or invisible to others only costs the
+diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def two(tmp_path: Path) -> list[DrivenRank]:
     return driven_ranks(tmp_path, 2)
 
 
-# -- one process -------------------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 
 def test_files_are_allocated_before_they_are_mapped(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_sweep_of_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# -- the folder is gone, and the job goes on ---------------------------------------------------------------------------
+# -- the folder is gone, and the job goes on -------------------------------------------------------
 
 
 def test_verdict_reaches_other_ranks_without_the_folder(two: list[DrivenRank]) -> None:
@@ -236,7 +238,7 @@ def test_verdict_is_raised_after_the_folder_is_deleted(two: list[DrivenRank]) ->
         two[0].monitor.check()
 
 
-# -- the store ---------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------
 
 
 def test_rank_that_has_seen_all_does_not_poll(two: list[DrivenRank]) -> None:
@@ -263,7 +265,7 @@ def test_giving_up_does_not_block_with_the_main_thread(capsys: pytest.CaptureFix
     )
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:

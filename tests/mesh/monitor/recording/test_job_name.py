@@ -1,4 +1,6 @@
-"""The name of a job: equal on all its ranks and different in each attempt, whatever earlier attempts left in the store."""
+"""The name of a job: equal on all its ranks and different in each attempt, whatever earlier
+attempts left in the store.
+"""
 
 from __future__ import annotations
 

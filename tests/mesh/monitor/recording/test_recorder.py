@@ -1,4 +1,6 @@
-"""The recorder: what a collective writes into its rank's trace buffer, and the user's line that it names."""
+"""The recorder: what a collective writes into its rank's trace buffer, and the user's line that it
+names.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def line() -> int:
     return sys._getframe(1).f_lineno
 
 
-# -- what is noted down ------------------------------------------------------------------------------------------------
+# -- what is noted down ----------------------------------------------------------------------------
 
 
 def test_record_has_an_end_time(world: World, group: Group) -> None:
@@ -100,8 +102,14 @@ def test_group_of_one_records_nothing(world: World) -> None:
 def test_fingerprints_differ_if_calls_do(tmp_path: Path) -> None:
     (rank,) = driven_ranks(tmp_path, 1)
     calls: list[dict[str, Any]] = [
-        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"tag": "f32[4] @ P() -> P()"},
-    ]  # fmt: skip
+        {},
+        {"op": "all_gather"},
+        {"how": "max"},
+        {"dtype": torch.float64},
+        {"size": 5},
+        {"size": -1},
+        {"tag": "f32[4] @ P() -> P()"},
+    ]
     low48 = (1 << 48) - 1
     found = []
     for sequence, call in enumerate(calls):
@@ -161,7 +169,7 @@ def test_groups_beyond_the_table_are_recorded(tmp_path: Path) -> None:
     assert first.group == last.group >= GROUPS
 
 
-# -- collective_check("off") -------------------------------------------------------------------------------------------
+# -- collective_check("off") -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -191,7 +199,7 @@ def test_off_still_notifies_observers(
     assert used.launches == 1
 
 
-# -- tags --------------------------------------------------------------------------------------------------------------
+# -- tags ------------------------------------------------------------------------------------------
 
 X, FLAT = torch.ones(4), torch.ones(16)
 CALLS: dict[str, Callable[[Group, CommTag | None], Any]] = {
@@ -288,7 +296,7 @@ def test_collectives_inside_others_are_for_the_same() -> None:
         assert all("f32[64, 64] @ P(('n', 'x'), None)" in tag for tag in tags)
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def reduce(group: Group) -> int:

@@ -1,4 +1,5 @@
-"""Folders that other users can write to: what they put there is not read, mapped, deleted or shown, and nothing hangs.
+"""Folders that other users can write to: what they put there is not read, mapped, deleted or shown,
+and nothing hangs.
 
 The states are made by another user, so the tests need root.
 """
@@ -78,7 +79,7 @@ def folder(above: Path, name: str = "zzz", mode: int = 0o777) -> Path:
     return own(path, mode)
 
 
-# -- states: each makes a folder of a job in a shared folder, and returns it ----------------------------------------------
+# -- states: each makes a folder of a job in a shared folder, and returns it -----------------------
 
 
 def _folder_of_a_stranger(above: Path) -> Path:
@@ -233,7 +234,9 @@ def test_a_folder_of_a_stranger_is_skipped(
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_a_stranger_is_not_opened(name: str, shared: Path) -> None:
-    """In a folder that only we can write this needs a mistake, such as an archive that root unpacks: it must not hang or be mapped."""
+    """In a folder that only we can write this needs a mistake, such as an archive that root
+    unpacks: it must not hang or be mapped.
+    """
     file, make = FILES[name]
     path = _in(shared / f"{folder_prefix()}zzz", file, make)
     since = time.monotonic()
@@ -305,7 +308,7 @@ def test_jobs_start_while_a_stranger_cuts_his_traces(shared: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# -- what is shown -------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def test_escape_sequences_of_a_job_are_shown_as_text(

@@ -44,7 +44,7 @@ def record(buffer: TraceBuffer, number: int, group: int = 0, call: str = "barrie
     )
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
 
 
 def test_record_round_trip(buffer: TraceBuffer) -> None:
@@ -89,7 +89,7 @@ def test_current_collective(buffer: TraceBuffer) -> None:
     assert buffer.blocked.call == "all_gather"
 
 
-# -- texts -------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_invalid_text_offset(buffer: TraceBuffer, place: int) -> None:
     assert buffer.read_text(place) == ""
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_groups_are_found_by_their_key(buffer: TraceBuffer) -> None:
@@ -168,7 +168,7 @@ def test_hashes_do_not_depend_on_the_process() -> None:
     assert stable_hash("(0, 1) 0") == 3238981434332414913
 
 
-# -- stacks ------------------------------------------------------------------------------------------------------------
+# -- stacks ----------------------------------------------------------------------------------------
 
 
 def test_stacks_round_trip_and_are_truncated(buffer: TraceBuffer) -> None:
@@ -184,7 +184,7 @@ def test_stacks_round_trip_and_are_truncated(buffer: TraceBuffer) -> None:
     assert buffer.words[Header.GROUPS] == 0
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

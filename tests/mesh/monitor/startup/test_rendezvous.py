@@ -69,7 +69,8 @@ def test_two_processes_of_one_rank(rank: int, start: Starter) -> None:
     )  # not all ranks are there before the second
     text = the_error(outcomes)
     assert text.startswith(
-        f"two processes are RANK={rank} at MASTER_ADDR=127.0.0.1, MASTER_PORT={envs[0]['MASTER_PORT']}: "
+        f"two processes are RANK={rank} at MASTER_ADDR=127.0.0.1, "
+        f"MASTER_PORT={envs[0]['MASTER_PORT']}: "
     )
     for outcome in (outcomes[rank], outcomes[3]):
         assert f"process {outcome.pid} on host {socket.gethostname()}" in text
@@ -108,7 +109,8 @@ def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
     text = the_error(outcomes)
     rest = ", ".join(str(rank) for rank in range(4) if rank != outlier)
     assert text.startswith(
-        f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks {rest} have 4"
+        f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks "
+        f"{rest} have 4"
     )
     assert f"rank {outlier} is process {outcomes[outlier].pid} on host" in text
 
@@ -130,7 +132,8 @@ def test_a_tie_is_a_tie(start: Starter) -> None:
     envs[0]["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     text = the_error(start(envs))
     assert text.startswith(
-        "the ranks do not agree:\n  TORCH_DISTRIBUTED_DEBUG: rank 0 has DETAIL, rank 1 has nothing (no majority)"
+        "the ranks do not agree:\n  TORCH_DISTRIBUTED_DEBUG: rank 0 has DETAIL, rank 1 has nothing "
+        "(no majority)"
     )
 
 
@@ -170,7 +173,9 @@ def test_another_job_by_hand_on_one_port(start: Starter) -> None:
 
 
 def test_processes_restarted_by_torchrun(start: Starter, launcher: dist.TCPStore) -> None:
-    """Keys that an attempt without rank 2 left in the launcher's store do not affect the next attempt."""
+    """Keys that an attempt without rank 2 left in the launcher's store do not affect the next
+    attempt.
+    """
     envs = by_launcher(3, launcher, TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_RUN_ID="job")
     died = start([Rank(env, dies=1.0) for env in envs[:2]])
     assert all("has died" in outcome.text for outcome in died)
@@ -200,7 +205,8 @@ def test_ranks_that_make_another_mesh(start: Starter) -> None:
     assert len(texts) == 1
     (text,) = texts
     assert text.startswith(
-        "MeshMismatchError: rank 2 made another mesh than ranks 0, 1, 3 as mesh 2 of the program: they differ in"
+        "MeshMismatchError: rank 2 made another mesh than ranks 0, 1, 3 as mesh 2 of the program: "
+        "they differ in"
     )
     assert "they differ in shape." in text
     assert "rank 2: DeviceMesh(cpu, axis_0=4, axis_1=1) at " in text
@@ -219,7 +225,7 @@ def test_meshes_in_another_order(start: Starter) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------- in this process
+# ---------------------------------------------------------------------------------- in this process
 
 
 def info(rank: int, **alike: str) -> RankInfo:

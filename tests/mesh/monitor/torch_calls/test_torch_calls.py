@@ -1,4 +1,6 @@
-"""The program's own calls of torch.distributed: recorded once, torch restored afterwards, and torch.compile unaffected."""
+"""The program's own calls of torch.distributed: recorded once, torch restored afterwards, and
+torch.compile unaffected.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def test_every_call_is_recorded(forked: Forked) -> None:
             "0 all_reduce(max, float32, 4 elements) over torch's default group",
             "1 broadcast(src=1, float32, 4 elements) over torch's default group",
             "2 barrier() over torch's default group",
-            "3 all_reduce(sum, float32, 4 elements) over torch's default group",  # the functional one
+            # the functional one
+            "3 all_reduce(sum, float32, 4 elements) over torch's default group",
             "all_reduce(sum, float32, 3 elements) over torch's default group",  # DDP's
-            f"0 {'recv(from rank 0' if rank else 'send(to rank 1'}, float32, 4 elements) over messages from rank 0 to rank 1 in torch's",
+            f"0 {'recv(from rank 0' if rank else 'send(to rank 1'}, float32, 4 elements) over "
+            "messages from rank 0 to rank 1 in torch's",
             "under way True over True",
         ):
             assert text in output, output
@@ -64,7 +68,7 @@ def test_monitor_that_gives_up(forked: Forked) -> None:
         assert "went on" in output
 
 
-# -- who left the order ------------------------------------------------------------------------------------------------
+# -- who left the order ----------------------------------------------------------------------------
 
 
 def buffers(*histories: str) -> dict[int, TraceBuffer]:

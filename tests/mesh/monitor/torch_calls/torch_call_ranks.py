@@ -112,7 +112,9 @@ def shares_a_mesh_of_torchs() -> None:
 
 
 def compiles() -> None:
-    """Check that functional collectives in a graph of torch.compile are recorded, with the line that calls the graph."""
+    """Check that functional collectives in a graph of torch.compile are recorded, with the line
+    that calls the graph.
+    """
     make_mesh()
     group = world()
     f = torch.compile(

@@ -1,4 +1,6 @@
-"""Temporary files: random names, never through a link, removed after an error; two writers of one file."""
+"""Temporary files: random names, never through a link, removed after an error; two writers of one
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The index as data: the same content as pickle's, exact tilings, and instructions that only pickle would follow."""
+"""The index as data: the same content as pickle's, exact tilings, and instructions that only pickle
+would follow.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def owners(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(".owner-*"))
 
 
-# -- two jobs of one machine -------------------------------------------------------------------------------------------
+# -- two jobs of one machine -----------------------------------------------------------------------
 
 
 def tree(mesh: sm.DeviceMesh, step: int) -> dict[str, object]:
@@ -125,7 +125,7 @@ def test_save_after_a_job_was_killed_in_a_save(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000000", "step-00000001"]
 
 
-# -- an owner on another machine ---------------------------------------------------------------------------------------
+# -- an owner on another machine -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
@@ -185,7 +185,7 @@ def test_replaced_owner_raises(tmp_path):
     assert owners(tmp_path) == []
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -205,7 +205,9 @@ def test_one_of_many_replaces_a_dead_owner(tmp_path, links, monkeypatch):
 
 
 def test_owner_numbers_that_restart(tmp_path):
-    """A process that looked before the owner released the folder does not win, though no file has its number."""
+    """A process that looked before the owner released the folder does not win, though no file has
+    its number.
+    """
     elsewhere(tmp_path, 1)
     late = Lease(tmp_path, leases._self(), kept=False)
     assert not late.claim(5)
@@ -268,7 +270,7 @@ def test_unfinished_folder_removed_by_another_process(tmp_path, monkeypatch):
     assert owners(tmp_path) == []
 
 
-# -- files that are no owner's -----------------------------------------------------------------------------------------
+# -- files that are no owner's ---------------------------------------------------------------------
 
 
 def _changed(folder: Path, **changes: object) -> None:
@@ -282,7 +284,9 @@ DAMAGES = {
     "empty": lambda folder: (folder / ".owner-00000001.json").write_bytes(b""),
     "not text": lambda folder: (folder / ".owner-00000001.json").write_bytes(b"\xff\xfe"),
     "a list": lambda folder: (folder / ".owner-00000001.json").write_text("[]"),
-    "null": lambda folder: (folder / ".owner-00000001.json").write_text('{"card": null, "token": 1, "since": 2}'),
+    "null": lambda folder: (folder / ".owner-00000001.json").write_text(
+        '{"card": null, "token": 1, "since": 2}'
+    ),
     "deep": lambda folder: (folder / ".owner-00000001.json").write_text("[" * 30_000),
     "large": lambda folder: (folder / ".owner-00000001.json").write_bytes(bytes(1 << 20)),
     "pid text": lambda folder: _changed(folder, pid="1"),
@@ -293,12 +297,16 @@ DAMAGES = {
     "a folder": lambda folder: (folder / ".owner-00000001.json").mkdir(),
     "a full folder": lambda folder: (folder / ".owner-00000004.json" / "x").mkdir(parents=True),
     "a FIFO": lambda folder: os.mkfifo(folder / ".owner-00000001.json"),
-    "a link to itself": lambda folder: (folder / ".owner-00000001.json").symlink_to(".owner-00000001.json"),
+    "a link to itself": lambda folder: (folder / ".owner-00000001.json").symlink_to(
+        ".owner-00000001.json"
+    ),
     "a link to a device": lambda folder: (folder / ".owner-00000002.json").symlink_to("/dev/zero"),
     "a short number": lambda folder: (folder / ".owner-1.json").write_text(""),
-    "other digits": lambda folder: (folder / ".owner-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661.json").write_text(""),
+    "other digits": lambda folder: (
+        folder / ".owner-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661.json"
+    ).write_text(""),
     "the largest number": lambda folder: (folder / f".owner-{'9' * 18}.json").mkdir(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)

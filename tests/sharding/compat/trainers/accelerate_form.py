@@ -1,8 +1,8 @@
 """A language model sharded and trained in the form of accelerate's FSDP2.
 
-A policy says which modules are units, from the bottom up; the model moves to "meta" after its optimizer was made, its whole state
-dict is broadcast by rank 0 and distributed by hand, and the optimizer gets the new parameters. Models and optimizers are saved whole
-and as shards.
+A policy says which modules are units, from the bottom up; the model moves to "meta" after its
+optimizer was made, its whole state dict is broadcast by rank 0 and distributed by hand, and the
+optimizer gets the new parameters. Models and optimizers are saved whole and as shards.
 
 The import lines are torch's; `tests.sharding.compat.trainers.imports` changes them.
 """

@@ -1,4 +1,6 @@
-"""Run a program written for torch with its imports changed to `shardmesh.compat`, as docs/from_dtensor.md says."""
+"""Run a program written for torch with its imports changed to `shardmesh.compat`, as
+docs/from_dtensor.md says.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A classifier trained in the form of Lightning Fabric's `ModelParallelStrategy`.
 
-The strategy makes a mesh (data_parallel, tensor_parallel), calls the user's `parallelize_fn(model, mesh)`, fills the modules that
-are on "meta", accumulates gradients without synchronization, clips, and saves shards by `torch.distributed.checkpoint`.
+The strategy makes a mesh (data_parallel, tensor_parallel), calls the user's
+`parallelize_fn(model, mesh)`, fills the modules that are on "meta", accumulates gradients without
+synchronization, clips, and saves shards by `torch.distributed.checkpoint`.
 
 The import lines are torch's; `tests.sharding.compat.trainers.imports` changes them.
 """

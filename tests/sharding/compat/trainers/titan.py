@@ -1,8 +1,9 @@
 """Language models, dense and with mixtures of experts, trained in the form of torchtitan.
 
-The meshes are unflattened from one of all ranks; models are built on "meta", parallelized by torch's styles and by styles of the
-program's own, recomputed, compiled by block, sharded by `fully_shard` with the experts on another mesh, filled from a whole state
-dict, clipped by `get_total_norm`, saved and resumed by `torch.distributed.checkpoint`.
+The meshes are unflattened from one of all ranks; models are built on "meta", parallelized by
+torch's styles and by styles of the program's own, recomputed, compiled by block, sharded by
+`fully_shard` with the experts on another mesh, filled from a whole state dict, clipped by
+`get_total_norm`, saved and resumed by `torch.distributed.checkpoint`.
 
 The import lines are torch's; `tests.sharding.compat.trainers.imports` changes them.
 """
@@ -75,7 +76,7 @@ class Config:
         return self.dp_replicate * self.dp_shard * self.tp
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -97,7 +98,9 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate pairs of features by the angle of their position; `freqs` [length, head_dim / 2, 2]."""
+    """Rotate pairs of features by the angle of their position; `freqs` [length, head_dim /
+    2, 2].
+    """
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     cos, sin = freqs[: x.shape[1], None, :, 0], freqs[: x.shape[1], None, :, 1]
     first, second = pairs[..., 0], pairs[..., 1]
@@ -219,7 +222,7 @@ class Transformer(nn.Module):
         return self.output(self.norm(h))
 
 
-# -- meshes ------------------------------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
 class ParallelDims:
@@ -250,7 +253,7 @@ class ParallelDims:
         return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
 
 
-# -- styles of the program ---------------------------------------------------------------------------------------------
+# -- styles of the program -------------------------------------------------------------------------
 
 
 class NoParallel(ParallelStyle):
@@ -351,7 +354,7 @@ class ExpertTensorParallel(ExpertParallel):
         return super()._token_combine(mod, routed, device_mesh["ep"])
 
 
-# -- parallelize -------------------------------------------------------------------------------------------------------
+# -- parallelize -----------------------------------------------------------------------------------
 
 
 def parallelize(model: Transformer, dims: ParallelDims, config: Config) -> None:
@@ -512,7 +515,7 @@ def prefetch(model: Transformer) -> None:
     blocks[0].set_modules_to_backward_prefetch([model.tok_embeddings])
 
 
-# -- the job -----------------------------------------------------------------------------------------------------------
+# -- the job ---------------------------------------------------------------------------------------
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""assert_replicated and check_replicas: copies that differ in one bit are found, with leaf, ranks and index; equal ones never are."""
+"""assert_replicated and check_replicas: copies that differ in one bit are found, with leaf, ranks
+and index; equal ones never are.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ MESHES = ((2,), (3,), (2, 2), (3, 2), (2, 1, 3))
 
 
 def random_leaf(rng: random.Random, mesh: sm.DeviceMesh):
-    """Return a tensor of random dtype, shape and layout; the same on every rank for the same state of rng."""
+    """Return a tensor of random dtype, shape and layout; the same on every rank for the same state
+    of rng.
+    """
     shape = [rng.choice((0, 1, 2, 3, 7)) for _ in range(rng.randrange(4))]
     if rng.random() < 0.2:
         shape = [rng.randrange(300, 3000)]
@@ -138,7 +142,7 @@ def test_one_flipped_bit_is_found_and_named(seed):
     assert found
 
 
-# -- what the error says -----------------------------------------------------------------------------------------------
+# -- what the error says ---------------------------------------------------------------------------
 
 
 def test_outlier_is_named_with_index_and_values():
@@ -149,8 +153,9 @@ def test_outlier_is_named_with_index_and_values():
 
     text = same_error((2, 3), program, ReplicaError, silent=False)
     assert text == (
-        "assert_replicated: ['w'], f32[4, 6] @ P(None, 'a') on (a=2, b=3), is not the same on ranks that should hold the same of it: "
-        "rank 4 differs from ranks 3, 5. Between ranks 3 and 4 the first difference is at index [2, 4]: 0.0 and 1.5."
+        "assert_replicated: ['w'], f32[4, 6] @ P(None, 'a') on (a=2, b=3), is not the same on "
+        "ranks that should hold the same of it: rank 4 differs from ranks 3, 5. Between ranks 3 "
+        "and 4 the first difference is at index [2, 4]: 0.0 and 1.5."
     )
 
 
@@ -254,7 +259,7 @@ def test_unsupported_values_raise():
     )
 
 
-# -- what is a copy ----------------------------------------------------------------------------------------------------
+# -- what is a copy --------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -339,7 +344,9 @@ def test_training_is_checked_every_so_often(mesh):
     check()
     with pytest.raises(
         ReplicaError,
-        match=r"exp_avg of 0\.weight.*index \[1, 2\].* Found at step 6; they were the same at step 3",
+        match=(
+            r"exp_avg of 0\.weight.*index \[1, 2\].* Found at step 6; they were the same at step 3"
+        ),
     ):
         check()
 
@@ -369,11 +376,13 @@ def test_every_is_a_number_of_steps():
         check_replicas(nn.Linear(1, 1), every=0)
 
 
-# -- the hash ----------------------------------------------------------------------------------------------------------
+# -- the hash --------------------------------------------------------------------------------------
 
 
 def test_hash_depends_on_each_bit_and_its_position():
-    """Pairs of flipped signs, swapped elements and shifts, too, which plain sums do not tell apart."""
+    """Pairs of flipped signs, swapped elements and shifts, too, which plain sums do not
+    tell apart.
+    """
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     seen = {
         int(bit_hash(x)),
@@ -434,7 +443,7 @@ def test_hash_of_parts_combines(monkeypatch, chunk):
     assert int(bit_hash(x)) == whole
 
 
-# -- on processes ------------------------------------------------------------------------------------------------------
+# -- on processes ----------------------------------------------------------------------------------
 
 
 def test_on_processes(world4):

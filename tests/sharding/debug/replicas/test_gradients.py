@@ -1,4 +1,6 @@
-"""The check of gradients of replicas: which differences it detects, which it takes for rounding, and how often it misses one."""
+"""The check of gradients of replicas: which differences it detects, which it takes for rounding,
+and how often it misses one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ROW = 1 << 14
 
 
 def _used_differently(shape, dtype, use):
-    """Return the error of a program whose ranks multiply a replicated value by different random numbers."""
+    """Return the error of a program whose ranks multiply a replicated value by different random
+    numbers.
+    """
 
     def program(mesh):
         w = place(mesh, torch.zeros(shape, dtype=dtype), grad=True)
@@ -45,7 +49,9 @@ def test_gradients_whose_sums_cancel(dtype, use, shape):
 
 
 def test_the_gradient_of_a_router():
-    """Each rank computes the loss of tokens of its own, which torch's promise of `to_local` does not cover."""
+    """Each rank computes the loss of tokens of its own, which torch's promise of `to_local` does
+    not cover.
+    """
 
     def program(mesh):
         w = place(mesh, torch.zeros(16, 8, dtype=torch.bfloat16), grad=True)

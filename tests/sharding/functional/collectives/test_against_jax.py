@@ -56,7 +56,9 @@ def test_case(case, jax):
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_difference(name, jax):
-    """For differences from JAX (see `MappedCase.differs`), JAX's result is that of the table, and we do what the plain definition says."""
+    """For differences from JAX (see `MappedCase.differs`), JAX's result is that of the table, and
+    we do what the plain definition says.
+    """
     case = DIFFERENCES[name]
     answer, wanted = jax.answer(name), defined(case)
     if case.refused:

@@ -1,5 +1,5 @@
-"""Collectives against their plain definitions (`oracle.py`) where JAX has nothing to compare with: parts that differ in length, empty
-parts, rows sent by count, extremes with ties.
+"""Collectives against their plain definitions (`oracle.py`) where JAX has nothing to compare with:
+parts that differ in length, empty parts, rows sent by count, extremes with ties.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.sharding.functional.flat import (
 from tests.sharding.functional.oracle import Oracle
 from tests.sharding.functional.table import AxisName, size
 
-# -- parts of different lengths ----------------------------------------------------------------------------------------
+# -- parts of different lengths --------------------------------------------------------------------
 
 UNEVEN: list[tuple[Shape, AxisName]] = [
     ((4,), "a"),
@@ -118,7 +118,9 @@ def test_scattered_and_gathered(mesh, axis):
 @uneven
 @pytest.mark.parametrize("slices", [1, 2])
 def test_ragged_all_to_all(mesh, axis, slices):
-    """JAX's CPU backend lacks it: slices of rows of any length, some of none, into an output that keeps the rest."""
+    """JAX's CPU backend lacks it: slices of rows of any length, some of none, into an output that
+    keeps the rest.
+    """
     check_case(FlatCase(mesh, ragged_program(axis), ragged_inputs(mesh, axis, slices)))
 
 
@@ -147,7 +149,9 @@ def ragged_program(axis: AxisName) -> Program:
 
 
 def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.Tensor], ...]:
-    """Return operand, output, input offsets, send sizes, output offsets and receive sizes of every rank, with gaps between slices."""
+    """Return operand, output, input offsets, send sizes, output offsets and receive sizes of every
+    rank, with gaps between slices.
+    """
     n = size(mesh, axis)
     sent = torch.randint(
         0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices)
@@ -162,7 +166,7 @@ def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.
     return (*data, *([table[place].reshape(-1) for place in along] for table in where))
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 @uneven

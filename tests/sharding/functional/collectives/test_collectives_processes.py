@@ -1,4 +1,6 @@
-"""A selection of the table of collectives on real processes (gloo), against the plain definitions."""
+"""A selection of the table of collectives on real processes (gloo), against the plain
+definitions.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every collective on edge cases, against the plain definitions (`oracle.py`): axes of one rank, three axes, views, scalars, pending
-values, other dtypes on the way; and what is refused.
+"""Every collective on edge cases, against the plain definitions (`oracle.py`): axes of one rank,
+three axes, views, scalars, pending values, other dtypes on the way; and what is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.sharding.functional.table import AxisName, loss, permutations, size
 from tests.sharding.ranks import same_error
 from tests.sharding.reference import equal
 
-# -- every collective on odd things ------------------------------------------------------------------------------------
+# -- every collective on odd things ----------------------------------------------------------------
 
 
 def every_collective(n: int, axis: AxisName) -> dict[str, Program]:
@@ -130,7 +130,7 @@ def test_pshuffle_and_ppermute(perm):
     )
 
 
-# -- pending values ----------------------------------------------------------------------------------------------------
+# -- pending values --------------------------------------------------------------------------------
 
 
 def pending_programs(axis: AxisName) -> dict[str, tuple[Program, tuple[Any, ...]]]:
@@ -201,12 +201,14 @@ def test_pending_results(mesh, axis):
         equal(grad, wanted_grad)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", [name for name in NAMES if name != "to pending and back"])
 def test_forward_dtype(what):
-    """Numbers of few bits go through bfloat16 unchanged; the result has it, the gradient is the input's dtype again."""
+    """Numbers of few bits go through bfloat16 unchanged; the result has it, the gradient is the
+    input's dtype again.
+    """
     parts = [part.clamp(-1, 1) for part in all_ranks((4,), (4, 2))]
 
     def rank() -> tuple[torch.Tensor, torch.dtype]:
@@ -238,7 +240,7 @@ def with_dtypes(what: str) -> Program:
     return lambda c, x: every_collective(4, "a")[what](Lowered(), x)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ TIMES = made(
 )
 
 
-# -- as in JAX ---------------------------------------------------------------------------------------------------------
+# -- as in JAX -------------------------------------------------------------------------------------
 
 
 class Ours:
@@ -70,7 +70,7 @@ def test_programs_of_jax_line_by_line() -> None:
     on_mesh((2,), program)
 
 
-# -- outside of mapped functions ---------------------------------------------------------------------------------------
+# -- outside of mapped functions -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [None, P(), P("a"), P(None, "a")])
@@ -146,12 +146,14 @@ def test_names() -> None:
     torch.testing.assert_close(sm.grad(lambda x: rule(n=3, x=x).sum())(X), 3 * X**2)
 
 
-# -- inside ------------------------------------------------------------------------------------------------------------
+# -- inside ----------------------------------------------------------------------------------------
 
 
 @every_rank(3)
 def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
-    """The gradient of what is replicated may be this rank's share, or the whole; also at calls that are not followed any longer."""
+    """The gradient of what is replicated may be this rank's share, or the whole; also at calls that
+    are not followed any longer.
+    """
     summed = made(
         lambda w, x: w * x,
         lambda w, x: (w * x, (w, x)),
@@ -220,7 +222,7 @@ def test_with_global_axes_and_recomputation(mesh: sm.DeviceMesh) -> None:
             same(sm.grad(mapped)(put(mesh, X, P("a"))), X.exp())
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def error_of(rule: Any, *args: Any, kind: type[Exception] = TypeError) -> str:
@@ -242,8 +244,8 @@ def test_wrong_results_of_bwd_raise() -> None:
     short = error_of(rule(lambda kept, g: (g,)), *args)
     assert "test_custom_vjp.py:" in short
     assert (
-        "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to differentiate (w, x)"
-        in short
+        "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to "
+        "differentiate (w, x)" in short
     )
     assert "gives argument 'w' a gradient that is not a tree like it" in error_of(
         rule(lambda kept, g: (g, g)), *args
@@ -301,7 +303,7 @@ def test_types_of_gradients_inside() -> None:
 
     text = same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
     assert (
-        "bwd of custom_vjp(total): the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'"
-        in text
+        "bwd of custom_vjp(total): the gradient of argument 'x' is pending over 'a', and the "
+        "argument varies over 'a'" in text
     )
     assert "test_custom_vjp.py:" in text

@@ -1,4 +1,6 @@
-"""`jvp` in forward mode, `linearize`, `jacfwd`, `jacrev`, `hessian`: trees, arguments, errors, and what they move."""
+"""`jvp` in forward mode, `linearize`, `jacfwd`, `jacrev`, `hessian`: trees, arguments, errors, and
+what they move.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class CubeWithoutJvp(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
-# -- jvp ---------------------------------------------------------------------------------------------------------------
+# -- jvp -------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -53,7 +55,7 @@ def test_tangents_have_the_layout_of_their_values(mesh):
 @every_rank(2)
 def test_has_aux_and_constants(mesh):
     x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent in another layout
-    g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"})  # noqa: E731
+    g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": ("text")})  # noqa: E731
     out, tangent, aux = sm.jvp(g, (x,), (v,), has_aux=True)
     same(tangent["y"], 2 * V)
     assert (out["n"], tangent["n"], aux["s"]) == (3, 3, "text")
@@ -162,7 +164,7 @@ def test_mismatched_arguments_raise(call, kind, match):
     assert re.search(match, text), text
 
 
-# -- linearize ---------------------------------------------------------------------------------------------------------
+# -- linearize -------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -200,7 +202,7 @@ def test_linearize_inside(mesh):
         )
 
 
-# -- Jacobians ---------------------------------------------------------------------------------------------------------
+# -- Jacobians -------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -253,7 +255,9 @@ def test_a_function_of_plain_tensors_over_a_mapped_one(mesh):
 
 @every_rank(2)
 def test_gradients_of_captured_tensors(mesh):
-    """The inner gradient is with respect to a constant, and depends on what the outer one is with respect to."""
+    """The inner gradient is with respect to a constant, and depends on what the outer one is with
+    respect to.
+    """
     x, w = put(mesh, X, P("a")), put(mesh, W)
     loss = lambda x, w: (x @ w).sin().sum()  # noqa: E731
     found = sm.grad(lambda x: sm.grad(lambda w: loss(x, w))(w).square().sum())(x)
@@ -264,8 +268,10 @@ def test_gradients_of_captured_tensors(mesh):
 
 @every_rank(2)
 def test_tensors_made_inside_a_transform_outlive_it(mesh):
-    """A tensor first created inside a transform and cached is not one of the transform's tensors."""
-    body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True)  # noqa: E731
+    """A tensor first created inside a transform and cached is not one of the transform's
+    tensors.
+    """
+    body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), ("a"), 1, 0, tiled=True)  # noqa: E731
     mapped = sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, values(4, 2), P("a"))
     tangent = sm.jvp(lambda x: mapped(x).cumsum(0), (x,), (x,))[1]

@@ -1,4 +1,6 @@
-"""`grad`, `value_and_grad`, `vjp`, `jvp` over global functions, over mapped functions and inside them."""
+"""`grad`, `value_and_grad`, `vjp`, `jvp` over global functions, over mapped functions and inside
+them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def params_on(mesh: sm.DeviceMesh) -> Any:
     }
 
 
-# -- over global functions ---------------------------------------------------------------------------------------------
+# -- over global functions -------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -210,7 +212,7 @@ def test_a_loss_that_depends_on_nothing(mesh):
     same(found, torch.zeros_like(X))
 
 
-# -- over mapped functions ---------------------------------------------------------------------------------------------
+# -- over mapped functions -------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -260,7 +262,7 @@ def test_second_derivatives_over_a_mapped_function(mesh):
         same(sm.grad(lambda w: sm.grad(mapped)(w, x).square().sum())(w), wanted)
 
 
-# -- inside mapped functions -------------------------------------------------------------------------------------------
+# -- inside mapped functions -----------------------------------------------------------------------
 
 
 def inside(mesh, f, out_specs, in_specs=(P(), P("a")), **more):

@@ -1,4 +1,6 @@
-"""Random functions under random transforms, on random layouts: what `torch.func` gives for one process."""
+"""Random functions under random transforms, on random layouts: what `torch.func` gives for one
+process.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,7 @@ def test_transform_of_operators(transform):
             raise AssertionError(f"{transform} of {name} on {shape}, {told}") from error
 
 
-# -- mapped functions --------------------------------------------------------------------------------------------------
+# -- mapped functions ------------------------------------------------------------------------------
 
 
 class Mapped(NamedTuple):
@@ -191,47 +193,96 @@ class Mapped(NamedTuple):
 
 ROWS = P("a"), P()
 MAPPED: dict[str, Mapped] = {
-    "psum": Mapped(lambda x, w: sm.psum((x @ w).sin().sum(0), "a"), ROWS, P(), lambda x, w, n: (x @ w).sin().sum(0)),
-    "columns": Mapped(lambda x, w: sm.psum(x @ w, "a").tanh(), (P(None, "a"), P("a")), P(), lambda x, w, n: (x @ w).tanh()),
-    "local": Mapped(lambda x, w: (x @ w).softmax(-1), ROWS, P("a"), lambda x, w, n: (x @ w).softmax(-1)),
+    "psum": Mapped(
+        lambda x, w: sm.psum((x @ w).sin().sum(0), "a"),
+        ROWS,
+        P(),
+        lambda x, w, n: (x @ w).sin().sum(0),
+    ),
+    "columns": Mapped(
+        lambda x, w: sm.psum(x @ w, "a").tanh(),
+        (P(None, "a"), P("a")),
+        P(),
+        lambda x, w, n: (x @ w).tanh(),
+    ),
+    "local": Mapped(
+        lambda x, w: (x @ w).softmax(-1), ROWS, P("a"), lambda x, w, n: (x @ w).softmax(-1)
+    ),
     "all_gather": Mapped(
-        lambda x, w: sm.all_gather(x.cos(), "a", tiled=True).sum(0) * (x @ w).sum(), ROWS, P(unreduced="a"),
+        lambda x, w: sm.all_gather(x.cos(), "a", tiled=True).sum(0) * (x @ w).sum(),
+        ROWS,
+        P(unreduced="a"),
         lambda x, w, n: x.cos().sum(0) * (x @ w).sum(),
     ),
     "stacked": Mapped(
-        lambda x, w: sm.all_gather(x, "a", axis=1, to="sharded").sum(1) @ w * x.sum(), ROWS, P("a"),
+        lambda x, w: sm.all_gather(x, "a", axis=1, to="sharded").sum(1) @ w * x.sum(),
+        ROWS,
+        P("a"),
         lambda x, w, n: torch.cat([sum(x.chunk(n)) @ w * h.sum() for h in x.chunk(n)]),
     ),
     "psum_scatter": Mapped(
-        lambda x, w: sm.psum_scatter((x.t() @ x).exp(), "a", tiled=True) @ w, ROWS, P("a"),
+        lambda x, w: sm.psum_scatter((x.t() @ x).exp(), "a", tiled=True) @ w,
+        ROWS,
+        P("a"),
         lambda x, w, n: sum((h.t() @ h).exp() for h in x.chunk(n)) @ w,
     ),
     "all_to_all": Mapped(
-        lambda x, w: sm.all_to_all(x.sin(), "a", 1, 0, tiled=True).sum(0), ROWS, P("a"), lambda x, w, n: x.sin().sum(0) + 0 * w.sum()
+        lambda x, w: sm.all_to_all(x.sin(), "a", 1, 0, tiled=True).sum(0),
+        ROWS,
+        P("a"),
+        lambda x, w, n: x.sin().sum(0) + 0 * w.sum(),
     ),
     "ppermute": Mapped(
-        lambda x, w: (sm.ppermute(x, "a", [(i, i + 1) for i in range(sm.axis_size("a") - 1)]) * x) @ w, ROWS, P("a"),
+        lambda x, w: (
+            (sm.ppermute(x, "a", [(i, i + 1) for i in range(sm.axis_size("a") - 1)]) * x) @ w
+        ),
+        ROWS,
+        P("a"),
         lambda x, w, n: torch.cat([torch.zeros_like(x.chunk(n)[0]), *x.chunk(n)[:-1]]) * x @ w,
     ),
-    "pmax": Mapped(lambda x, w: sm.pmax(x @ w, "a").square(), ROWS, P(), lambda x, w, n: torch.stack((x @ w).chunk(n)).amax(0).square()),
-    "pmean": Mapped(lambda x, w: {"y": sm.pmean(x.exp(), "a") @ w}, ROWS, P(), lambda x, w, n: {"y": sum(x.exp().chunk(n)) / n @ w}),
-    "pbroadcast": Mapped(lambda x, w: sm.pbroadcast(x @ w, "a", 0).cos(), ROWS, P(), lambda x, w, n: (x @ w).chunk(n)[0].cos()),
+    "pmax": Mapped(
+        lambda x, w: sm.pmax(x @ w, "a").square(),
+        ROWS,
+        P(),
+        lambda x, w, n: torch.stack((x @ w).chunk(n)).amax(0).square(),
+    ),
+    "pmean": Mapped(
+        lambda x, w: {"y": sm.pmean(x.exp(), "a") @ w},
+        ROWS,
+        P(),
+        lambda x, w, n: {"y": sum(x.exp().chunk(n)) / n @ w},
+    ),
+    "pbroadcast": Mapped(
+        lambda x, w: sm.pbroadcast(x @ w, "a", 0).cos(),
+        ROWS,
+        P(),
+        lambda x, w, n: (x @ w).chunk(n)[0].cos(),
+    ),
     "axis_index": Mapped(
-        lambda x, w: (x @ w) * (sm.axis_index("a") + 1), ROWS, P("a"),
+        lambda x, w: (x @ w) * (sm.axis_index("a") + 1),
+        ROWS,
+        P("a"),
         lambda x, w, n: torch.cat([(h @ w) * (i + 1) for i, h in enumerate(x.chunk(n))]),
     ),
     "grad inside": Mapped(
-        lambda x, w: sm.grad(lambda w: sm.psum((x @ w).sin().sum(), "a"))(w), ROWS, P(),
+        lambda x, w: sm.grad(lambda w: sm.psum((x @ w).sin().sum(), "a"))(w),
+        ROWS,
+        P(),
         lambda x, w, n: x.t() @ (x @ w).cos(),
     ),
     "jvp inside": Mapped(
-        lambda x, w: sm.jvp(lambda x: sm.psum((x @ w).sin().sum(0), "a"), (x,), (x.cos(),))[1], ROWS, P(),
+        lambda x, w: sm.jvp(lambda x: sm.psum((x @ w).sin().sum(0), "a"), (x,), (x.cos(),))[1],
+        ROWS,
+        P(),
         lambda x, w, n: ((x @ w).cos() * (x.cos() @ w)).sum(0),
     ),
     "vmap inside": Mapped(
-        lambda x, w: sm.vmap(lambda c: sm.psum((x @ c).square(), "a"), 1, 1)(w), ROWS, P(), lambda x, w, n: sum((x @ w).square().chunk(n))
+        lambda x, w: sm.vmap(lambda c: sm.psum((x @ c).square(), "a"), 1, 1)(w),
+        ROWS,
+        P(),
+        lambda x, w, n: sum((x @ w).square().chunk(n)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.one_in(4)
@@ -266,5 +317,6 @@ def test_transform_of_mapped_functions(transform):
             on_mesh(shape, program)
         except Exception as error:
             raise AssertionError(
-                f"{transform} of {name} on {shape}, xs {list(xs.shape)} {of_xs}, w {list(w.shape)} {of_w}"
+                f"{transform} of {name} on {shape}, xs {list(xs.shape)} {of_xs}, w {list(w.shape)} "
+                f"{of_w}"
             ) from error

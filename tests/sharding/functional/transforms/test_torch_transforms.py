@@ -1,4 +1,6 @@
-"""torch's own transforms inside mapped functions: `torch.func`, checkpointing, `torch.compile`, functional modules."""
+"""torch's own transforms inside mapped functions: `torch.func`, checkpointing, `torch.compile`,
+functional modules.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def with_gradients(mesh, f, plain):
         same_gradients([x, w], [px, pw], mapped(x, w), plain(px, pw))
 
 
-# -- vmap --------------------------------------------------------------------------------------------------------------
+# -- vmap ------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -147,12 +149,14 @@ def test_types_under_vmap(mesh):
     twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))
 
 
-# -- grad, vjp of torch.func -------------------------------------------------------------------------------------------
+# -- grad, vjp of torch.func -----------------------------------------------------------------------
 
 
 @every_rank(2)
 def test_gradients_of_each_row(mesh):
-    """Per-sample gradients: no collective is inside, each rank has its rows. The weight is made to vary: else its gradients are shares."""
+    """Per-sample gradients: no collective is inside, each rank has its rows. The weight is made to
+    vary: else its gradients are shares.
+    """
     f = lambda row, w: (row @ w).sin().sum()  # noqa: E731
     per_sample = vmap(grad(f, argnums=1), in_dims=(0, None))
     twice(
@@ -195,7 +199,9 @@ def gradient_of_the_totals(x):
 
 @every_rank(2)
 def test_a_collective_under_grad(mesh):
-    """torch.func starts from 1 on each rank: the gradient is that of the sum of all ranks' losses."""
+    """torch.func starts from 1 on each rank: the gradient is that of the sum of all ranks'
+    losses.
+    """
     twice(mesh, lambda x: grad(total)(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
     twice(mesh, lambda x: vmap(grad(total))(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
     with pytest.raises(
@@ -239,7 +245,7 @@ def test_a_collective_under_vjp(mesh):
     twice(mesh, f, (X,), wanted, in_specs=(P("a"),), out_specs=(P("a"), P("a")))
 
 
-# -- checkpointing -----------------------------------------------------------------------------------------------------
+# -- checkpointing ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["torch", "sm", "nested"])
@@ -318,7 +324,7 @@ def test_grad_of_a_checkpointed_piece_inside(mesh):
     twice(mesh, f, (X, W), wanted, out_specs=P())
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -403,7 +409,7 @@ def test_the_second_call_is_compiled(mesh):
     assert counts[1] == counts[2] > 0
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 @every_rank(2)

@@ -1,4 +1,6 @@
-"""`torch.vmap` and `torch.func.grad` of functions of `ShardedTensor`s: values and gradients are those of one process, and of `sm.vmap`."""
+"""`torch.vmap` and `torch.func.grad` of functions of `ShardedTensor`s: values and gradients are
+those of one process, and of `sm.vmap`.
+"""
 
 from __future__ import annotations
 

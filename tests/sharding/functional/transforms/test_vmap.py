@@ -23,7 +23,7 @@ def f(x, w):
 
 WANTED = vmap(f, (0, None))(X, W)
 
-# -- layout of the batch -----------------------------------------------------------------------------------------------
+# -- layout of the batch ---------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -146,7 +146,7 @@ def test_ranks_outside_the_mesh():
             torch.testing.assert_close(values_[1], px.grad)
 
 
-# -- mapped functions --------------------------------------------------------------------------------------------------
+# -- mapped functions ------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
@@ -178,7 +178,7 @@ def test_one_collective_for_all_examples(mesh):
     same(sm.vmap(mapped, (0, None))(X, W), WANTED)  # plain
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def refused(mesh_shape, call, kind, match, silent=True):
@@ -310,7 +310,7 @@ def test_an_exception_inside_resets_state(mesh):
     assert torch.autograd.forward_ad._current_level == -1
 
 
-# -- torch's own transforms around -------------------------------------------------------------------------------------
+# -- torch's own transforms around -----------------------------------------------------------------
 
 
 @every_rank(2)

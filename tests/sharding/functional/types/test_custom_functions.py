@@ -85,7 +85,7 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
     return same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calls_before", [0, 3])
@@ -93,23 +93,25 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
 def test_sum_with_identity_backward_raises(check: bool | str, calls_before: int) -> None:
     text = refused(lambda w, x: Sum.apply((x * w).square().sum()), calls_before, check=check)
     assert (
-        "backward of Sum: the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'"
-        in text
+        "backward of Sum: the gradient of argument 'x' is pending over 'a', and the argument "
+        "varies over 'a'" in text
     )
     assert "test_custom_functions.py:" in text
     assert "return psum(gradient, 'a')" in text
 
 
 def test_identity_with_sum_backward() -> None:
-    """On a value that is replicated: the gradient of that is a share, which is summed in any case."""
+    """On a value that is replicated: the gradient of that is a share, which is summed in
+    any case.
+    """
     for f in (
         lambda w, x: sm.psum((Copy.apply(w) * x).sum(), "a"),
         lambda w, x: sm.psum((CopyAsIs.apply(Copy.apply(w)) * x).sum(), "a"),
     ):
         text = refused(f)
         assert (
-            "backward of Copy: the gradient of argument 'x' is replicated over 'a', and the argument is replicated over 'a'"
-            in text
+            "backward of Copy: the gradient of argument 'x' is replicated over 'a', and the "
+            "argument is replicated over 'a'" in text
         )
 
 
@@ -144,7 +146,7 @@ def test_operators_that_are_not_linear_in_a_share() -> None:
     )
 
 
-# -- correct functions -------------------------------------------------------------------------------------------------
+# -- correct functions -----------------------------------------------------------------------------
 
 RIGHT = {
     "psum": (

@@ -108,7 +108,8 @@ CASES = {
     ),
     gathered_pending: (
         VARYING,
-        rf"all_gather over 'a' of a value that is pending over 'a' since pcast to 'unreduced' {HERE}",
+        rf"all_gather over 'a' of a value that is pending over 'a' since pcast to 'unreduced' "
+        rf"{HERE}",
     ),
     largest_of_pending: (
         VARYING,
@@ -124,7 +125,8 @@ CASES = {
     ),
     by_a_number: (
         VARYING,
-        rf"since pcast .* {HERE} and a number, which may differ between ranks since item, .* {HERE}: ",
+        rf"since pcast .* {HERE} and a number, which may differ between ranks since item, .* "
+        rf"{HERE}: ",
     ),
     loss_varies: (
         VARYING,
@@ -142,7 +144,8 @@ CASES = {
     scan_of_varying: (VARYING, rf"varies over 'a', .* It varies since \w+ {HERE}, of argument 0"),
     written: (
         VARYING,
-        rf"argument 1 is the same .* a value that is not was written to it, since sum {HERE}, of argument 0",
+        rf"argument 1 is the same .* a value that is not was written to it, since sum {HERE}, of "
+        rf"argument 0",
     ),
 }
 

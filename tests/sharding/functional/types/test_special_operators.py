@@ -1,4 +1,6 @@
-"""Values that the type checker could miss: random numbers, untracked functions, and changes without an operator."""
+"""Values that the type checker could miss: random numbers, untracked functions, and changes without
+an operator.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.sharding.ranks import same_error
 X, W = values(6, 4), values(4, 4, seed=1)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 def test_random_numbers_from_keys():
@@ -58,7 +60,7 @@ def test_no_random_numbers_drawn():
         assert torch.equal(result, W)
 
 
-# -- what no type shows ------------------------------------------------------------------------------------------------
+# -- what no type shows ----------------------------------------------------------------------------
 
 
 def positive_rows(x, w):
@@ -119,7 +121,7 @@ def test_escapes_from_type_tracking(f):
     refused(f)
 
 
-# -- lengths of uneven parts -------------------------------------------------------------------------------------------
+# -- lengths of uneven parts -----------------------------------------------------------------------
 
 
 def test_lengths_of_uneven_parts():

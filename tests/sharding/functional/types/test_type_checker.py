@@ -1,4 +1,6 @@
-"""The type checker of mapped functions: rejected functions, and the reported line where a value began to vary."""
+"""The type checker of mapped functions: rejected functions, and the reported line where a value
+began to vary.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def over(mesh, f, out_specs=P(), **more):
 
 
 def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
-    """Return the text of the ShardingTypeError of f(x, w), the same on every rank and at every call."""
+    """Return the text of the ShardingTypeError of f(x, w), the same on every rank and at every
+    call.
+    """
 
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)
@@ -57,7 +61,7 @@ def accepted(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> list[A
     return on_mesh((3,), program)
 
 
-# -- where it began ----------------------------------------------------------------------------------------------------
+# -- where it began --------------------------------------------------------------------------------
 
 
 def of_an_argument(x, w):
@@ -165,11 +169,26 @@ def of_a_list_of_tensors(x, w):
 BEGAN = {
     f.__name__.replace("_", " "): f
     for f in (
-        of_an_argument, of_axis_index, of_a_scatter, of_a_permutation, of_pcast, of_random_numbers, of_dropout, of_random_in_place,
-        of_item, of_a_condition, of_an_index, of_a_list, of_numpy, of_a_write, of_a_write_through_a_view, of_out, of_a_copy,
+        of_an_argument,
+        of_axis_index,
+        of_a_scatter,
+        of_a_permutation,
+        of_pcast,
+        of_random_numbers,
+        of_dropout,
+        of_random_in_place,
+        of_item,
+        of_a_condition,
+        of_an_index,
+        of_a_list,
+        of_numpy,
+        of_a_write,
+        of_a_write_through_a_view,
+        of_out,
+        of_a_copy,
         of_a_list_of_tensors,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BEGAN)
@@ -211,7 +230,7 @@ def test_an_argument_returned_unchanged():
     assert "argument 0" in refused(lambda x, w: x)
 
 
-# -- other errors ------------------------------------------------------------------------------------------------------
+# -- other errors ----------------------------------------------------------------------------------
 
 
 def test_pending_values():
@@ -279,7 +298,7 @@ def test_results_after_a_read_may_vary():
         torch.testing.assert_close(result, torch.cat([part * part.sum() for part in X.chunk(3)]))
 
 
-# -- autograd inside ---------------------------------------------------------------------------------------------------
+# -- autograd inside -------------------------------------------------------------------------------
 
 
 def test_custom_functions():

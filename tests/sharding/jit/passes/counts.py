@@ -37,7 +37,9 @@ class Counted(NamedTuple):
 
 
 def step_of(case: Composition, options: Any, autocast: bool = False, **layer: Any) -> Counted:
-    """Train a composition with clipping; count the last call. `layer` are options of data parallelism."""
+    """Train a composition with clipping; count the last call. `layer` are options of data
+    parallelism.
+    """
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
     model = made(case, mesh, **layer)
     model = model.float() if autocast else model
@@ -97,7 +99,9 @@ def compared(
 def on(
     size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any
 ) -> tuple[Counted, Counted]:
-    """Return the counts of `f(mesh, x)` without and with a pass, on ranks of one axis "a"; check that values are equal."""
+    """Return the counts of `f(mesh, x)` without and with a pass, on ranks of one axis "a"; check
+    that values are equal.
+    """
 
     def main(options: Any) -> Counted:
         mesh = sm.init_device_mesh(DEVICE, (size,), axis_names=("a",))

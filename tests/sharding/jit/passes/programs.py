@@ -13,18 +13,25 @@ from shardmesh.sharding.jit.passes.agreement import Schedule, schedule_of
 from tests.device import DEVICE
 
 ALL: dict[str, Any] = {
-    "dead_collectives": True, "common_collectives": True, "fuse_casts": True, "reduce_scatter": True, "regather": True,
-    "bucket_bytes": 4096, "overlap": True,
-}  # fmt: skip
+    "dead_collectives": True,
+    "common_collectives": True,
+    "fuse_casts": True,
+    "reduce_scatter": True,
+    "regather": True,
+    "bucket_bytes": 4096,
+    "overlap": True,
+}
 OFF: dict[str, Any] = dict.fromkeys(ALL, False) | {"bucket_bytes": 0}
 ROOMY = ALL | {"max_live_bytes": 1 << 20}
 SINGLE = [OFF | {name: value} for name, value in ALL.items()]
 
 
 class Random:
-    """A program of `length` operators on a list of tensors, the same on all ranks of a mesh with the axes "a" and "b".
+    """A program of `length` operators on a list of tensors, the same on all ranks of a mesh with
+    the axes "a" and "b".
 
-    Tensors have one dim. Some have lengths that depend on the index along "b"; those are communicated along "a" only.
+    Tensors have one dim. Some have lengths that depend on the index along "b"; those are
+    communicated along "a" only.
     """
 
     def __init__(self, seed: int, mesh: sm.DeviceMesh, length: int = 18) -> None:
@@ -32,7 +39,9 @@ class Random:
         self.seed = seed
 
     def inputs(self, call: int) -> list[Tensor]:
-        """Return the arguments of a call: two of equal length on all ranks, and one that is longer on some."""
+        """Return the arguments of a call: two of equal length on all ranks, and one that is longer
+        on some.
+        """
         generator = torch.Generator().manual_seed(100 * call + self.mesh.world.rank)
         coordinate = self.mesh.coordinate
         assert coordinate is not None
@@ -56,9 +65,15 @@ class Random:
         return [*results, *(x + 0 for x in even + uneven), even[-1]]
 
     def _step(
-        self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor],
+        self,
+        choice: random.Random,
+        group: Any,
+        family: list[Tensor],
+        x: Tensor,
+        pending: list[Any],
+        results: list[Tensor],
         saved: list[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         kinds = [
             "compute",
             "compute",
@@ -163,7 +178,9 @@ class Random:
 def run(
     seed: int, options: Any, shape: tuple[int, int] = (2, 2), calls: int = 3
 ) -> tuple[list[list[Tensor]], Schedule]:
-    """Call a random program, under `sm.jit` unless options are None; return results with the arguments after them, and the schedule."""
+    """Call a random program, under `sm.jit` unless options are None; return results with the
+    arguments after them, and the schedule.
+    """
     mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b"))
     program = Random(seed, mesh)
     f = program if options is None else sm.jit(program, backend="eager", compiler_options=options)

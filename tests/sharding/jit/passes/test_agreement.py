@@ -87,7 +87,9 @@ def test_processes(world4: Pool) -> None:
 
 
 def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
-    """The error, and its notes, where one rank gets an argument of another shape and the others run the graph that they have."""
+    """The error, and its notes, where one rank gets an argument of another shape and the others run
+    the graph that they have.
+    """
     world = current_world()
     mesh = sm.init_device_mesh(DEVICE, (world.size,), axis_names=("dp",))
     w = sm.ones(8, device_mesh=mesh, placements=P("dp"))
@@ -123,7 +125,10 @@ def check_who_records(found: list[tuple[str, list[str]]]) -> None:
     name = "step"
     for text, _ in found:
         assert f"all_gather_object() for recording {name} under sm.jit" in " ".join(text.split())
-    start = f"rank 1 records {name} under sm.jit since the shape of x is [4] and was [3], and all ranks must record in the same call"
+    start = (
+        f"rank 1 records {name} under sm.jit since the shape of x is [4] and was [3], and all "
+        "ranks must record in the same call"
+    )
     assert [[note for note in notes if note.startswith(start)] != [] for _, notes in found] == [
         rank == 1 for rank in range(len(found))
     ]

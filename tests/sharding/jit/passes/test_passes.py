@@ -1,4 +1,6 @@
-"""Effect of each pass: collectives, bytes and memory of a graph before and after, on the models of these tests."""
+"""Effect of each pass: collectives, bytes and memory of a graph before and after, on the models of
+these tests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.sharding.jit.passes.counts import FSDP, HSDP, TP_SP, compared, on, re
 from tests.sharding.jit.passes.programs import ALL, OFF
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition
 
-# -- dead and common -----------------------------------------------------------------------------------------------------
+# -- dead and common -------------------------------------------------------------------------------
 
 
 def test_a_reduction_that_nobody_reads_is_dropped() -> None:
@@ -113,7 +115,7 @@ def test_common_collectives_of_hsdp() -> None:
     assert after.peak <= before.peak
 
 
-# -- schedule ------------------------------------------------------------------------------------------------------------
+# -- schedule --------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(5)
@@ -161,7 +163,7 @@ def test_parameters_are_gathered_ahead_within_the_bound() -> None:
     assert everything == ["start"] * 3 + ["wait", "mm"] * 3
 
 
-# -- packing -------------------------------------------------------------------------------------------------------------
+# -- packing ---------------------------------------------------------------------------------------
 
 
 def test_independent_reductions_are_one() -> None:
@@ -228,7 +230,7 @@ def test_norms_of_many_tensors() -> None:
     assert (before.launches, after.launches) == (20, 1)
 
 
-# -- reduce_scatter ------------------------------------------------------------------------------------------------------
+# -- reduce_scatter --------------------------------------------------------------------------------
 
 
 def test_a_reduction_that_is_sliced_is_a_reduce_scatter() -> None:

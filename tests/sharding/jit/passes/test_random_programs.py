@@ -1,4 +1,6 @@
-"""Passes keep every bit: random programs with several groups, views, writes in place and uneven parts."""
+"""Passes keep every bit: random programs with several groups, views, writes in place and uneven
+parts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Collectives that run again instead of keeping what they gathered: memory falls, bytes rise, bits stay."""
+"""Collectives that run again instead of keeping what they gathered: memory falls, bytes rise, bits
+stay.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tests.sharding.ops.rules.table import call, f, pos, samples, unit
 
-# -- convolutions -----------------------------------------------------------------------------------------------------
+# -- convolutions ----------------------------------------------------------------------------------
 
 X, X3 = f(2, 3, 5, 4), f(1, 2, 3, 4, 3)
 samples(
@@ -27,7 +27,7 @@ samples("conv_transpose3d", call(f(1, 2, 3, 2, 3), f(2, 2, 2, 2, 2), f(2)))
 samples("convolution", call(f(2, 3, 5), f(4, 3, 3), f(4), [1], [1], [1], False, [0], 1))
 samples("convolution", call(f(2, 3, 5), f(3, 4, 3), None, [2], [1], [1], True, [1], 1))
 
-# -- pooling ----------------------------------------------------------------------------------------------------------
+# -- pooling ---------------------------------------------------------------------------------------
 
 LINE, PLANE, SOLID = f(2, 3, 7), f(2, 2, 7, 5), f(1, 2, 4, 3, 3)
 NOTHING = torch.full((1, 7, 5), -torch.inf, dtype=torch.float64)
@@ -68,7 +68,7 @@ samples("max_unpool1d", call(*F.max_pool1d(f(3, 7), 2, return_indices=True), 2, 
 samples("max_unpool2d", call(*F.max_pool2d(f(2, 3, 6, 4), 2, return_indices=True), 2))
 samples("max_unpool3d", call(*F.max_pool3d(f(1, 2, 4, 2, 2), 2, return_indices=True), 2))
 
-# -- images -----------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 samples("interpolate", call(LINE, size=4), call(X, scale_factor=(2, 0.6), mode="nearest-exact"))
 samples("interpolate", call(LINE, scale_factor=1.7, mode="linear"), call(X, 3, mode="area"))
@@ -86,7 +86,7 @@ samples("channel_shuffle native_channel_shuffle", call(f(2, 6, 3, 2), 3))
 samples("F.unfold", call(X, (2, 3), 1, 1, 2), call(X[0], 2))
 samples("F.fold", call(f(2, 12, 9), (4, 4), 2), call(f(8, 6), (3, 4), 2, stride=1))
 
-# -- distances --------------------------------------------------------------------------------------------------------
+# -- distances -------------------------------------------------------------------------------------
 
 A, B = f(4, 3), f(4, 3, seed=1)
 samples(
@@ -99,7 +99,7 @@ samples("pairwise_distance", call(A, B), call(A, f(3), 1.0, keepdim=True))
 samples("pdist", call(f(5, 3)), call(f(4, 2), 1.0))
 samples("cdist", call(A, f(5, 3)), call(f(2, 1, 4, 3), f(3, 2, 3), p=1.0), call(f(27, 3), A))
 
-# -- recurrent --------------------------------------------------------------------------------------------------------
+# -- recurrent -------------------------------------------------------------------------------------
 
 STEPS, H, C = f(4, 3, 2), f(1, 3, 2), f(1, 3, 2, seed=1)
 samples("lstm", call(STEPS, (H, C), [f(8, 2), f(8, 2, seed=1)], False, 1, 0.0, True, False, False))

@@ -1,10 +1,13 @@
-"""Sample calls of functions of matrices. Three matrices: even on 3 ranks, an empty part on 2 x 2."""
+"""Sample calls of functions of matrices. Three matrices: even on 3 ranks, an empty part on
+2 x 2.
+"""
 
 import torch
 
 from tests.sharding.ops.rules.table import c, call, f, samples
 
-# Well conditioned, none alike; positive definite ones with far eigenvalues, so that eigenvectors are well conditioned too.
+# Well conditioned, none alike; positive definite ones with far eigenvalues, so that eigenvectors
+# are well conditioned too.
 A = f(3, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
 SPD = A @ A.mT + torch.diag(torch.tensor([0.0, 9.0, 30.0], dtype=torch.float64))
 L = torch.linalg.cholesky(SPD)

@@ -1,4 +1,6 @@
-"""Sample calls of elementwise operators. (4, 3) is even on 2 ranks, uneven or with an empty part on 3."""
+"""Sample calls of elementwise operators. (4, 3) is even on 2 ranks, uneven or with an empty part on
+3.
+"""
 
 import torch
 
@@ -7,7 +9,7 @@ from tests.sharding.ops.rules.table import b, c, call, f, i, pos, samples, unit
 X = f(4, 3)
 ROW, COLUMN, NUMBER = f(3, seed=1), f(4, 1, seed=2), f(seed=3)
 
-# -- one operand -------------------------------------------------------------------------------------------------------
+# -- one operand -----------------------------------------------------------------------------------
 
 samples(
     """abs absolute arctan atan asinh arcsinh ceil cos cosh erf erfc exp exp2 expm1 fix floor frac i0 round sgn sigmoid sign
@@ -61,7 +63,7 @@ for name in ("torch", "Tensor", "special"):  # only torch.nn.functional's take i
 samples("F.relu_ F.leaky_relu_ F.elu_ F.selu_ F.celu_ F.hardtanh_", call(X))
 samples("torch.threshold_ F._threshold", call(X, 0.1, 7.0))
 
-# -- casts -------------------------------------------------------------------------------------------------------------
+# -- casts -----------------------------------------------------------------------------------------
 
 samples("float double half bfloat16", call(f(4, 3, dtype=torch.float32)), call(i(4, 3)))
 samples("long int short char bool", call(X * 3), call(i(4, 3)))
@@ -91,7 +93,7 @@ samples(
 samples("to_dense", call(X), call(X, torch.float32))
 samples("cpu", call(X))
 
-# -- two operands ------------------------------------------------------------------------------------------------------
+# -- two operands ----------------------------------------------------------------------------------
 
 BOTH = [call(X, ROW), call(X, f(4, 3, seed=5)), call(X, 0.5)]
 samples(
@@ -186,7 +188,7 @@ samples("isclose", call(X, X + 1e-9), call(X, ROW, rtol=0.5), call(X, X.clone(),
 samples("allclose", call(X, X + 1e-9), call(X, X + 1), call(X, X + 1, atol=2.0))
 samples("equal", call(X, X.clone()), call(X, X + 1))
 
-# -- three operands ----------------------------------------------------------------------------------------------------
+# -- three operands --------------------------------------------------------------------------------
 
 samples("addcmul", call(X, ROW, COLUMN), call(X, ROW, f(4, 3, seed=6), value=0.5))
 samples("addcdiv", call(X, ROW, pos(4, 1)), call(X, ROW, pos(4, 3), value=-2))
@@ -223,7 +225,7 @@ samples(
 )
 samples("prelu", call(X, pos(3)), call(X, pos(1)), call(f(2, 3, 4), pos(3)), call(f(5), pos(1)))
 
-# -- special functions -------------------------------------------------------------------------------------------------
+# -- special functions -----------------------------------------------------------------------------
 
 samples(
     """log_ndtr psi gammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1

@@ -1,7 +1,7 @@
 """The functions of the operator table, and sample calls for each of them.
 
-The key of a sample is the function's name (shared with its in-place and operator forms) or, if functions of the same name take
-different arguments, its owner and name, as in `linalg.diagonal`.
+The key of a sample is the function's name (shared with its in-place and operator forms) or, if
+functions of the same name take different arguments, its owner and name, as in `linalg.diagonal`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def samples(names: str, *calls: Call) -> None:
 
 @functools.cache
 def registered() -> list[tuple[str, Callable[..., Any]]]:
-    """Return every function in the table with its owner and name, once for each owner that has it."""
+    """Return every function in the table with its owner and name, once for each owner that
+    has it.
+    """
     return list(_registered())
 
 
@@ -96,14 +98,30 @@ def _plain(name: str) -> str:
 
 
 _OPERATORS = {
-    "iadd": "add", "radd": "add", "isub": "sub", "rsub": "rsub", "imul": "mul", "rmul": "mul", "itruediv": "div", "truediv": "div",
-    "idiv": "div", "rtruediv": "reciprocal_of", "rdiv": "reciprocal_of", "rpow": "power_of", "ipow": "pow", "invert": "logical_not",
-    "imod": "remainder", "mod": "remainder", "rmod": "remainder", "ifloordiv": "floor_divide", "floordiv": "floor_divide",
+    "iadd": "add",
+    "radd": "add",
+    "isub": "sub",
+    "rsub": "rsub",
+    "imul": "mul",
+    "rmul": "mul",
+    "itruediv": "div",
+    "truediv": "div",
+    "idiv": "div",
+    "rtruediv": "reciprocal_of",
+    "rdiv": "reciprocal_of",
+    "rpow": "power_of",
+    "ipow": "pow",
+    "invert": "logical_not",
+    "imod": "remainder",
+    "mod": "remainder",
+    "rmod": "remainder",
+    "ifloordiv": "floor_divide",
+    "floordiv": "floor_divide",
     "rfloordiv": "floor_divide",
-}  # fmt: skip
+}
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def f(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -1,4 +1,6 @@
-"""Operators of aten called by programs, `torch.ops.aten.add.Tensor(x, y)`: run as the public functions of their names."""
+"""Operators of aten called by programs, `torch.ops.aten.add.Tensor(x, y)`: run as the public
+functions of their names.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,24 @@ assert FILLED  # what fills the table of samples
 _UNINITIALISED = {"empty_like", "new_empty", "_ctc_loss"}
 # No public function takes their arguments and gives their results (of `elu` the scales).
 _UNKNOWN = {
-    "_cdist_forward", "_pdist_forward", "block_diag", "elu", "fractional_max_pool2d", "fractional_max_pool3d",
+    "_cdist_forward",
+    "_pdist_forward",
+    "block_diag",
+    "elu",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
     "log_sigmoid_forward",
-    "max_unpool2d", "max_unpool3d", "multilabel_margin_loss_forward", "nll_loss2d_forward", "nll_loss_forward", "squeeze_",
-    "transpose_", "unique_consecutive", "unique_dim", "unsqueeze_",
-}  # fmt: skip
+    "max_unpool2d",
+    "max_unpool3d",
+    "multilabel_margin_loss_forward",
+    "nll_loss2d_forward",
+    "nll_loss_forward",
+    "squeeze_",
+    "transpose_",
+    "unique_consecutive",
+    "unique_dim",
+    "unsqueeze_",
+}
 _CANNOT_KEEP = {"cumprod_", "cumsum_", "renorm_"}  # as `x.cumsum_(0)` of a split dim
 
 

@@ -87,7 +87,7 @@ def test_iteration_and_membership():
     on_mesh((3,), program)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def test_plain_numbers():
@@ -142,7 +142,7 @@ def test_mixing_plain_and_sharded_tensors_raises():
     on_mesh((2,), program)
 
 
-# -- without a rule ----------------------------------------------------------------------------------------------------
+# -- without a rule --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,9 +196,13 @@ def test_random_functions_are_equal_on_every_rank_and_mesh():
         x = sm.distribute_tensor(p, mesh, P("a"))
         before = torch.get_rng_state()
         drawn = [
-            torch.multinomial(x, 2), torch.bernoulli(x), torch.normal(x, 1.0), F.alpha_dropout(x, 0.5, True),
-            F.gumbel_softmax(x), torch.poisson(x),
-        ]  # fmt: skip
+            torch.multinomial(x, 2),
+            torch.bernoulli(x),
+            torch.normal(x, 1.0),
+            F.alpha_dropout(x, 0.5, True),
+            F.gumbel_softmax(x),
+            torch.poisson(x),
+        ]
         assert torch.equal(before, torch.get_rng_state())
         return [y.full_tensor() for y in drawn]
 
@@ -207,7 +211,7 @@ def test_random_functions_are_equal_on_every_rank_and_mesh():
         assert all(torch.equal(x, y) for x, y in zip(drawn, everywhere[0], strict=True))
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+# -- refused ---------------------------------------------------------------------------------------
 
 
 def refusals(x):

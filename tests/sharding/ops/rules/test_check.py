@@ -23,7 +23,8 @@ def wrong(monkeypatch, func, maker, *args, match, **kwargs):
 
 
 def test_number_of_combinations():
-    """Two dims: replicated, split in either, pending; on (2, 2) every pair, and both orders where they split one dim.
+    """Two dims: replicated, split in either, pending; on (2, 2) every pair, and both orders where
+    they split one dim.
 
     With one axis, also each operand once in parts of given sizes.
     """

@@ -1,4 +1,6 @@
-"""Strategies are shared by calls that differ only in floats: no rule or decomposition may depend on one, or keep one."""
+"""Strategies are shared by calls that differ only in floats: no rule or decomposition may depend on
+one, or keep one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.sharding.ranks import on_mesh
 
 
 def _changed(tree: Any) -> Any:
-    """Return the arguments with every such number halved, infinite ones negated, and zero unchanged."""
+    """Return the arguments with every such number halved, infinite ones negated, and zero
+    unchanged.
+    """
     if isinstance(tree, (list, tuple)):
         return type(tree)(map(_changed, tree))
     if isinstance(tree, dict):

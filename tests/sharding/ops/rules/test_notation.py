@@ -88,7 +88,7 @@ def test_mismatches_raise(pattern, operands):
         einrule(pattern, *operands)
 
 
-# -- shapes as products of factors -------------------------------------------------------------------------------------
+# -- shapes as products of factors -----------------------------------------------------------------
 
 
 def test_split_and_merge():
@@ -144,7 +144,9 @@ def two_shapes(draw):
 
 @given(two_shapes())
 def test_factors_multiply_to_both_shapes(shapes):
-    """Every dim is the product of its factors, and both sides list the factors that are not whole in the same order."""
+    """Every dim is the product of its factors, and both sides list the factors that are not whole
+    in the same order.
+    """
     before, after, sizes, whole = factor_shapes(*shapes)
     for dims, shape in ((before, shapes[0]), (after, shapes[1])):
         assert all(

@@ -1,4 +1,6 @@
-"""Linear operators pass pending sums through without communication; others reduce them first, once."""
+"""Linear operators pass pending sums through without communication; others reduce them
+first, once.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_reduced_to_a_shard_next_to_a_sharded_operand():
 
 
 def test_backward_of_what_passes_needs_one_reduction():
-    """Two layers, column then row: no communication up to the loss, and one all_reduce for the replicated input."""
+    """Two layers, column then row: no communication up to the loss, and one all_reduce for the
+    replicated input.
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(f(4, 6), mesh).requires_grad_()
@@ -168,7 +172,9 @@ def test_pending_value_read_as_a_number_is_equal_on_every_rank():
 
 
 def test_bools_and_counts():
-    """any, all and counts over split dims are pending max, min and sum, exact also where a rank has nothing."""
+    """any, all and counts over split dims are pending max, min and sum, exact also where a rank has
+    nothing.
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(b(2, 3), mesh, P("a"))
@@ -183,7 +189,7 @@ def test_bools_and_counts():
     on_mesh((3,), program)
 
 
-# -- operands pending over different axes ------------------------------------------------------------------------------
+# -- operands pending over different axes ----------------------------------------------------------
 
 JOINS = {
     "stack": lambda x, y, r: torch.stack([x, y], 1),

@@ -1,4 +1,6 @@
-"""The propagation engine: its choices, operands that stay in place, and results that cannot be represented."""
+"""The propagation engine: its choices, operands that stay in place, and results that cannot be
+represented.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def matmul(m=4, k=6, n=8):
     return einrule("m k, k n -> m n", meta(m, k), meta(k, n), linear=PRODUCT)
 
 
-# -- choices -----------------------------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------
 
 
 def test_matching_layouts_are_kept():
@@ -54,7 +56,9 @@ def test_contraction_of_a_sharded_dim_is_pending():
 
 
 def test_cheapest_choice_wins():
-    """For long contractions, slicing one operand and reducing the result is cheaper than gathering the other operand."""
+    """For long contractions, slicing one operand and reducing the result is cheaper than gathering
+    the other operand.
+    """
     assert run(matmul(k=64), P(), P("a"))[0] == [P(None, "a"), P("a", None)]
     assert run(matmul(k=6), P(), P("a"))[0] == [P(None, None), P(None, None)]
 
@@ -142,7 +146,7 @@ def test_axis_order_inside_a_dim_follows_the_largest_operand():
     assert out == P(("b", "a"), None)
 
 
-# -- composite dims ----------------------------------------------------------------------------------------------------
+# -- composite dims --------------------------------------------------------------------------------
 
 
 def test_shard_on_a_factor_boundary_is_kept():
@@ -157,7 +161,9 @@ def test_shard_on_a_factor_boundary_is_kept():
 
 
 def test_shard_that_the_result_cannot_represent_is_gathered():
-    """Five rows on two ranks are 3 and 2 rows, 9 and 6 elements; fifteen elements would be 8 and 7."""
+    """Five rows on two ranks are 3 and 2 rows, 9 and 6 elements; fifteen elements would be
+    8 and 7.
+    """
     assert run(reshape_rule(meta(5, 3), (15,)), P("a")) == ([P(None, None)], [P(None)])
     assert run(reshape_rule(meta(15), (5, 3)), P("a")) == ([P(None)], [P(None, None)])
     assert run(reshape_rule(meta(6, 4), (4, 6)), P("a")) == ([P(None, None)], [P(None, None)])
@@ -171,7 +177,7 @@ def test_minor_factors_are_sharded_only_below_fully_sharded_major_ones():
     assert run(reshape_rule(meta(4, 6), (24,)), P(None, "a")) == ([P(None, None)], [P(None)])
 
 
-# -- in place ----------------------------------------------------------------------------------------------------------
+# -- in place --------------------------------------------------------------------------------------
 
 
 def added(*specs, mesh=MESH):
@@ -210,7 +216,7 @@ def test_axes_of_one_rank_are_ignored():
     assert run(einrule("[n] -> [n]", meta(4)), P("a"), mesh=one, fixed=0)[0] == [P("a")]
 
 
-# -- remembered choices -----------------------------------------------------------------------------------------------
+# -- remembered choices ----------------------------------------------------------------------------
 
 PATTERNS = ["... m k, k n -> ... m n", "..., ... -> ...", "b [k], n [k] -> b n", "m n, m -> n"]
 

@@ -1,4 +1,6 @@
-"""Operators on ragged operands: sizes are kept if all operands can have them, otherwise an operand is moved first."""
+"""Operators on ragged operands: sizes are kept if all operands can have them, otherwise an operand
+is moved first.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_operators_equal_the_single_process(name, data):
     on_mesh(mesh_shape, program)
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- what is kept ----------------------------------------------------------------------------------
 
 ROWS = P("a", sizes={"a": (3, 0, 5)})
 COLUMNS = P(None, "a", sizes={"a": (3, 0, 5)})
@@ -165,7 +167,9 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
     ],
 )
 def test_one_operand_is_moved(call, shapes, specs, result):
-    """One all_to_all gives the smaller operand, or the one that is not supported, the required sizes."""
+    """One all_to_all gives the smaller operand, or the one that is not supported, the required
+    sizes.
+    """
 
     def program(mesh):
         operands = [laid_out(mesh, shape, spec) for shape, spec in zip(shapes, specs, strict=True)]
@@ -229,7 +233,7 @@ def test_reducing_pending_values_does_not_move_parts():
     on_mesh((2, 2), program)
 
 
-# -- in place ---------------------------------------------------------------------------------------------------------
+# -- in place --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The operator table: one entry for a function, and arguments by the names of a decomposition's signature."""
+"""The operator table: one entry for a function, and arguments by the names of a decomposition's
+signature.
+"""
 
 from __future__ import annotations
 

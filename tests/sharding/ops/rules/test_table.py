@@ -1,4 +1,6 @@
-"""Every function of the operator table on every combination of placements, compared with one process."""
+"""Every function of the operator table on every combination of placements, compared with one
+process.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,41 @@ from tests.sharding.ops.rules import (
 from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 
 FILLED = (
-    samples_conv, samples_fft, samples_index, samples_linalg, samples_matmul, samples_nn, samples_pointwise, samples_reduction,
+    samples_conv,
+    samples_fft,
+    samples_index,
+    samples_linalg,
+    samples_matmul,
+    samples_nn,
+    samples_pointwise,
+    samples_reduction,
     samples_view,
-)  # fmt: skip
-# Not operators whose results are a matter of values and placements alone; they have tests of their own.
+)
+# Not operators whose results are a matter of values and placements alone; they have tests of their
+# own.
 ELSEWHERE = (
-    "rules.elementwise.like", "rules.random.draw", "rules.random.dropout", "rules.random.init", "rules.metadata", "rules.optim.foreach",
-    "autograd.backward", "tensor.methods",
-)  # fmt: skip
+    "rules.elementwise.like",
+    "rules.random.draw",
+    "rules.random.dropout",
+    "rules.random.init",
+    "rules.metadata",
+    "rules.optim.foreach",
+    "autograd.backward",
+    "tensor.methods",
+)
 # Refusals, which are tested where the others are, and what has another name here.
 WITHOUT_SAMPLES = (
-    "Tensor.cuda", "Tensor.requires_grad_", "torch._pack_padded_sequence",  "linalg.eig",
-)  # fmt: skip
+    "Tensor.cuda",
+    "Tensor.requires_grad_",
+    "torch._pack_padded_sequence",
+    "linalg.eig",
+)
 
 
-# Meshes, and how many combinations to try on each. Functions that share a rule are tried briefly, and again under another
-# owner (`torch.add`, `Tensor.add`). `make test` tries a few of them, for one function of each rule and
-# each call on one mesh; slow tests try all, and three times as many: on (3,) 18 are all of two operands of two dims, on (2, 2) 18 are
-# all of one.
+# Meshes, and how many combinations to try on each. Functions that share a rule are tried briefly,
+# and again under another owner (`torch.add`, `Tensor.add`). `make test` tries a few of them, for
+# one function of each rule and each call on one mesh; slow tests try all, and three times as many:
+# on (3,) 18 are all of two operands of two dims, on (2, 2) 18 are all of one.
 THOROUGHLY = {(3,): 8, (2, 2): 6}
 BRIEFLY = {(3,): 3, (2, 2): 2}
 ONCE_MORE = {(2, 2): 1}
@@ -94,7 +113,9 @@ def _is_mask(entry: Any) -> bool:
 
 
 def _runs_gathered(label: str, c: Call) -> bool:
-    """Return whether a call has no rule by design, since the shape of its result depends on values."""
+    """Return whether a call has no rule by design, since the shape of its result depends on
+    values.
+    """
     if label != "Tensor.__getitem__":
         return False
     index = c.args[1]
@@ -139,7 +160,8 @@ def test_rule(
                 prove(func, c.args, c.kwargs, meshes=[mesh], most=math.ceil(most * times))
                 for mesh, most in tried
             )
-            # In-place operators refuse layouts that they would have to change: among a few there may be no other.
+            # In-place operators refuse layouts that they would have to change: among a few there
+            # may be no other.
             assert ran > 0 or any(
                 prove(func, c.args, c.kwargs, meshes=[(2, 2)], most=most) > 0 for most in (24, None)
             )

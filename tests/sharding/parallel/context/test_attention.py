@@ -134,9 +134,14 @@ def test_equals_full_attention(case, method):
 
 @settings(max_examples=20)
 @given(
-    shape=st.sampled_from([(2, 2), (3, 2), (2, 3)]), split=st.tuples(*[st.integers(0, 2)] * 2), heads=st.integers(1, 4),
-    group=st.integers(1, 3), length=st.integers(0, 9), order=st.sampled_from(ORDERS), method=st.sampled_from(METHODS[:2]),
-)  # fmt: skip
+    shape=st.sampled_from([(2, 2), (3, 2), (2, 3)]),
+    split=st.tuples(*[st.integers(0, 2)] * 2),
+    heads=st.integers(1, 4),
+    group=st.integers(1, 3),
+    length=st.integers(0, 9),
+    order=st.sampled_from(ORDERS),
+    method=st.sampled_from(METHODS[:2]),
+)
 def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
     """Batch, heads or neither of queries and of keys sharded over the other axis, for any sizes."""
     q, k, v = (
@@ -206,7 +211,9 @@ def test_on_processes(world4):
 
 
 def test_low_precision_is_rounded_once():
-    """In bfloat16, blocks are accumulated in float32: the error is that of rounding the result and the gradients once."""
+    """In bfloat16, blocks are accumulated in float32: the error is that of rounding the result and
+    the gradients once.
+    """
     q, k, v, pull = (x.bfloat16() for x in (Q, K, VALUE, PULL))
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=True)
     for found in on_mesh(
@@ -229,7 +236,9 @@ def test_autocast():
 
 
 def test_ranks_outside_the_mesh():
-    """They take part in no collective, and gradients flow through them to tensors on other meshes."""
+    """They take part in no collective, and gradients flow through them to tensors on other
+    meshes.
+    """
     expected = whole(Q, K, VALUE, PULL)
 
     def program():
@@ -250,7 +259,7 @@ def test_ranks_outside_the_mesh():
     close([sm.simulate(3)(program)()[2]], [expected[1]])
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- what it costs ---------------------------------------------------------------------------------
 
 
 def _moved(shape, spec, of_k, method, causal=True, balanced=False, length=16):
@@ -277,7 +286,9 @@ def _moved(shape, spec, of_k, method, causal=True, balanced=False, length=16):
 
 
 def test_bytes_of_a_ring():
-    """n - 1 blocks of keys and values; in backward the same plus n - 1 blocks of gradients, independent of mask and order."""
+    """n - 1 blocks of keys and values; in backward the same plus n - 1 blocks of gradients,
+    independent of mask and order.
+    """
     n, block = 4, 2 * B * G * (16 // 4) * E * 8
     for causal, balanced in ORDERS:
         for forward, backward in _moved((4,), SEQUENCE, SEQUENCE, "ring", causal, balanced):
@@ -286,7 +297,9 @@ def test_bytes_of_a_ring():
 
 
 def test_bytes_of_an_uneven_ring():
-    """Of a sequence of 16 in parts of (7, 0, 5, 4): all blocks but one's own; gradients of all but the block of the rank before."""
+    """Of a sequence of 16 in parts of (7, 0, 5, 4): all blocks but one's own; gradients of all but
+    the block of the rank before.
+    """
     sizes, row = (7, 0, 5, 4), 2 * B * G * E * 8
     spec = P(None, None, "a", sizes={"a": sizes})
     for rank, (forward, backward) in enumerate(_moved((4,), SEQUENCE, spec, "ring")):
@@ -319,7 +332,9 @@ def test_key_heads_are_not_repeated():
 
 
 def test_eval_shape_of_attention():
-    """On an abstract mesh of 8 ranks, a rank needs its parts, two blocks, and scores of some queries at a time."""
+    """On an abstract mesh of 8 ranks, a rank needs its parts, two blocks, and scores of some
+    queries at a time.
+    """
     mesh = sm.AbstractMesh((8,), ("a",))
     x = sm.Layout.of(mesh, SEQUENCE, (1, 8, 1 << 15, 64), torch.bfloat16)
     found = sm.debug.eval_shape(
@@ -332,7 +347,9 @@ def test_eval_shape_of_attention():
 
 
 def _products(balanced):
-    """Return, by rank, the floating-point operations of the matrix products of a causal ring, forward and backward."""
+    """Return, by rank, the floating-point operations of the matrix products of a causal ring,
+    forward and backward.
+    """
     q = randn(1, 1, 32, E, seed=0)
 
     def program(mesh):
@@ -347,8 +364,10 @@ def _products(balanced):
 
 
 def test_balanced_ranks_have_equal_flops(monkeypatch):
-    """Two products of 2 * e flops for each pair forward, five backward. A piece is 4 long: (2n + 1) * 4 * 4 pairs for every rank;
-    where the sequence lies in its own order, rank i has i + 1 blocks of 8 * 8."""
+    """Two products of 2 * e flops for each pair forward, five backward. A piece is 4 long: (2n + 1)
+    * 4 * 4 pairs for every rank; where the sequence lies in its own order, rank i has i + 1 blocks
+      of 8 * 8.
+    """
     monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)  # products that torch counts
     assert _products(balanced=True) == [(9 * 16 * 2 * 2 * E, 9 * 16 * 5 * 2 * E)] * 4
     assert _products(balanced=False) == [
@@ -401,7 +420,9 @@ def test_backward_saves_no_block_of_other_ranks():
 @pytest.mark.parametrize("scores", [3 * B * H * 4, 1 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize("width", [E, V])
 def test_without_torchs_kernel(monkeypatch, width, scores):
-    """Uses matrix products over chunks of queries; features of values may differ from those of keys."""
+    """Uses matrix products over chunks of queries; features of values may differ from those of
+    keys.
+    """
     monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)
     monkeypatch.setattr(blockwise, "_SCORES", scores)
     v, pull = K[..., :width] + 1, randn(B, H, S, width, seed=6)
@@ -415,7 +436,7 @@ def test_without_torchs_kernel(monkeypatch, width, scores):
             close(found, expected)
 
 
-# -- models that know nothing of it -----------------------------------------------------------------------------------
+# -- models that know nothing of it ----------------------------------------------------------------
 
 
 def _model(x, weight):
@@ -459,7 +480,9 @@ def test_unmodified_model(method, again):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_recomputation_after_the_block_runs_as_the_forward_did(method):
-    """Also inside another block, and in a thread of its own, as autograd runs the nodes of a GPU."""
+    """Also inside another block, and in a thread of its own, as autograd runs the nodes of
+    a GPU.
+    """
     plain = [x.clone().requires_grad_() for x in (X, WEIGHT)]
     expected = torch.autograd.grad(_model(*plain).square().mean(), plain)
     other = METHODS[METHODS.index(method) - 1]
@@ -511,7 +534,9 @@ def test_recomputation_inside_a_block_of_a_forward_outside_of_it():
 
 
 def test_a_language_model_with_rotary_positions():
-    """Unmodified: its tokens, targets and rotary tables are balanced, and its attention runs on the ring."""
+    """Unmodified: its tokens, targets and rotary tables are balanced, and its attention runs on the
+    ring.
+    """
     config = Config(positions=12, kv_heads=2)
     inputs, targets = tokens(b=4, s=12)
     plain = gpt(config)
@@ -579,12 +604,14 @@ def test_unsharded_operands_use_the_operator_rule():
     on_mesh((2,), program)
 
 
-# -- plain tensors ----------------------------------------------------------------------------------------------------
+# -- plain tensors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(7, 6), (13, 0)])
 def test_plain_parts(sizes):
-    """Each rank passes its own rows, on a mesh whose other axis shards the batch; the loss is the sum over ranks."""
+    """Each rank passes its own rows, on a mesh whose other axis shards the batch; the loss is the
+    sum over ranks.
+    """
     expected = whole(Q, K, VALUE, PULL, is_causal=True)
 
     def program():
@@ -601,7 +628,7 @@ def test_plain_parts(sizes):
     sm.simulate(4)(program)()
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- what cannot be --------------------------------------------------------------------------------
 
 
 def _given(mesh, spec=SEQUENCE, of_k=None, q=Q, k=K, v=VALUE):
@@ -621,27 +648,69 @@ def _in_block(mesh, *args, balanced=False, spec=SEQUENCE, **options):
 ERRORS = {
     "method": (lambda mesh: _attend(mesh, method="tree"), ValueError, "write one of 'ring'"),
     "axis": (lambda mesh: _attend(mesh, axis="cp"), ValueError, "axis=('cp',)"),
-    "not split": (lambda mesh: _attend(mesh, P("a")), ValueError, "redistribute it to P(None, None, 'a', None)"),
-    "keys not split": (lambda mesh: _attend(mesh, of_k=P()), ValueError, "f64[2, 4, 13, 4] @ P(None"),
-    "split further": (lambda mesh: _attend(mesh, P(None, None, ("a", "b"))), ValueError, "no other axis"),
-    "heads": (lambda mesh: _attend(mesh, k=K[:, :3], v=VALUE[:, :3]), ValueError, "8, must be a multiple of the number of key heads, 3"),
-    "features": (lambda mesh: _attend(mesh, k=K[..., :2]), ValueError, "the same number of features"),
+    "not split": (
+        lambda mesh: _attend(mesh, P("a")),
+        ValueError,
+        "redistribute it to P(None, None, 'a', None)",
+    ),
+    "keys not split": (
+        lambda mesh: _attend(mesh, of_k=P()),
+        ValueError,
+        "f64[2, 4, 13, 4] @ P(None",
+    ),
+    "split further": (
+        lambda mesh: _attend(mesh, P(None, None, ("a", "b"))),
+        ValueError,
+        "no other axis",
+    ),
+    "heads": (
+        lambda mesh: _attend(mesh, k=K[:, :3], v=VALUE[:, :3]),
+        ValueError,
+        "8, must be a multiple of the number of key heads, 3",
+    ),
+    "features": (
+        lambda mesh: _attend(mesh, k=K[..., :2]),
+        ValueError,
+        "the same number of features",
+    ),
     "batch": (lambda mesh: _attend(mesh, k=K[:1], v=VALUE[:1]), ValueError, "[[2], [1], [1]]"),
-    "dims": (lambda mesh: _attend(mesh, P("a"), q=Q[0, 0], k=K[0, 0], v=VALUE[0, 0]), ValueError, "at least 3"),
+    "dims": (
+        lambda mesh: _attend(mesh, P("a"), q=Q[0, 0], k=K[0, 0], v=VALUE[0, 0]),
+        ValueError,
+        "at least 3",
+    ),
     "dtype": (lambda mesh: _attend(mesh, k=K.float()), ValueError, "the same floating dtype"),
-    "mixed": (lambda mesh: context_parallel_attention(Q, *_given(mesh)[1:], axis="a"), TypeError, "must all be ShardedTensors"),
+    "mixed": (
+        lambda mesh: context_parallel_attention(Q, *_given(mesh)[1:], axis="a"),
+        TypeError,
+        "must all be ShardedTensors",
+    ),
     "few heads": (
-        lambda mesh: _attend(mesh, P(None, "b", "a"), k=K[:, :2], v=VALUE[:, :2], method="all_to_all"),
-        ValueError, "1 of the 2 key heads (split over ('b',)) are too few for the 2 ranks of ('a',)",
+        lambda mesh: _attend(
+            mesh, P(None, "b", "a"), k=K[:, :2], v=VALUE[:, :2], method="all_to_all"
+        ),
+        ValueError,
+        "1 of the 2 key heads (split over ('b',)) are too few for the 2 ranks of ('a',)",
     ),
     "not balanced": (
-        lambda mesh: _attend(mesh, P(None, None, "a", sizes={"a": (8, 5)}), is_causal=True, balanced=True),
-        ValueError, "have (8, 5) positions, but balanced parts have (7, 6)",
+        lambda mesh: _attend(
+            mesh, P(None, None, "a", sizes={"a": (8, 5)}), is_causal=True, balanced=True
+        ),
+        ValueError,
+        "have (8, 5) positions, but balanced parts have (7, 6)",
     ),
-    "mask": (lambda mesh: _in_block(mesh, place(mesh, torch.ones(S, S))), ValueError, "attn_mask of shape [13, 13]"),
+    "mask": (
+        lambda mesh: _in_block(mesh, place(mesh, torch.ones(S, S))),
+        ValueError,
+        "attn_mask of shape [13, 13]",
+    ),
     "dropout": (lambda mesh: _in_block(mesh, dropout_p=0.5), ValueError, "dropout_p=0.5"),
-    "order not known": (lambda mesh: _in_block(mesh, is_causal=True, balanced=True, spec=P()), ValueError, "their order is unknown"),
-}  # fmt: skip
+    "order not known": (
+        lambda mesh: _in_block(mesh, is_causal=True, balanced=True, spec=P()),
+        ValueError,
+        "their order is unknown",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -671,7 +740,7 @@ def test_context_for_another_mesh():
         pass
 
 
-# -- on a GPU ---------------------------------------------------------------------------------------------------------
+# -- on a GPU --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -722,7 +791,9 @@ def test_cudnns_kernel_is_used_where_torch_uses_it(choice, width, monkeypatch):
     [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")],
 )
 def test_torchs_kernel_is_used(backend, name, causal):
-    """Half precision on CUDA uses a fused kernel for each block, forward and backward, without storing scores."""
+    """Half precision on CUDA uses a fused kernel for each block, forward and backward, without
+    storing scores.
+    """
     length, heads, width = 256, 4, 64
     q, k, v, pull = (
         torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16)

@@ -28,7 +28,9 @@ def _positions(runs):
 
 @given(SIZES, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.booleans(), st.data())
 def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
-    """Every visible pair is in exactly one block, and no other pair is in any; diagonal blocks are squares of the same positions."""
+    """Every visible pair is in exactly one block, and no other pair is in any; diagonal blocks are
+    squares of the same positions.
+    """
     of_q = list(balanced(sum(sizes), len(sizes))) if zigzag else contiguous(sizes)
     of_k = contiguous(others) if data.draw(st.booleans()) else of_q
     queries, keys = data.draw(st.sampled_from(of_q)), data.draw(st.sampled_from(of_k))
@@ -46,7 +48,9 @@ def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_balanced_parts_have_the_same_work(ranks):
-    """2n + 1 pairs of pieces on every rank; equally many pairs of positions if pieces have equal lengths."""
+    """2n + 1 pairs of pieces on every rank; equally many pairs of positions if pieces have equal
+    lengths.
+    """
     w = 3
     length, work = 2 * ranks * w, []
     everyone = [i for runs in balanced(length, ranks) for i in _positions(runs)]

@@ -1,4 +1,6 @@
-"""Several micro-batches: gradients are sharded in each of them or whole until the end, depending on the form."""
+"""Several micro-batches: gradients are sharded in each of them or whole until the end, depending on
+the form.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _parts(mesh, count):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_micro_batches(form):
-    """The mean over micro-batches equals that of the batch, with `accumulate_grads` and by accumulating into `.grad`."""
+    """The mean over micro-batches equals that of the batch, with `accumulate_grads` and by
+    accumulating into `.grad`.
+    """
 
     def program(mesh):
         made = FORMS[form](model(), mesh)

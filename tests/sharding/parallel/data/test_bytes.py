@@ -121,7 +121,9 @@ def test_a_step(form):
 
 @pytest.mark.parametrize(("reshard", "again"), [(None, BLOCKS), (True, BLOCKS), (False, 0)])
 def test_fully_shard(reshard, again):
-    """Units freed after forward are gathered again for backward, except the outermost one: its input needs no gradient."""
+    """Units freed after forward are gathered again for backward, except the outermost one: its
+    input needs no gradient.
+    """
     expected = _expected((UNITS + again, ALL + again * BLOCK), (UNITS, ALL), (0, 0))
     assert (
         _used(
@@ -159,7 +161,9 @@ def test_hsdp():
 
 
 def test_hybrid():
-    """Parameters sharded over `fsdp`, the optimizer over both: one more gather of a part over `dp` after each step."""
+    """Parameters sharded over `fsdp`, the optimizer over both: one more gather of a part over `dp`
+    after each step.
+    """
     expected = {
         "all_gather": (
             2 * UNITS + BLOCKS,
@@ -173,7 +177,9 @@ def test_hybrid():
 
 @pytest.mark.parametrize("form", TABLE)
 def test_micro_batches(form):
-    """FSDP and ZeRO-2 sum gradients per micro-batch, DDP and ZeRO-1 once. FSDP gathers per micro-batch."""
+    """FSDP and ZeRO-2 sum gradients per micro-batch, DDP and ZeRO-1 once. FSDP gathers per
+    micro-batch.
+    """
     axes, gathers, reduces, sums = TABLE[form]
     times = 3
     if form == "fsdp":
@@ -189,7 +195,9 @@ def test_micro_batches(form):
 
 
 def test_frozen_parameters_are_not_reduced():
-    """With a frozen base and small trained parts, the base is gathered and only the gradients of the rest are summed."""
+    """With a frozen base and small trained parts, the base is gathered and only the gradients of
+    the rest are summed.
+    """
     rank = 2
 
     class Adapted(nn.Module):
@@ -282,7 +290,9 @@ class _ScaledByParameters(nn.Module):
 
 @pytest.mark.parametrize("form", ["ddp", "hsdp"])
 def test_all_reduces_overlap_with_backward(form, monkeypatch):
-    """A unit's all_reduce is launched before backward reaches the previous units, and is done at the end of backward."""
+    """A unit's all_reduce is launched before backward reaches the previous units, and is done at
+    the end of backward.
+    """
     monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(grad_bucketing, "BUCKET_BYTES", 1)
 
@@ -307,7 +317,9 @@ def test_all_reduces_overlap_with_backward(form, monkeypatch):
 
 
 def test_small_units_share_an_all_reduce_without_copies(monkeypatch):
-    """The first unit is reduced alone once it has enough bytes, the others together; from the second backward on they share one buffer."""
+    """The first unit is reduced alone once it has enough bytes, the others together; from the
+    second backward on they share one buffer.
+    """
     monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
 
     def made():
@@ -349,7 +361,9 @@ class _Headed(nn.Module):
 
 
 def test_the_last_units_gather_overlaps_with_the_head():
-    """It is launched when backward begins, not after the backward of what follows the unit in the model; without backward, never."""
+    """It is launched when backward begins, not after the backward of what follows the unit in the
+    model; without backward, never.
+    """
 
     def program(mesh):
         made, x, seen = (
@@ -376,9 +390,11 @@ def test_the_last_units_gather_overlaps_with_the_head():
 
 @pytest.mark.parametrize("find", [False, True])
 def test_backward_delays_the_next_gather_while_a_reduction_is_pending(find, monkeypatch):
-    """During a unit's reduction, the gather waits for half of the next unit's gradients, so that at most three unit buffers are alive.
+    """During a unit's reduction, the gather waits for half of the next unit's gradients, so that at
+    most three unit buffers are alive.
 
-    With `find_unused_parameters` gradients may differ between ranks, so they gather at the start."""
+    With `find_unused_parameters` gradients may differ between ranks, so they gather at the start.
+    """
     gather, put, logs = Unit.gather, GradWriter.write, {}
 
     def gathers(unit):
@@ -451,7 +467,9 @@ def test_units_in_a_new_order_are_reduced(monkeypatch):
 
 
 def test_penalty_on_parameters_outside_the_units():
-    """Gradients that reach a parameter outside of its unit, or from several forwards, are added to those that the unit reduces."""
+    """Gradients that reach a parameter outside of its unit, or from several forwards, are added to
+    those that the unit reduces.
+    """
 
     def program(mesh, split):
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""`torch.utils.checkpoint` around units, inside them and inside their modules: correct gradients, less memory."""
+"""`torch.utils.checkpoint` around units, inside them and inside their modules: correct gradients,
+less memory.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,9 @@ def test_sharded_arguments_that_require_grad_or_not(needs_grad):
 
 
 def test_activations_are_not_kept():
-    """Between forward and backward a checkpointed unit keeps its input and output, and nothing of what it computed."""
+    """Between forward and backward a checkpointed unit keeps its input and output, and nothing of
+    what it computed.
+    """
     wide = 64
 
     def saved(mesh, around):

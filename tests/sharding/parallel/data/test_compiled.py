@@ -246,7 +246,7 @@ def test_inductor():
     on_mesh((2,), main)
 
 
-# -- models of Hugging Face ----------------------------------------------------------------------------------------------
+# -- models of Hugging Face ------------------------------------------------------------------------
 
 
 def _hugging_face(kind):
@@ -291,7 +291,9 @@ def _hugging_face(kind):
 )
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
 def test_layers_of_hugging_face(kind, how, checkpointed):
-    """Each decoder layer is one graph, but for one that is recomputed in backward; gradients are those of one process."""
+    """Each decoder layer is one graph, but for one that is recomputed in backward; gradients are
+    those of one process.
+    """
 
     def main(mesh):
         (made, layers), (plain, _) = _hugging_face(kind), _hugging_face(kind)

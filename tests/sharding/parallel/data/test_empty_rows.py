@@ -1,4 +1,6 @@
-"""Units whose ranks have no rows of a sharded batch: all ranks gather and reduce alike, and gradients are those of one process."""
+"""Units whose ranks have no rows of a sharded batch: all ranks gather and reduce alike, and
+gradients are those of one process.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ def test_an_interrupt_in_a_hook_of_the_outermost_module():
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
 def test_a_failed_micro_batch(form):
-    """Gradients in `accumulate_grads` when an exception leaves it are not added to those of the next block after zero_grad."""
+    """Gradients in `accumulate_grads` when an exception leaves it are not added to those of the
+    next block after zero_grad.
+    """
 
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -127,7 +129,7 @@ def test_a_failed_micro_batch(form):
     on_ranks((4,), program)
 
 
-# -- parameters without gradients --------------------------------------------------------------------------------------
+# -- parameters without gradients ------------------------------------------------------------------
 
 
 def _partly(m, tokens=None, targets=None, there=True):
@@ -161,8 +163,8 @@ def test_parameter_unused_on_one_rank_raises(form):
         scalar = "blocks.1.g, " if form == "ddp" else ""
         named = f"{scalar}blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.b.weight"
         assert (
-            f"blocks.1: sum gradients of 2 parameters, without {named}, which took no part in the loss"
-            in " ".join(text.split())
+            f"blocks.1: sum gradients of 2 parameters, without {named}, which took no part in the "
+            "loss" in " ".join(text.split())
         )
 
 
@@ -234,7 +236,9 @@ def test_unit_skipped_on_one_rank_raises(form):
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("form", SOME)
 def test_frozen_parameters(form, find):
-    """They get no gradient, also with accumulation or find_unused_parameters, and are not reported as unused."""
+    """They get no gradient, also with accumulation or find_unused_parameters, and are not reported
+    as unused.
+    """
 
     def frozen():
         made = model()
@@ -267,7 +271,7 @@ def test_requires_grad_flipped_between_steps(form):
     on_ranks((2, 2), program)
 
 
-# -- tied and ignored --------------------------------------------------------------------------------------------------
+# -- tied and ignored ------------------------------------------------------------------------------
 
 
 def _tied_blocks():
@@ -292,7 +296,10 @@ def test_tie_across_calls_raises():
         fully_shard(made.blocks[0], mesh)
         with pytest.raises(
             ValueError,
-            match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call",
+            match=(
+                r"weight is tied to a\.weight, which is in a unit of its own; shard both in one "
+                r"call"
+            ),
         ):
             fully_shard(made.blocks[1], mesh)
 

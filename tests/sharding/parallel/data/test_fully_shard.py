@@ -98,7 +98,7 @@ def test_twenty_steps_on_processes(world4, form, shape, sharded):
     torch.testing.assert_close(torch.stack(found).mean(0), _reference(False)[0], rtol=1e-12, atol=0)
 
 
-# -- parameters, gradients, state --------------------------------------------------------------------------------------
+# -- parameters, gradients, state ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,7 +158,7 @@ def test_reshard_after_forward_to_a_number(wanted):
     on_ranks((2, 2), program)
 
 
-# -- use ---------------------------------------------------------------------------------------------------------------
+# -- use -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "fsdp, kept"])
@@ -229,7 +229,9 @@ WRITES = [
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp, kept", "hybrid"])
 def test_values_written_between_forwards_are_used(form):
-    """Gathered parameters are not reused after a write by an optimizer, through `.data`, or by loading."""
+    """Gathered parameters are not reused after a write by an optimizer, through `.data`, or by
+    loading.
+    """
 
     def program(mesh):
         made, reference = FORMS[form](model(), mesh), model()
@@ -395,7 +397,9 @@ def test_conversion_to_another_dtype():
         made.blocks[0].a.double()
         with pytest.raises(
             ValueError,
-            match=r"blocks\.0 are gathered together but have several dtypes: .*blocks\.0\.a\.weight",
+            match=(
+                r"blocks\.0 are gathered together but have several dtypes: .*blocks\.0\.a\.weight"
+            ),
         ):
             loss_of(made, *batch(mesh, False))
 
@@ -438,7 +442,9 @@ def test_modules_inside_a_unit_called_directly(form):
 
 
 class _Many(nn.Module):
-    """Several inputs, one by keyword, and several outputs in a dictionary, one of which is unused."""
+    """Several inputs, one by keyword, and several outputs in a dictionary, one of which is
+    unused.
+    """
 
     def __init__(self):
         super().__init__()
@@ -521,10 +527,15 @@ def test_parametrizations(form):
 @pytest.mark.parametrize(
     "units",
     [
-        "GatedBlock", ["GatedBlock"], {"GatedBlock", "NotInThisModel"}, [GatedBlock], "blocks.?",
-        ["blocks.0", lambda name, _: name == "blocks.1"], [lambda _, module: isinstance(module, GatedBlock), "GatedBlock"],
+        "GatedBlock",
+        ["GatedBlock"],
+        {"GatedBlock", "NotInThisModel"},
+        [GatedBlock],
+        "blocks.?",
+        ["blocks.0", lambda name, _: name == "blocks.1"],
+        [lambda _, module: isinstance(module, GatedBlock), "GatedBlock"],
     ],
-)  # fmt: skip
+)
 def test_ways_to_name_units(units):
     def program(mesh):
         made = fully_shard(model(), mesh, units=units)
@@ -534,7 +545,7 @@ def test_ways_to_name_units(units):
     on_ranks((2,), program)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -577,7 +588,10 @@ def test_input_on_another_mesh_raises():
         other = sm.DeviceMesh(mesh.device_type, [1, 0], axis_names=("x",))
         with pytest.raises(
             ValueError,
-            match=r"an input of TiedModel is on .*redistribute the input to that mesh, or a part of it",
+            match=(
+                r"an input of TiedModel is on .*redistribute the input to that mesh, or a part of "
+                r"it"
+            ),
         ):
             made(
                 sm.distribute_tensor(
@@ -589,7 +603,7 @@ def test_input_on_another_mesh_raises():
     on_ranks((2,), program)
 
 
-# -- torch's names -----------------------------------------------------------------------------------------------------
+# -- torch's names ---------------------------------------------------------------------------------
 
 
 def _on_torch_mesh():

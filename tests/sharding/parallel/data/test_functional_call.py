@@ -1,4 +1,6 @@
-"""`torch.func.functional_call` on modules of units: other values than the parameters' for one call, in every form."""
+"""`torch.func.functional_call` on modules of units: other values than the parameters' for one call,
+in every form.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _mean(losses):
 
 
 def _check_equal(results, reference):
-    """Assert that the mean over ranks of each loss, and each rank's gradients, are those of one process."""
+    """Assert that the mean over ranks of each loss, and each rank's gradients, are those of one
+    process.
+    """
     expected_losses, expected_grads = reference
     for i, loss in enumerate(expected_losses):
         torch.testing.assert_close(
@@ -80,7 +84,9 @@ def _some(named):
 @INPUTS
 @pytest.mark.parametrize("values_of", [_half, _another, _some])
 def test_gradients_are_those_of_one_process(form, sharded, values_of):
-    """The optimizer has written before; afterwards the module computes with its own parameters again."""
+    """The optimizer has written before; afterwards the module computes with its own parameters
+    again.
+    """
 
     def run(made, mesh=None):
         _write(made)
@@ -103,7 +109,9 @@ def test_gradients_are_those_of_one_process(form, sharded, values_of):
 @EACH
 @INPUTS
 def test_a_teacher_next_to_its_student(form, sharded):
-    """Versions of copies are those of the parameters; identity decides which values are gathered already."""
+    """Versions of copies are those of the parameters; identity decides which values are gathered
+    already.
+    """
 
     def run(made, mesh=None):
         inputs = batch(mesh, sharded) if mesh else ()
@@ -134,7 +142,9 @@ def test_a_teacher_next_to_its_student(form, sharded):
 @EACH
 @INPUTS
 def test_an_inner_loop_with_second_derivatives(form, sharded):
-    """Two inner steps of MAML: the inner gradients of sharded values are averaged, as the outer ones."""
+    """Two inner steps of MAML: the inner gradients of sharded values are averaged, as the outer
+    ones.
+    """
 
     def run(made, mesh=None):
         values = dict(made.named_parameters())
@@ -156,7 +166,9 @@ def test_an_inner_loop_with_second_derivatives(form, sharded):
 
 @EACH
 def test_plain_values_are_this_ranks(form):
-    """With plain values and inputs each rank has its own task, loss and gradients, as under DDP; nothing is sent."""
+    """With plain values and inputs each rank has its own task, loss and gradients, as under DDP;
+    nothing is sent.
+    """
 
     def run(made, values, inputs):
         fast = {name: x.detach().clone().requires_grad_() for name, x in values.items()}
@@ -259,7 +271,9 @@ def test_recomputation_around_the_call(form, sharded):
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp, let go"])
 def test_recomputation_inside_of_the_call_is_refused(form):
-    """The call has ended when backward recomputes: torch alone would use the parameters, and be wrong."""
+    """The call has ended when backward recomputes: torch alone would use the parameters, and be
+    wrong.
+    """
 
     def program(mesh):
         made = FORMS[form](model(), mesh)

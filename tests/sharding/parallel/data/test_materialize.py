@@ -157,7 +157,10 @@ def test_errors_name_the_modules():
         made = fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_NoReset)), mesh)
         with pytest.raises(
             ValueError,
-            match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_NoReset\); define it, or pass",
+            match=(
+                r"no reset_parameters\(\) to initialise .* on meta of 1 \(_NoReset\); define it, "
+                r"or pass"
+            ),
         ):
             materialize(made)
 

@@ -1,4 +1,6 @@
-"""Parameters on the host: the values of training on a stand-in for a GPU whose copies to pinned memory arrive late."""
+"""Parameters on the host: the values of training on a stand-in for a GPU whose copies to pinned
+memory arrive late.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WAYS = ["default", "accumulated", "hooks", "autograd.grad", "pageable", "bfloat1
 
 
 def steps(way: str, offload: bool) -> list[list[float]]:
-    """Train on two ranks; return the parameters, and on rank 0 how often the host waited in the last step."""
+    """Train on two ranks; return the parameters, and on rank 0 how often the host waited in the
+    last step.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if way == "bfloat16" else None
     seen: list[bool] = []
 
@@ -64,7 +68,9 @@ def both(way: str) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_without_offloading(way: str) -> None:
-    """With pinned memory the host waits once in a step, for the gradients, however many units there are."""
+    """With pinned memory the host waits once in a step, for the gradients, however many units there
+    are.
+    """
     (expected, _), (found, [waits]) = call(both, way)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
     assert not torch.tensor(found).isnan().any()

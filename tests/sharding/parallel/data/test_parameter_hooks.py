@@ -1,4 +1,6 @@
-"""`param.register_hook` under each form of data parallelism: it gets the gradient, once, and may change it."""
+"""`param.register_hook` under each form of data parallelism: it gets the gradient, once, and may
+change it.
+"""
 
 from __future__ import annotations
 

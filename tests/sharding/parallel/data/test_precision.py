@@ -20,7 +20,9 @@ def _model():
 
 
 def _by_hand(param_dtype, reduce_dtype):
-    """Compute each rank's gradients in `param_dtype`, sum them in `reduce_dtype`, and return them in float32."""
+    """Compute each rank's gradients in `param_dtype`, sum them in `reduce_dtype`, and return them
+    in float32.
+    """
     total = None
     for part in X.chunk(N):
         made = _model().to(param_dtype)
@@ -73,7 +75,9 @@ def test_zero1():
 
 
 def test_sums_in_float16_do_not_overflow():
-    """Each rank's gradient is scaled before the sum: the sum of four times 40000 would overflow, the mean does not."""
+    """Each rank's gradient is scaled before the sum: the sum of four times 40000 would overflow,
+    the mean does not.
+    """
 
     def program(mesh):
         made = fully_shard(

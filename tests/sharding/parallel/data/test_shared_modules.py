@@ -1,4 +1,6 @@
-"""Modules that are registered under several parents or in several units, and parameters tied across units."""
+"""Modules that are registered under several parents or in several units, and parameters tied across
+units.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Skip(nn.Module):
 
 
 class TwoPaths(nn.Module):
-    """Registers modules in a list, and those of the list in another module, as MONAI's DynUNet does."""
+    """Registers modules in a list, and those of the list in another module, as MONAI's DynUNet
+    does.
+    """
 
     def __init__(self):
         super().__init__()
@@ -69,7 +73,9 @@ def _blocks(container=nn.Sequential):
 
 
 def _deeper():
-    """The shared module is inside of one unit, and directly inside of another that is nested in a third."""
+    """The shared module is inside of one unit, and directly inside of another that is nested in a
+    third.
+    """
     shared = nn.Linear(3, 3)
     return nn.Sequential(
         Skip(Block(shared), nn.Sequential(Block(nn.Sequential(shared)))), Block(nn.Linear(3, 3))

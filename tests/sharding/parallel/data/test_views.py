@@ -1,4 +1,6 @@
-"""Memory: gathered parameters and gradients are views, only what is needed is held, and nothing outlives its use."""
+"""Memory: gathered parameters and gradients are views, only what is needed is held, and nothing
+outlives its use.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def _unit(module):
     return module.__dict__["_shardmesh_unit"]
 
 
-# -- views -------------------------------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 def test_parameters_in_use_are_views_of_one_buffer():
@@ -117,7 +119,7 @@ def test_summing_copies_each_gradient_once(world4):
     assert max(world4(_copied_by_summing)) <= LAYERS * D * D
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _whole_buffers(made):
@@ -126,7 +128,9 @@ def _whole_buffers(made):
 
 @pytest.mark.parametrize("directly", [False, True])
 def test_at_most_two_units_are_whole(directly):
-    """The current unit and the next one, forward and backward, also if the layers are called one by one."""
+    """The current unit and the next one, forward and backward, also if the layers are called one by
+    one.
+    """
 
     def program(mesh):
         made, seen = fully_shard(_layers(), mesh, units=nn.Linear), {"forward": [], "backward": []}
@@ -190,9 +194,9 @@ def _peak(layers, reshard_after_forward=True):
 
 
 def test_peak_memory(world4):
-    """At most: each rank's part of all gradients, two units gathered and a third that has just been freed, the
-    gradients of one, and two sums: the buffer that is summed, what has arrived of it and the part that stays. With whole parameters
-    kept it is all units gathered."""
+    """At most: each rank's part of all gradients, two units gathered and a third that has just been
+    freed, the gradients of one, and two sums: the buffer that is summed, what has arrived of it and
+    the part that stays. With whole parameters kept it is all units gathered."""
     layers, unit = 12, D * D * 4
     assert max(world4(_peak, layers)) <= layers * unit // 4 + 3 * unit + unit + 2 * (
         unit + unit + unit // 4
@@ -201,7 +205,9 @@ def test_peak_memory(world4):
 
 
 def test_nothing_is_left_after_a_step():
-    """No whole parameter, no gradient buffer and no graph is alive, without the garbage collector's help."""
+    """No whole parameter, no gradient buffer and no graph is alive, without the garbage collector's
+    help.
+    """
 
     def program(mesh):
         made = fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
@@ -247,7 +253,7 @@ def test_model_is_freed():
     assert all(on_ranks((2,), program))
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 
 def _gathers(program):
@@ -301,7 +307,9 @@ def test_each_unit_is_gathered_while_the_one_before_runs():
 
 
 def test_units_that_are_skipped():
-    """The previous forward predicts the order of the next; a wrong prediction costs a gather, never a wrong value."""
+    """The previous forward predicts the order of the next; a wrong prediction costs a gather, never
+    a wrong value.
+    """
     found = _gathers(lambda made, mesh, order: _steps(made, mesh, order, (), (1,), (1,)))
     assert found[1][0].count("blocks.1") == 1
     assert found[1][1] == ["blocks.2", "blocks.0"]
@@ -318,14 +326,16 @@ def test_a_unit_called_twice_in_a_forward():
     assert set(backward) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
-# -- parameters that are split already ---------------------------------------------------------------------------------
+# -- parameters that are split already -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
 @pytest.mark.parametrize("on", ["mesh", "part"])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_parameters_sharded_over_another_axis(spec, on, sharded):
-    """They stay sharded over it during use: only the ranks of `dp` gather, and gradients equal those of one process."""
+    """They stay sharded over it during use: only the ranks of `dp` gather, and gradients equal
+    those of one process.
+    """
     torch.manual_seed(0)
     whole, x = nn.Linear(5, 7, bias=False).double(), torch.randn(8, 5, dtype=torch.float64)
     whole(x).square().mean().backward()
@@ -356,7 +366,9 @@ def test_parameters_sharded_over_another_axis(spec, on, sharded):
 
 
 def test_weights_start_at_multiples_of_128_bytes():
-    """Also after a scale of one element, whole and in the piece of each rank: else products on GPUs take slow kernels."""
+    """Also after a scale of one element, whole and in the piece of each rank: else products on GPUs
+    take slow kernels.
+    """
     d, seen = 128, []
 
     class Scaled(nn.Module):

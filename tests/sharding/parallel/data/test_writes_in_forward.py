@@ -1,4 +1,6 @@
-"""Every way of writing a parameter while its unit is gathered: kept as torch's DDP keeps it, or an error that names it."""
+"""Every way of writing a parameter while its unit is gathered: kept as torch's DDP keeps it, or an
+error that names it.
+"""
 
 from __future__ import annotations
 
@@ -134,10 +136,25 @@ def _vector(m):
 
 
 WAYS = [
-    _assign_data, _assign_data_of_frozen, _data_in_place, _data_of_frozen_in_place, _foreach_data, _in_place, _copy, _fill_one,
-    _frozen_in_place_with_gradients, _detached_view, _state_dict, _load_state_dict, _initialise, _optimizer, _in_hook, _in_submodule,
-    _set, _vector,
-]  # fmt: skip
+    _assign_data,
+    _assign_data_of_frozen,
+    _data_in_place,
+    _data_of_frozen_in_place,
+    _foreach_data,
+    _in_place,
+    _copy,
+    _fill_one,
+    _frozen_in_place_with_gradients,
+    _detached_view,
+    _state_dict,
+    _load_state_dict,
+    _initialise,
+    _optimizer,
+    _in_hook,
+    _in_submodule,
+    _set,
+    _vector,
+]
 PLAIN_ONLY = (_set, _vector)  # on ShardedTensors these have no meaning, and raise
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
@@ -169,7 +186,9 @@ def _made(way):
 
 
 def _train(made, x):
-    """Return losses, gradients and parameters after two steps in which forward writes, and one in which it does not."""
+    """Return losses, gradients and parameters after two steps in which forward writes, and one in
+    which it does not.
+    """
     losses, grads = [], []
     optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
@@ -285,7 +304,9 @@ def test_reading_data_is_no_write(form):
 
 @pytest.mark.parametrize("form", ["zero1", "zero2"])
 def test_ranks_that_write_different_values(form):
-    """Each rank keeps rows of the optimizer's parameter, so different values would make a mixture."""
+    """Each rank keeps rows of the optimizer's parameter, so different values would make a
+    mixture.
+    """
     kind, options = FORMS[form]
 
     def program(mesh):
@@ -317,7 +338,9 @@ class _MoCo(nn.Module):
 @pytest.mark.parametrize("units", [None, nn.Linear])
 @pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "fsdp", "fsdp, let go"])
 def test_a_momentum_encoder(form, units):
-    """In units of their own the encoders are not gathered while the model writes, so every form keeps it."""
+    """In units of their own the encoders are not gathered while the model writes, so every form
+    keeps it.
+    """
     kind, options = FORMS[form]
 
     def train(made, x):
@@ -351,7 +374,9 @@ def test_a_momentum_encoder(form, units):
 
 
 def test_a_value_of_functional_call_that_forward_writes():
-    """A whole value is written as in torch; a write to the gathered copy of a split one is an error."""
+    """A whole value is written as in torch; a write to the gathered copy of a split one is an
+    error.
+    """
 
     def program(mesh):
         made = fully_shard(_Writer(_data_in_place), mesh)

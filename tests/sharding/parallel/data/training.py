@@ -1,6 +1,8 @@
-"""A small model, the forms of data parallelism, and training in one process and on a mesh, for comparison.
+"""A small model, the forms of data parallelism, and training in one process and on a mesh, for
+comparison.
 
-Sizes are uneven for every mesh unless `even`; there is a norm, a bias, a scalar and a buffer among the parameters.
+Sizes are uneven for every mesh unless `even`; there is a norm, a bias, a scalar and a buffer among
+the parameters.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def loss_of(made: nn.Module, tokens: Any = TOKENS, targets: Any = TARGETS, **opt
     return F.cross_entropy(made(tokens, **options).flatten(0, 1), targets.flatten())
 
 
-# -- on a mesh ---------------------------------------------------------------------------------------------------------
+# -- on a mesh -------------------------------------------------------------------------------------
 
 Shard = Callable[..., nn.Module]
 
@@ -171,7 +173,9 @@ def reference_gradients(
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
-    """Check that the tensors of two dictionaries are equal up to rounding, with None in the same places."""
+    """Check that the tensors of two dictionaries are equal up to rounding, with None in the same
+    places.
+    """
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         assert (x is None) == (actual[name] is None), name

@@ -43,7 +43,9 @@ def expert(rows, params):
 
 
 def kept(experts, count, capacity):
-    """Return which choices [... k] the experts accept, one after the other: a literal implementation of the rule."""
+    """Return which choices [... k] the experts accept, one after the other: a literal
+    implementation of the rule.
+    """
     flat = experts.reshape(-1, experts.shape[-1])
     keep, taken = torch.ones_like(flat, dtype=torch.bool), [0] * count
     limit = math.inf if capacity is None else math.ceil(capacity * flat.numel() / count)
@@ -56,7 +58,9 @@ def kept(experts, count, capacity):
 
 
 def dense(x, router, up, down, capacity):
-    """Apply every expert to every token, with weight zero where it was not chosen or the token was dropped."""
+    """Apply every expert to every token, with weight zero where it was not chosen or the token was
+    dropped.
+    """
     logits = x @ router + UNPOPULAR
     experts, weights = top_k_routing(logits, K)
     made = torch.stack([expert(x, {"up": u, "down": d}) for u, d in zip(up, down, strict=True)], -2)
@@ -162,11 +166,18 @@ def test_on_processes(world4):
 
 @settings(max_examples=15)
 @given(
-    shape=st.sampled_from([(3,), (2, 2), (2, 3)]), dims=st.integers(1, 3), of=st.permutations(range(3)), k=st.integers(1, 3),
-    count=st.integers(3, 7), capacity=st.sampled_from([0.3, 0.7, 1.0, 1.6]), seed=st.integers(0, 99),
-)  # fmt: skip
+    shape=st.sampled_from([(3,), (2, 2), (2, 3)]),
+    dims=st.integers(1, 3),
+    of=st.permutations(range(3)),
+    k=st.integers(1, 3),
+    count=st.integers(3, 7),
+    capacity=st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+    seed=st.integers(0, 99),
+)
 def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, capacity, seed):
-    """The experts return identifying numbers, so the output shows which choices were accepted by which expert."""
+    """The experts return identifying numbers, so the output shows which choices were accepted by
+    which expert.
+    """
     random = torch.Generator().manual_seed(seed)
     lead = torch.randint(1, 6, (dims,), generator=random).tolist()
     experts = torch.rand(*lead, count, generator=random).pow(3).topk(k).indices
@@ -191,11 +202,13 @@ def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, ca
         assert torch.equal(found[..., 0], wanted.sum(-1))
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- what it costs ---------------------------------------------------------------------------------
 
 
 def _moved(capacity):
-    """Return, by rank, the communication of forward and backward, and the number of rows sent and received."""
+    """Return, by rank, the communication of forward and backward, and the number of rows sent and
+    received.
+    """
     experts = torch.tensor(
         [[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]]
     )  # 8 tokens, 2 on each of 4 ranks
@@ -240,8 +253,10 @@ def _moved(capacity):
 
 @pytest.mark.parametrize(("capacity", "numbers"), [(None, 4 + 1), (0.75, 2 * (4 + 1))])
 def test_bytes_of_dispatch_and_combine(capacity, numbers):
-    """One exchange of counts (a number for each expert, and for none that there is; with a capacity for each choice), one of rows
-    there, one back; the same two backward. Exactly the rows that go to other ranks travel."""
+    """One exchange of counts (a number for each expert, and for none that there is; with a capacity
+    for each choice), one of rows there, one back; the same two backward. Exactly the rows that go
+    to other ranks travel.
+    """
     for ((ops, moved), (back_ops, moved_back)), away, coming in _moved(capacity):
         assert ops == ["all_gather", "all_to_all", "all_to_all"]
         assert back_ops == ["all_to_all", "all_to_all"]
@@ -296,7 +311,7 @@ def test_weights_of_all_experts():
     torch.testing.assert_close(top_k_routing(logits, 2).weights.sum(-1), torch.ones(1))
 
 
-# -- as a module ------------------------------------------------------------------------------------------------------
+# -- as a module -----------------------------------------------------------------------------------
 
 
 class RoutedLayer(nn.Module):
@@ -371,7 +386,9 @@ def test_experts_train_as_in_one_process(shape, spec):
 
 
 def test_experts_sharded_further_by_data_parallelism():
-    """Each rank stores a part of its experts' parameters between uses; training equals one process."""
+    """Each rank stores a part of its experts' parameters between uses; training equals one
+    process.
+    """
     layer, _ = _layer()
     wanted = _trained(layer, X)
 
@@ -389,8 +406,10 @@ def test_experts_sharded_further_by_data_parallelism():
 @pytest.mark.parametrize("sizes", [(3, 12), (15, 0)])
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_plain_tokens(sizes, capacity):
-    """Each rank has its own tokens, on a mesh whose other axis has other experts' copies: gradients are the sum over that, and the mean
-    over the axis of the experts; those of the tokens are of their own rank's loss."""
+    """Each rank has its own tokens, on a mesh whose other axis has other experts' copies: gradients
+    are the sum over that, and the mean over the axis of the experts; those of the tokens are of
+    their own rank's loss.
+    """
     x, experts = X.flatten(0, 1), top_k_routing((X @ ROUTER + UNPOPULAR).flatten(0, 1), K).experts
     weights, pull = (
         torch.rand(15, K, dtype=torch.float64, generator=torch.Generator().manual_seed(5)),
@@ -446,7 +465,7 @@ def test_modules_that_differ_raise(modules, words):
     assert words in same_error((2,), lambda mesh: Experts(modules, mesh, axis="a"), ValueError)
 
 
-# -- ranks outside, and what cannot be --------------------------------------------------------------------------------
+# -- ranks outside, and what cannot be -------------------------------------------------------------
 
 
 def test_ranks_outside_the_mesh():
@@ -487,11 +506,11 @@ def _call(
     spec=P(None, "a"),
     **options,
 ):
-    put = lambda t, where: (
+    put = lambda t, where: (  # noqa: E731
         sm.distribute_tensor(t, mesh, where, src_data_rank=None)
         if isinstance(t, torch.Tensor)
         else t
-    )  # noqa: E731
+    )
     experts = torch.zeros(B, S, K, dtype=torch.int64) if experts is None else experts
     weights = torch.ones(B, S, K, dtype=torch.float64) if weights is None else weights
     params = {"up": put(up, of_up), "down": put(DOWN, P("a"))}
@@ -508,16 +527,44 @@ def _call(
 ERRORS = {
     "axis": (lambda mesh: _call(mesh, axis="ep"), ValueError, "axis=('ep',)"),
     "capacity": (lambda mesh: _call(mesh, capacity=0), ValueError, "capacity=0"),
-    "features alone": (lambda mesh: _call(mesh, x=X[0, 0], spec=P()), ValueError, "[tokens ... features]"),
-    "experts": (lambda mesh: _call(mesh, experts=torch.zeros(B, S, K)), ValueError, "experts int64"),
-    "shapes": (lambda mesh: _call(mesh, weights=torch.ones(B, S, 3).double()), ValueError, "routing.weights [3, 5, 3]"),
+    "features alone": (
+        lambda mesh: _call(mesh, x=X[0, 0], spec=P()),
+        ValueError,
+        "[tokens ... features]",
+    ),
+    "experts": (
+        lambda mesh: _call(mesh, experts=torch.zeros(B, S, K)),
+        ValueError,
+        "experts int64",
+    ),
+    "shapes": (
+        lambda mesh: _call(mesh, weights=torch.ones(B, S, 3).double()),
+        ValueError,
+        "routing.weights [3, 5, 3]",
+    ),
     "tokens": (lambda mesh: _call(mesh, x=X[:2]), ValueError, "[2, 5, 'k']"),
-    "counts": (lambda mesh: _call(mesh, up=UP[:4]), ValueError, """{"params['up']": 4, "params['down']": 5}"""),
-    "plain": (lambda mesh: moe(X, Routing(X, X), expert, {}, axis="a"), ValueError, "params has no tensor"),
-    "plain params": (lambda mesh: moe(X, Routing(X, X), expert, UP, axis="a"), TypeError, "params is a plain Tensor of shape [5, 6, 7]"),
+    "counts": (
+        lambda mesh: _call(mesh, up=UP[:4]),
+        ValueError,
+        """{"params['up']": 4, "params['down']": 5}""",
+    ),
+    "plain": (
+        lambda mesh: moe(X, Routing(X, X), expert, {}, axis="a"),
+        ValueError,
+        "params has no tensor",
+    ),
+    "plain params": (
+        lambda mesh: moe(X, Routing(X, X), expert, UP, axis="a"),
+        TypeError,
+        "params is a plain Tensor of shape [5, 6, 7]",
+    ),
     "plain x": (lambda mesh: _call(mesh, x=[X]), TypeError, "x is a plain list"),
-    "cuts": (lambda mesh: _call(mesh, of_up=P("a", sizes={"a": (1, 4)})), ValueError, """{"params['up']": (1, 4), "params['do"""),
-}  # fmt: skip
+    "cuts": (
+        lambda mesh: _call(mesh, of_up=P("a", sizes={"a": (1, 4)})),
+        ValueError,
+        """{"params['up']": (1, 4), "params['do""",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -537,7 +584,10 @@ def test_an_expert_that_mixes_rows():
 
     with pytest.raises(
         ValueError,
-        match=r"an expert returned \[1, 7\] for rows \[.*, 6\]; it must map \[n d\] -> \[n f\] for any n",
+        match=(
+            r"an expert returned \[1, 7\] for rows \[.*, 6\]; it must map \[n d\] -> \[n f\] for "
+            r"any n"
+        ),
     ):
         on_mesh((2,), program)
 

@@ -73,7 +73,9 @@ def fresh_dynamo():
 )
 @pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
 def test_gradients_equal_one_process(styles, how, order, backend):
-    """`torch.compile(module)` beforehand would be another module, whose paths do not match the plan."""
+    """`torch.compile(module)` beforehand would be another module, whose paths do not match the
+    plan.
+    """
 
     def main(mesh):
         made, plain = model(), model()

@@ -148,7 +148,8 @@ def test_strings_for_one_layer(given):
         (
             _Model,
             {"head": "column"},
-            r"plan\['head'\] is 'column', which is unknown; write one of 'all_reduce', .*'colwise', ",
+            r"plan\['head'\] is 'column', which is unknown; write one of 'all_reduce', "
+            r".*'colwise', ",
         ),
         (
             _Model,

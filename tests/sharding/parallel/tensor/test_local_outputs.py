@@ -1,5 +1,7 @@
-"""torch's styles with plain tensors between the modules: the all_reduces of Megatron, one for each block and pass, in every step but the
-first, which also checks that ranks use replicated outputs alike."""
+"""torch's styles with plain tensors between the modules: the all_reduces of Megatron, one for each
+block and pass, in every step but the first, which also checks that ranks use replicated outputs
+alike.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_calls_of_four_blocks(residual, input_grad):
 
 
 def test_calls_of_a_transformer():
-    """Forward: embedding, attention and GeluMLP of two layers, and the logits. Backward: the inputs of q, k, v, up and head."""
+    """Forward: embedding, attention and GeluMLP of two layers, and the logits. Backward: the inputs
+    of q, k, v, up and head.
+    """
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
 
     def program(mesh):
@@ -168,7 +172,9 @@ def test_calls_of_a_transformer():
 
 
 def test_prepared_input_shared_by_q_k_and_v():
-    """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed before they are reduced."""
+    """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed
+    before they are reduced.
+    """
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
     whole_input = sm.compat.PrepareModuleInput(
         input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate()
@@ -220,7 +226,9 @@ def test_no_more_calls_than_torch(world4):
 
 
 def test_accumulated_gradients():
-    """Over three backward passes, with and without `accumulate_grads`: biases are not reduced either."""
+    """Over three backward passes, with and without `accumulate_grads`: biases are not reduced
+    either.
+    """
 
     def total(model, accumulating):
         with (
@@ -274,7 +282,9 @@ def test_second_derivatives():
 
 
 def test_a_block_inside_a_block():
-    """A parallel module whose forward calls another one, with ShardedTensors outside and plain tensors inside."""
+    """A parallel module whose forward calls another one, with ShardedTensors outside and plain
+    tensors inside.
+    """
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -289,9 +299,12 @@ def test_a_block_inside_a_block():
 
     expected = step(seeded(make), X.clone().to(DEVICE).requires_grad_())[2]
     style = sm.compat.PrepareModuleInputOutput(
-        input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate(), use_local_input=True,
-        output_layouts=sm.Replicate(), desired_output_layouts=sm.Replicate(),
-    )  # fmt: skip
+        input_layouts=sm.Replicate(),
+        desired_input_layouts=sm.Replicate(),
+        use_local_input=True,
+        output_layouts=sm.Replicate(),
+        desired_output_layouts=sm.Replicate(),
+    )
 
     def program(mesh):
         plan = {

@@ -1,4 +1,6 @@
-"""Models under `parallelize` that are called with plain tensors: whole outputs are plain, split ones take plain targets."""
+"""Models under `parallelize` that are called with plain tensors: whole outputs are plain, split
+ones take plain targets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""parallelize: a language model by plan only, compared with one process; its communication, and what it leaves unchanged."""
+"""parallelize: a language model by plan only, compared with one process; its communication, and
+what it leaves unchanged.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_a_step_equals_one_process(name, stream):
     [((2, 2), ("fsdp", "tp")), ((2, 1, 2), ("dp", "fsdp", "tp")), ((2, 2), ("tp", "dp"))],
 )
 def test_with_a_sharded_batch(shape, names):
-    """Styles do not affect other axes: parameters are replicated along them, and activations stay sharded."""
+    """Styles do not affect other axes: parameters are replicated along them, and activations stay
+    sharded.
+    """
     config = Config(layers=1, **UNEVEN)
     reference = expected(config, b=5, s=7)
 
@@ -78,7 +82,9 @@ def test_with_a_sharded_batch(shape, names):
 
 
 def test_parameter_may_be_sharded_further_over_the_data_axes():
-    """As FSDP stores them: rows or columns of each tp part, sharded over other axes, also unevenly, as contiguous boxes."""
+    """As FSDP stores them: rows or columns of each tp part, sharded over other axes, also unevenly,
+    as contiguous boxes.
+    """
     config = Config(layers=1)
     reference = expected(config)
 
@@ -95,7 +101,9 @@ def test_parameter_may_be_sharded_further_over_the_data_axes():
 
 
 def train(mesh_shape, names) -> list[float]:
-    """Return the losses of five AdamW steps, by plan on a mesh, or in one process if the mesh is None."""
+    """Return the losses of five AdamW steps, by plan on a mesh, or in one process if the mesh is
+    None.
+    """
     config = Config(layers=1, **UNEVEN)
     model = gpt(config).to(DEVICE)
     if mesh_shape is not None:
@@ -122,12 +130,14 @@ def test_training_on_processes_equals_one(world4):
             torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
 
 
-# -- what it communicates ----------------------------------------------------------------------------------------------
+# -- what it communicates --------------------------------------------------------------------------
 
 
 def test_calls_and_bytes_of_sequence_parallelism():
-    """Per layer an all_gather before attention and one before the MLP, a reduce_scatter behind each; backward the mirror image. The
-    embedding ends with a reduce_scatter, the head begins with an all_gather. Nothing else is of the size of activations."""
+    """Per layer an all_gather before attention and one before the MLP, a reduce_scatter behind
+    each; backward the mirror image. The embedding ends with a reduce_scatter, the head begins with
+    an all_gather. Nothing else is of the size of activations.
+    """
     config, b, s, n = Config(layers=3), 4, 8, 4
 
     def program(mesh):
@@ -148,8 +158,10 @@ def test_calls_and_bytes_of_sequence_parallelism():
     ("head", "count"), [(colwise(out=P()), 1), (colwise(), 6)], ids=["whole logits", "split logits"]
 )
 def test_all_reduces_of_a_step(head, count):
-    """With AdamW and 4 layers: the gradients of all 9 norms are reduced once, together, and that is all. A loss over split classes adds
-    5, of a number for each token. (DTensor takes 57: it leaves each norm's gradient pending, and AdamW reduces it three times.)"""
+    """With AdamW and 4 layers: the gradients of all 9 norms are reduced once, together, and that is
+    all. A loss over split classes adds 5, of a number for each token. (DTensor takes 57: it leaves
+    each norm's gradient pending, and AdamW reduces it three times.)
+    """
     config, b, s, n = Config(layers=4), 4, 8, 4
 
     def program(mesh):
@@ -252,7 +264,7 @@ def test_from_the_source_rank_only():
         assert torch.equal(weight, torch.ones(6, 4))
 
 
-# -- what it leaves ----------------------------------------------------------------------------------------------------
+# -- what it leaves --------------------------------------------------------------------------------
 
 
 def test_unnamed_parameters_are_replicated():

@@ -1,4 +1,6 @@
-"""parallelize: invalid plans raise the same error on every rank, before anything is communicated or changed."""
+"""parallelize: invalid plans raise the same error on every rank, before anything is communicated or
+changed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.sharding.ranks import same_error
 
 
 def refused(plan, kind=ValueError, model=None, shape=(2, 2), names=("fsdp", "tp")):
-    """Return the error of a plan, equal on every rank, raised before any communication, with the model unchanged."""
+    """Return the error of a plan, equal on every rank, raised before any communication, with the
+    model unchanged.
+    """
 
     def program(mesh):
         mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=names)
@@ -82,8 +86,8 @@ def test_conflicting_layouts_of_a_tied_parameter_raise():
 def test_conflicting_patterns_for_inputs_raise():
     text = refused({"*.q_proj": colwise(), "*_proj": prepare_inputs(P())})
     assert (
-        "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts for its inputs"
-        in text
+        "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts "
+        "for its inputs" in text
     )
 
 

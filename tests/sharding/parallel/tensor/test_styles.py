@@ -1,4 +1,6 @@
-"""Individual styles: which parameters they shard, what they communicate, and that other axes are unchanged."""
+"""Individual styles: which parameters they shard, what they communicate, and that other axes are
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ KINDS = [
 
 @pytest.mark.parametrize(("make", "shape", "style", "placed", "moves"), KINDS)
 def test_a_module_by_a_style(make, shape, style, placed, moves):
-    """Result and gradients equal one process, also for uneven parts; communication in forward is that of the table."""
+    """Result and gradients equal one process, also for uneven parts; communication in forward is
+    that of the table.
+    """
     torch.manual_seed(0)
     plain = make().double()
     x = torch.tensor([[0, 6, 3], [2, 2, 5]]) if isinstance(shape, int) else f64(*shape)
@@ -151,7 +155,9 @@ def test_bilinear():
 
 
 def test_units_are_kept_whole():
-    """10 heads of 4 over 4 ranks: 3 3 3 1; `view` keeps them, and nothing is communicated until heads are summed."""
+    """10 heads of 4 over 4 ranks: 3 3 3 1; `view` keeps them, and nothing is communicated until
+    heads are summed.
+    """
 
     def program(mesh):
         up, down = nn.Linear(6, 40, bias=False).double(), nn.Linear(40, 6, bias=False).double()
@@ -185,8 +191,8 @@ def test_unknown_module_raises(style):
 
     text = same_error((2,), lambda mesh: parallelize(Scaled(), mesh, {"": style}), ValueError)
     assert (
-        "which dims of the parameters of Scaled (scale [3]) have those is not known; give the layout of each: shard_params({'scale'"
-        in text
+        "which dims of the parameters of Scaled (scale [3]) have those is not known; give the "
+        "layout of each: shard_params({'scale'" in text
     )
 
 
@@ -195,8 +201,8 @@ def test_modules_that_cannot_be_sharded_by_inputs_raise():
         (2,), lambda mesh: parallelize(nn.Bilinear(3, 4, 5), mesh, {"": rowwise()}), ValueError
     )
     assert (
-        "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of Bilinear"
-        in text
+        "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of "
+        "Bilinear" in text
     )
     assert "not known" in same_error(
         (2,),
@@ -222,7 +228,7 @@ def test_shard_params_sets_layouts_of_parameters_and_activations():
     on_mesh((2,), program)
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 
 class Three(nn.Module):
@@ -271,11 +277,10 @@ def test_wrong_number_of_results_raises():
         parallelize(nn.Identity(), mesh, {"": prepare_outputs(P(), P())})(1)
 
     text = same_error((2,), program, ValueError)
-    assert (
-        text
-        == "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module "
-        + ("returned 2 of them; give one for each, or one for all")
-    )
+    assert text == (
+        "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, "
+        "but the module "
+    ) + ("returned 2 of them; give one for each, or one for all")
     assert "returned one int; give" in same_error((2,), alone, ValueError)
 
 
@@ -303,7 +308,9 @@ def test_input_on_a_mesh_without_the_axis_raises():
 
 
 def test_plain_tensor_uses_the_mesh_of_the_parameters():
-    """On a larger mesh a plain tensor raises, unless the parameters are on a mesh of the axis alone, as gathered ones are."""
+    """On a larger mesh a plain tensor raises, unless the parameters are on a mesh of the axis
+    alone, as gathered ones are.
+    """
 
     def program(mesh):
         module = parallelize(nn.Linear(4, 4), mesh, {"": colwise(axis="b")}, src_data_rank=None)
@@ -356,7 +363,7 @@ def test_invalid_spec_raises():
         prepare_outputs()
 
 
-# -- along an axis -----------------------------------------------------------------------------------------------------
+# -- along an axis ---------------------------------------------------------------------------------
 
 MESH = sm.AbstractMesh((2, 3, 2), ("a", "b", "c"))
 

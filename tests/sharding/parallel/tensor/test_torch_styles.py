@@ -1,4 +1,6 @@
-"""torch's styles, as our classes of the same names and as torch's own objects: plain tensors in and out."""
+"""torch's styles, as our classes of the same names and as torch's own objects: plain tensors in and
+out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def tensor_parallel(styles, shard, replicate):
 
 
 def sequence_parallel(styles, shard, replicate):
-    """Return the plan of torch's tutorial: activations between layers are plain parts of the sequence."""
+    """Return the plan of torch's tutorial: activations between layers are plain parts of the
+    sequence.
+    """
     return {
         "embed": styles.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
         "layers.*.norm": styles.SequenceParallel(),
@@ -134,8 +138,10 @@ def test_torch_computes_the_same(world4):
 
 
 def test_calls_of_a_block():
-    """A plain input of `down` needs no exchange of shapes, since its weight tells its size. Backward: the gradient of the input of
-    `up`, summed, and for each plain replicated output a check of 152 bytes that replicas agree."""
+    """A plain input of `down` needs no exchange of shapes, since its weight tells its size.
+    Backward: the gradient of the input of `up`, summed, and for each plain replicated output a
+    check of 152 bytes that replicas agree.
+    """
 
     def program(mesh):
         plan = {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()}
@@ -152,7 +158,7 @@ def test_calls_of_a_block():
     on_mesh((4,), program)
 
 
-# -- prepared inputs and outputs ---------------------------------------------------------------------------------------
+# -- prepared inputs and outputs -------------------------------------------------------------------
 
 
 class RecordsArguments(nn.Module):
@@ -243,7 +249,7 @@ def test_sequence_parallel_on_another_dim():
     on_mesh((2,), program)
 
 
-# -- beside our own ----------------------------------------------------------------------------------------------------
+# -- beside our own --------------------------------------------------------------------------------
 
 
 def test_torch_styles_in_a_plan_of_ours_on_a_larger_mesh():
@@ -290,7 +296,7 @@ def test_single_style_applies_to_the_module_itself():
     on_mesh((2,), program)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_unsupported_torch_style_raises():

@@ -142,11 +142,30 @@ def test_errors_are_one_line_and_status_2(arguments, words, capsys):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "P", "dp", "'dp'", "None", "P(", "P(dp)", "P(*x)", "P(**x)", "P(__import__('os').system('true'))", "sm.P()",
-        "open('x')", "Shard(0)", "[P('dp')]", "[Shard(0), 1]", "P('dp') or P()", "lambda: P()", "[p for p in ()]", "P(f'{x}')",
-        "P('a' + 'b')", "\0", "(" * 10000,
+        "",
+        "P",
+        "dp",
+        "'dp'",
+        "None",
+        "P(",
+        "P(dp)",
+        "P(*x)",
+        "P(**x)",
+        "P(__import__('os').system('true'))",
+        "sm.P()",
+        "open('x')",
+        "Shard(0)",
+        "[P('dp')]",
+        "[Shard(0), 1]",
+        "P('dp') or P()",
+        "lambda: P()",
+        "[p for p in ()]",
+        "P(f'{x}')",
+        "P('a' + 'b')",
+        "\0",
+        "(" * 10000,
     ],
-)  # fmt: skip
+)
 def test_only_literal_calls_are_understood(text):
     with pytest.raises(ValueError, match="expected a spec or placements in quotes, such as P"):
         parse_spec(text)

@@ -1,4 +1,6 @@
-"""Cost of plans relative to the cheapest sequence of steps, by exhaustive search on small meshes."""
+"""Cost of plans relative to the cheapest sequence of steps, by exhaustive search on small
+meshes.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ def _inside(box, other):
 def shortest(layouts, topology):
     """Return the cost of the cheapest sequence of steps between any two layouts.
 
-    Where nothing is reduced, a single step: more would take bytes through ranks that do not need them. Else any sequence
-    (Floyd and Warshall) in which steps that move without reducing do not follow each other, for the same reason.
+    Where nothing is reduced, a single step: more would take bytes through ranks that do not need
+    them. Else any sequence (Floyd and Warshall) in which steps that move without reducing do not
+    follow each other, for the same reason.
     """
     cost = {}
     for a, b in product(layouts, repeat=2):
@@ -131,9 +134,9 @@ TOPOLOGIES = {
     [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))],
 )
 def test_plans_are_near_optimal(name, mesh_shape, shape):
-    """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over
-    nodes, where relays can use network links of ranks that want nothing, within a factor of two, and of 1.15 in geometric
-    mean."""
+    """Exactly where nothing is reduced. Reductions: within a half on one node, where a further
+    launch must save much; over nodes, where relays can use network links of ranks that want
+    nothing, within a factor of two, and of 1.15 in geometric mean."""
     topology, mesh = TOPOLOGIES[name], sm.AbstractMesh(mesh_shape, NAMES[: len(mesh_shape)])
     if not set(topology.crossing) <= set(mesh.axis_names):
         pytest.skip("no such axis")

@@ -16,12 +16,14 @@ from tests.sharding.reference import equal, plain_grad
 X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 W = torch.arange(12.0, dtype=torch.float64).view(3, 4) / 5 - 1
 
-# -- pending values of other kinds -----------------------------------------------------------------------------------
+# -- pending values of other kinds -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product", "sum"])
 def test_gradients_through_pending_values(kind):
-    """Each rank's contribution gets the gradient that autograd gives it in the combination of all contributions."""
+    """Each rank's contribution gets the gradient that autograd gives it in the combination of all
+    contributions.
+    """
     combine = {
         "max": torch.amax,
         "min": torch.amin,
@@ -102,7 +104,7 @@ def test_reductions_over_uneven_and_empty_shards(n):
     on_mesh((n,), program)
 
 
-# -- plain losses of local parts -------------------------------------------------------------------------------------
+# -- plain losses of local parts -------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -129,7 +131,9 @@ def test_a_plain_loss_of_the_local_parts(mesh):
 
 @every_rank(2)
 def test_a_plain_loss_of_a_replicated_part(mesh):
-    """The replicas' gradients are checked to agree; where they are shares of a sum, the caller says so."""
+    """The replicas' gradients are checked to agree; where they are shares of a sum, the caller says
+    so.
+    """
     w = place(mesh, W, grad=True)
     (w.to_local() ** 2).sum().backward()
     equal(w.grad.full_tensor(), 2 * W)
@@ -145,7 +149,7 @@ def test_a_plain_loss_of_a_replicated_part(mesh):
         (local * (mesh.world.rank + 1)).sum().backward()
 
 
-# -- when something goes wrong ---------------------------------------------------------------------------------------
+# -- when something goes wrong ---------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -173,7 +177,9 @@ def test_exception_during_backward(mesh):
 
 @every_rank(2)
 def test_failed_reduction_loses_no_gradient(mesh):
-    """It fails because of a budget; the gradient stays pending, and the next backward reduces both."""
+    """It fails because of a budget; the gradient stays pending, and the next backward
+    reduces both.
+    """
     w = place(mesh, W, grad=True)
     x = place(mesh, X, Shard(0))
     with pytest.raises(sm.errors.CommBudgetError), sm.debug.comm_budget(bytes=0):
@@ -236,12 +242,14 @@ def test_in_place_accumulation_is_differentiable(mesh):
     equal(w.grad.full_tensor(), 2 * W * 5)
 
 
-# -- recomputation ---------------------------------------------------------------------------------------------------
+# -- recomputation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
 def test_checkpoint(spec):
-    """torch.utils.checkpoint recomputes sharded operators; values, gradients and random numbers are the same."""
+    """torch.utils.checkpoint recomputes sharded operators; values, gradients and random numbers are
+    the same.
+    """
 
     def block(x, w):
         return torch.tanh(x @ w) @ w.T
@@ -266,7 +274,7 @@ def test_reentrant_checkpoint_raises(mesh):
         checkpoint(torch.tanh, x, use_reentrant=True).sum().backward()
 
 
-# -- a model ---------------------------------------------------------------------------------------------------------
+# -- a model ---------------------------------------------------------------------------------------
 
 
 def mlp():

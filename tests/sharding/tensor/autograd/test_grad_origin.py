@@ -1,5 +1,5 @@
-"""Gradients tagged as one value are not summed again, and others stay sums: programs that cross between plain and
-sharded tensors, against one process."""
+"""Gradients tagged as one value are not summed again, and others stay sums: programs that cross
+between plain and sharded tensors, against one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class LeafProgram:
 
     Attributes:
         steps: name, index of another value, and a spec of each.
-        end: "plain": a loss on the plain whole tensor; "seed": a gradient for the last value; "sum": a sharded loss.
+        end: "plain": a loss on the plain whole tensor; "seed": a gradient for the last value;
+            "sum": a sharded loss.
     """
 
     def __init__(self, seed: int) -> None:
@@ -161,7 +162,7 @@ def test_programs_on_two_axes(seed):
     on_mesh((2, 2), run)
 
 
-# -- what is not moved -------------------------------------------------------------------------------------------------
+# -- what is not moved -----------------------------------------------------------------------------
 
 X, WEIGHT = tensor(1, *SHAPE), tensor(2, *SHAPE)
 
@@ -201,7 +202,9 @@ def test_gradient_of_a_replicated_loss_is_tagged(mesh):
 
 @every_rank(3)
 def test_sum_of_tagged_gradients_is_not_tagged(mesh):
-    """Two uses of a replicated value: autograd adds them up, on some ranks in the memory of the first."""
+    """Two uses of a replicated value: autograd adds them up, on some ranks in the memory of the
+    first.
+    """
     x = place(mesh, X, Shard(0), grad=True)
     y = x.redistribute(P())
     loss = (y.to_local() * WEIGHT).sum() + y.to_local().square().sum() + (y.to_local() * 3).sum()
@@ -227,7 +230,9 @@ def test_hook_that_changes_a_tagged_gradient(hook):
 
 @every_rank(2)
 def test_a_bias_added_to_a_pending_sum_has_a_whole_gradient(mesh):
-    """Also over several backward passes, where it is in memory of its own, and beside uses whose shares are summed."""
+    """Also over several backward passes, where it is in memory of its own, and beside uses whose
+    shares are summed.
+    """
     w, b = tensor(3, 4, SHAPE[1]), tensor(4, 4)
     x, weight, bias = (
         place(mesh, X, Shard(1)),
@@ -276,7 +281,9 @@ def test_tagged_gradients_in_another_dtype(mesh):
 
 @pytest.mark.parametrize("rows", [3, 2])
 def test_gradient_shared_with_a_tensor_of_another_layout(rows):
-    """Where this rank has one row, autograd hands the gradient of the sum on to the row that is added, as the same object."""
+    """Where this rank has one row, autograd hands the gradient of the sum on to the row that is
+    added, as the same object.
+    """
     x, row, weight = tensor(1, rows, 4), tensor(2, 1, 4), tensor(3, rows, 4)
 
     def program(mesh):

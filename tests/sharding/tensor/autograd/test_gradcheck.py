@@ -1,4 +1,6 @@
-"""`torch.autograd.gradcheck` and `gradgradcheck` with `ShardedTensor`s among inputs, outputs and gradients of outputs."""
+"""`torch.autograd.gradcheck` and `gradgradcheck` with `ShardedTensor`s among inputs, outputs and
+gradients of outputs.
+"""
 
 from __future__ import annotations
 

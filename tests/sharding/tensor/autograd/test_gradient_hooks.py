@@ -13,7 +13,9 @@ from tests.sharding.ranks import every_rank, on_mesh, place
 
 @every_rank(2)
 def test_hooks_see_and_change_gradients(mesh):
-    """A hook sees the gradient in the layout dual to the tensor's; what it returns is redistributed to it."""
+    """A hook sees the gradient in the layout dual to the tensor's; what it returns is redistributed
+    to it.
+    """
     x, seen = place(mesh, WEIGHT, grad=True), []
 
     def triple(grad):
@@ -107,7 +109,9 @@ def test_module_forward_hooks(mesh):
     "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
 )
 def test_module_backward_hooks_raise(register):
-    """torch puts a custom autograd.Function around the module for them, which would lose gradients."""
+    """torch puts a custom autograd.Function around the module for them, which would lose
+    gradients.
+    """
 
     def program(mesh):
         module = sharded_linear(mesh)

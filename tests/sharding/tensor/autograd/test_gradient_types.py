@@ -1,5 +1,6 @@
-"""Types of gradients (the dual of pending is replicated), over the whole operator table: what is linear lets pending sums through,
-forward and backward, and everything can be differentiated twice."""
+"""Types of gradients (the dual of pending is replicated), over the whole operator table: what is
+linear lets pending sums through, forward and backward, and everything can be differentiated twice.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from tests.sharding.ranks import collectives, launched, on_mesh
 
 # What torch says of some of its own functions.
 ABOUT_TORCH = (
-    "ignore:torch.* is deprecated", "ignore:at::", "ignore:Using torch.cross without", "ignore:index_reduce",
+    "ignore:torch.* is deprecated",
+    "ignore:at::",
+    "ignore:Using torch.cross without",
+    "ignore:index_reduce",
     "ignore:.*no sharding rule",
-)  # fmt: skip
+)
 X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 
 
@@ -48,7 +52,7 @@ def _sample(func: Callable[..., Any], call: Call) -> _Sample:
     return _Sample.of(func, call.args, call.kwargs, ("sum",))
 
 
-# -- linear operators -------------------------------------------------------------------------------------------------
+# -- linear operators ------------------------------------------------------------------------------
 
 
 def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
@@ -88,7 +92,9 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_passes(sample: _Sample, mesh: sm.DeviceMesh, group: set[int]) -> None:
-    """Check that forward has no communication, and that gradients equal those of one process, in the operands' layouts."""
+    """Check that forward has no communication, and that gradients equal those of one process, in
+    the operands' layouts.
+    """
     specs = [P(unreduced={"a": "sum"}) if i in group else P() for i in range(len(sample.values))]
     leaves = [
         place(x, mesh, spec, seed)
@@ -142,7 +148,7 @@ def test_pending_sums_pass_linear_operators(
         pytest.skip("linear in nothing")
 
 
-# -- second derivatives -----------------------------------------------------------------------------------------------
+# -- second derivatives ----------------------------------------------------------------------------
 
 
 def _second(
@@ -225,7 +231,7 @@ def _check_second(
         _close(whole, want, max(sample.tolerance, 1e-9))
 
 
-# -- pending values of other kinds ------------------------------------------------------------------------------------
+# -- pending values of other kinds -----------------------------------------------------------------
 
 USES = {
     "matmul": lambda x: (x @ x.T).sum(),
@@ -263,7 +269,7 @@ def test_gradients_of_operators_on_other_pending_kinds(use: str, kind: str) -> N
     on_mesh((3,), program)
 
 
-# -- modes ------------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 
 
 def test_retained_graph_gives_equal_gradients() -> None:
@@ -283,7 +289,9 @@ def test_retained_graph_gives_equal_gradients() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_decompositions_without_gradients_give_equal_values(mode: Callable[[], Any]) -> None:
-    """And what is made so has no graph; a tensor of inference mode cannot be used for training, as in torch."""
+    """And what is made so has no graph; a tensor of inference mode cannot be used for training, as
+    in torch.
+    """
 
     def program(mesh: sm.DeviceMesh) -> None:
         x = sm.device_put(X, mesh, P("a")).requires_grad_()

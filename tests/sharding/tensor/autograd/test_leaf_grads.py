@@ -25,7 +25,7 @@ EVERY_PLACE = [
 ]
 
 
-# -- seeds -----------------------------------------------------------------------------------------------------------
+# -- seeds -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ EVERY_PLACE = [
     ],
 )
 def test_backward_of_a_scalar(mesh_shape, spec):
-    """For any loss, pending or replicated on some or all axes, the gradient is that of one process."""
+    """For any loss, pending or replicated on some or all axes, the gradient is that of one
+    process.
+    """
     (expected,) = plain_grad(lambda x: (x**3).sum(), X)
 
     def program(mesh):
@@ -121,7 +123,7 @@ def test_invalid_backward_raises(program, words):
         assert word in text
 
 
-# -- the reduction at the end ----------------------------------------------------------------------------------------
+# -- the reduction at the end ----------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -253,7 +255,7 @@ def test_inputs_of_backward(mesh):
     equal(y.grad.full_tensor(), 2 * X @ W)
 
 
-# -- accumulation over micro-batches ---------------------------------------------------------------------------------
+# -- accumulation over micro-batches ---------------------------------------------------------------
 
 
 def micro_batches(mesh):
@@ -310,7 +312,9 @@ def test_nested_blocks_reduce_at_the_outermost_end(mesh):
 
 @every_rank(2)
 def test_exception_inside_accumulate_grads(mesh):
-    """It comes out without communication; the gradients so far are there, and can be dropped or added to."""
+    """It comes out without communication; the gradients so far are there, and can be dropped or
+    added to.
+    """
     w = place(mesh, W, grad=True)
     first, *rest = micro_batches(mesh)
     with collectives() as records:
@@ -340,7 +344,7 @@ def test_gradients_cleared_inside_accumulate_grads_stay_cleared(mesh):
     equal(w.grad.full_tensor(), accumulated())
 
 
-# -- higher derivatives ----------------------------------------------------------------------------------------------
+# -- higher derivatives ----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

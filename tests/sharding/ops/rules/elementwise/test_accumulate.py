@@ -1,4 +1,6 @@
-"""Adding in place to pending values: nothing is reduced, nothing is added twice, and gradients are those of one process."""
+"""Adding in place to pending values: nothing is reduced, nothing is added twice, and gradients are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def with_numbers(x):
     "y", [Y, f(3, seed=1), f(4, 1, seed=2), f(seed=4)], ids=["matrix", "row", "column", "number"]
 )
 def test_sums_in_all_layouts_of_both(mesh, change, y):
-    """A product with one keeps every layout, so that all that is tried is written; a layout that is refused fails here."""
+    """A product with one keeps every layout, so that all that is tried is written; a layout that is
+    refused fails here.
+    """
     assert prove(change, [X, y], meshes=[mesh], most=40) >= 8
 
 

@@ -1,4 +1,6 @@
-"""Writes and reads at indices of a sharded dim: the indexed tensor never moves, and keeps its layout."""
+"""Writes and reads at indices of a sharded dim: the indexed tensor never moves, and keeps its
+layout.
+"""
 
 from __future__ import annotations
 
@@ -268,7 +270,7 @@ def test_indices_out_of_range(call):
     on_mesh((3,), program)
 
 
-# -- how much there is ------------------------------------------------------------------------------------------------
+# -- how much there is -----------------------------------------------------------------------------
 
 
 def test_selected_elements_stay_on_their_ranks():
@@ -313,9 +315,12 @@ def test_bincount_and_histc_are_reduced_not_gathered():
         )
         with collectives() as records:
             found = [
-                torch.searchsorted(sequence, probes), torch.bucketize(probes, sequence, right=True), torch.isin(probes, sequence),
-                torch.histc(x, 5), torch.bincount(x.long()),
-            ]  # fmt: skip
+                torch.searchsorted(sequence, probes),
+                torch.bucketize(probes, sequence, right=True),
+                torch.isin(probes, sequence),
+                torch.histc(x, 5),
+                torch.bincount(x.long()),
+            ]
             whole = [y.full_tensor() for y in found]
         assert sum(r.bytes_received for r in records) < 1000
         plain = torch.tensor([-1.0, 3.5, 450.0, 1e9])

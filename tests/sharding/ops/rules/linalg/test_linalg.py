@@ -1,4 +1,6 @@
-"""Functions of matrices where torch has no gradient, or only one of part of the result; and what they communicate."""
+"""Functions of matrices where torch has no gradient, or only one of part of the result; and what
+they communicate.
+"""
 
 from __future__ import annotations
 

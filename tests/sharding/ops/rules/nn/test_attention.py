@@ -69,7 +69,9 @@ SPLITS = [
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_bool_and_float_masks(name, split, added):
-    """Bool masks, and additive float masks with gradients; replicated, and sharded like the queries."""
+    """Bool masks, and additive float masks with gradients; replicated, and sharded like the
+    queries.
+    """
     mask = torch.where(MASKS[name], 0.0, -30.0).double() if added else MASKS[name]
     alike = P(
         *[
@@ -120,7 +122,9 @@ DROPPED = {
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_does_not_depend_on_the_mesh(name):
-    """The same weights are dropped on one rank and on six; and the second row, which sees nothing, is 0."""
+    """The same weights are dropped on one rank and on six; and the second row, which sees nothing,
+    is 0.
+    """
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[1] = False
 
@@ -146,7 +150,7 @@ def test_dropout_does_not_depend_on_the_mesh(name):
                 torch.testing.assert_close(got, want)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 SEQ, BATCHES, WIDTH = 5, 3, 8
 X = torch.randn(
@@ -173,17 +177,34 @@ CALLS = {
     "cross": (attention, lambda m, x, t: m(x, t["memory"], t["memory"])),
     "padding": (attention, lambda m, x, t: m(x, x, x, key_padding_mask=t["padding"])),
     "padding and mask": (attention, lambda m, x, t: m(x, x, x, t["padding"], False, t["causal"])),
-    "causal hint": (attention, lambda m, x, t: m(x, x, x, need_weights=False, attn_mask=t["causal"], is_causal=True)),
+    "causal hint": (
+        attention,
+        lambda m, x, t: m(x, x, x, need_weights=False, attn_mask=t["causal"], is_causal=True),
+    ),
     "mask of heads": (attention, lambda m, x, t: m(x, x, x, attn_mask=t["of heads"])),
     "no bias": (lambda: attention(bias=False), lambda m, x, t: m(x, x, x)),
-    "learned position": (lambda: attention(add_bias_kv=True), lambda m, x, t: m(x, x, x, attn_mask=t["causal"])),
-    "zero position": (lambda: attention(add_zero_attn=True), lambda m, x, t: m(x, x, x, t["padding"], False)),
-    "other widths": (lambda: attention(kdim=6, vdim=4), lambda m, x, t: m(x, t["memory"][..., :6], t["memory"][..., :4])),
+    "learned position": (
+        lambda: attention(add_bias_kv=True),
+        lambda m, x, t: m(x, x, x, attn_mask=t["causal"]),
+    ),
+    "zero position": (
+        lambda: attention(add_zero_attn=True),
+        lambda m, x, t: m(x, x, x, t["padding"], False),
+    ),
+    "other widths": (
+        lambda: attention(kdim=6, vdim=4),
+        lambda m, x, t: m(x, t["memory"][..., :6], t["memory"][..., :4]),
+    ),
     "batch first": (lambda: attention(batch_first=True), lambda m, x, t: m(x, x, x)),
     "one sequence": (attention, lambda m, x, t: m(x[:, 0], x[:, 1], x[:, 2])),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0), lambda m, x, t: m(x, t["causal"], t["padding"])),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0),
+        lambda m, x, t: m(x, t["causal"], t["padding"]),
+    ),
     "encoder layer, norm first": (
-        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0, F.gelu, batch_first=True, norm_first=True),
+        lambda: nn.TransformerEncoderLayer(
+            WIDTH, 4, 16, 0.0, F.gelu, batch_first=True, norm_first=True
+        ),
         lambda m, x, t: m(x),
     ),
     "decoder layer": (
@@ -191,18 +212,22 @@ CALLS = {
         lambda m, x, t: m(x, t["memory"], t["causal"], tgt_key_padding_mask=t["padding"]),
     ),
     "encoder": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0, batch_first=True), 2),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0, batch_first=True), 2
+        ),
         lambda m, x, t: m(x, src_key_padding_mask=None),
     ),
     "encoder, masked": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0), 2, enable_nested_tensor=False),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0), 2, enable_nested_tensor=False
+        ),
         lambda m, x, t: m(x, t["causal"], t["padding"], is_causal=False),
     ),
     "transformer": (
         lambda: nn.Transformer(WIDTH, 4, 1, 1, 16, 0.0),
         lambda m, x, t: m(t["memory"], x, tgt_mask=t["causal"], tgt_is_causal=False),
     ),
-}  # fmt: skip
+}
 TENSORS = {"memory": MEMORY, "padding": PADDING, "causal": CAUSAL, "of heads": OF_HEADS}
 
 
@@ -277,7 +302,9 @@ def test_modules_run_unchanged(name):
 
 
 def test_heads_stay_sharded_between_the_projections():
-    """Tensor-parallel attention only communicates to shard the packed weight by heads and to sum the result."""
+    """Tensor-parallel attention only communicates to shard the packed weight by heads and to sum
+    the result.
+    """
 
     def program(mesh):
         model = distribute_module(attention().double(), mesh, megatron)

@@ -1,4 +1,6 @@
-"""Convolutions over sharded batch, channels, groups and space: values, gradients, and the bytes of the halo."""
+"""Convolutions over sharded batch, channels, groups and space: values, gradients, and the bytes of
+the halo.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def received(records):
     return sum(record.bytes_received for record in records)
 
 
-# -- the halo ---------------------------------------------------------------------------------------------------------
+# -- the halo --------------------------------------------------------------------------------------
 
 
 def halo(kernel, rows=16, **options):
-    """Return the bytes received by each of four ranks, forward and backward, for an image sharded by rows."""
+    """Return the bytes received by each of four ranks, forward and backward, for an image sharded
+    by rows.
+    """
     x, w = numbers(1, 3, rows, 8), numbers(4, 3, kernel, 3, seed=1)
 
     def program(mesh):
@@ -98,7 +102,7 @@ def test_halo_of_a_transposed_convolution():
     assert on_mesh((4,), program) == [ROW, 2 * ROW, 2 * ROW, ROW]
 
 
-# -- without communication --------------------------------------------------------------------------------------------
+# -- without communication -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_batch_channels_and_groups(shapes, groups, specs, result):
     on_mesh((2, 2), program)
 
 
-# -- any window, however the dim is cut -------------------------------------------------------------------------------
+# -- any window, however the dim is cut ------------------------------------------------------------
 
 
 @st.composite
@@ -228,7 +232,7 @@ def test_space_sharded_with_other_dims(specs, transposed):
     )
 
 
-# -- other tensors ----------------------------------------------------------------------------------------------------
+# -- other tensors ---------------------------------------------------------------------------------
 
 
 def test_bfloat16_and_memory_formats():
@@ -266,7 +270,7 @@ def test_autocast_with_an_empty_part():
     assert on_mesh((3,), program) == [torch.bfloat16] * 3
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 def network(padding_mode):
@@ -312,11 +316,13 @@ def test_a_training_step(padding_mode, spec):
     on_mesh((2, 2), program)
 
 
-# -- several meshes ---------------------------------------------------------------------------------------------------
+# -- several meshes --------------------------------------------------------------------------------
 
 
 def two_stages():
-    """Split space on ranks 0 and 1, then on 1, 2 and 3: every rank walks through both, whether it holds a part or not."""
+    """Split space on ranks 0 and 1, then on 1, 2 and 3: every rank walks through both, whether it
+    holds a part or not.
+    """
     one, two = (sm.DeviceMesh(DEVICE, ranks, axis_names=("a",)) for ranks in ([0, 1], [3, 1, 2]))
     tensors = [numbers(2, 2, 8, 3), numbers(3, 2, 3, 3, seed=1), numbers(3, 2, 2, 2, seed=2)]
 
@@ -344,7 +350,9 @@ def test_two_meshes_of_processes(world4):
 
 
 def test_part_with_only_padding():
-    """9 results of 1 element and 4 of padding on either side: the first and the last rank's 3 see no element."""
+    """9 results of 1 element and 4 of padding on either side: the first and the last rank's 3 see
+    no element.
+    """
     random = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(shape, generator=random, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""`sm.ops.flex_attention`: batch, heads and query rows split, score and mask functions with global positions, gradients, errors."""
+"""`sm.ops.flex_attention`: batch, heads and query rows split, score and mask functions with global
+positions, gradients, errors.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def reference(
     block_mask: Any = None,
     scale: Any = None,
 ) -> Any:
-    """Compute attention of whole tensors, element by element of the scores, with torch's ordinary operators."""
+    """Compute attention of whole tensors, element by element of the scores, with torch's ordinary
+    operators.
+    """
     scores = query @ key.transpose(-2, -1) * (FEATURES**-0.5 if scale is None else scale)
     b, h, q, kv = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     if score_mod is not None:
@@ -134,7 +138,9 @@ def test_gradients(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_grouped_heads_and_uneven_rows(size: int) -> None:
-    """Two key heads for four query heads; on three ranks a rank has no heads and parts of rows are uneven."""
+    """Two key heads for four query heads; on three ranks a rank has no heads and parts of rows are
+    uneven.
+    """
     rows = (
         f(2, 4, 7, FEATURES).float(),
         f(2, 2, LENGTH, FEATURES, seed=1).float(),

@@ -57,7 +57,8 @@ def test_cross_entropy_and_its_second_gradient(options, spec):
 
 
 def test_bytes_per_row_do_not_depend_on_the_number_of_classes():
-    """512 rows of 32000 classes on 8 ranks: two reductions of 512 numbers and two of one number, one in backward.
+    """512 rows of 32000 classes on 8 ranks: two reductions of 512 numbers and two of one number,
+    one in backward.
 
     So that 4096 rows receive 57 KB per rank, and the same operator with gathered logits 459 MB.
     """
@@ -82,7 +83,9 @@ def test_bytes_per_row_do_not_depend_on_the_number_of_classes():
 
 
 def test_backward_saves_nothing_of_the_size_of_the_logits():
-    """Exponentials are recomputed: forward temporarily holds one copy of the logits, backward two, including the gradient."""
+    """Exponentials are recomputed: forward temporarily holds one copy of the logits, backward two,
+    including the gradient.
+    """
 
     def program(mesh):
         x = place(torch.randn(64, 4096), mesh, P(None, "a")).requires_grad_()
@@ -213,7 +216,9 @@ def test_deprecated_arguments_raise(loss):
     "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss]
 )
 def test_half_precision_means_accumulate_in_float32(loss):
-    """The sum of 4096 ones would be 256 in bfloat16; what is pending is reduced before it is rounded."""
+    """The sum of 4096 ones would be 256 in bfloat16; what is pending is reduced before it is
+    rounded.
+    """
     x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 
     def program(mesh):

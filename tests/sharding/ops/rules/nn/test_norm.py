@@ -122,7 +122,7 @@ def test_half_precision_accumulates_in_float32(dtype):
     on_mesh((4,), program)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 MODULES = {
     "BatchNorm2d": (lambda: nn.BatchNorm2d(6), IMAGE),
@@ -216,7 +216,7 @@ def test_one_value_per_channel_raises_in_training():
     assert "more than 1 value per channel" in same_error((2,), program, ValueError)
 
 
-# -- outside ----------------------------------------------------------------------------------------------------------
+# -- outside ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, "softmax", "cross_entropy", "attention"])

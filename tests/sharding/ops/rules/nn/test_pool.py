@@ -1,4 +1,6 @@
-"""Pooling and image operators over sharded batch, channels and space: values, indices, gradients, bytes."""
+"""Pooling and image operators over sharded batch, channels and space: values, indices, gradients,
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def check(mesh, call, tensor, spec=ROWS):
         torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), equal_nan=True)
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------
+# -- windows ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -150,7 +152,9 @@ LINEAR = {
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("spec", [ROWS, P("a"), P(None, "a")])
 def test_second_gradients_with_empty_parts(name, spec):
-    """A rank with an empty part calls the same collectives as the others, although the operator is linear."""
+    """A rank with an empty part calls the same collectives as the others, although the operator is
+    linear.
+    """
     x = numbers(2, 2, 2)
 
     def twice(x):
@@ -166,7 +170,9 @@ def test_second_gradients_with_empty_parts(name, spec):
 
 
 def test_bytes():
-    """Windows on one rank need no communication; overlapping ones a row; the global mean its sum."""
+    """Windows on one rank need no communication; overlapping ones a row; the global mean
+    its sum.
+    """
     x, row = numbers(1, 3, 16, 8), 3 * 8 * 8
 
     def program(mesh):
@@ -229,7 +235,7 @@ def test_interpolation_is_rounded_once(dtype):
     on_mesh((3,), program)
 
 
-# -- windows at random ------------------------------------------------------------------------------------------------
+# -- windows at random -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,7 @@ def test_random_windows_do_not_depend_on_the_mesh(call):
     )
 
 
-# -- errors and modules -----------------------------------------------------------------------------------------------
+# -- errors and modules ----------------------------------------------------------------------------
 
 
 def test_invalid_arguments_raise_torchs_error():
@@ -348,7 +354,7 @@ def test_bilinear():
     on_mesh((2, 2), program)
 
 
-# -- similarities -----------------------------------------------------------------------------------------------------
+# -- similarities ----------------------------------------------------------------------------------
 
 
 def test_cosine_similarity_over_sharded_features_only_communicates_sums():

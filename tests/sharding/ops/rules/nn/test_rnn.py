@@ -1,4 +1,6 @@
-"""Recurrent modules, unchanged, on sharded parameters and inputs: outputs, states, gradients and training steps."""
+"""Recurrent modules, unchanged, on sharded parameters and inputs: outputs, states, gradients and
+training steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def flat(tree):
 
 
 def check_training(mesh, make, run, inputs, specs, partition=None):
-    """Check that outputs, gradients of the inputs, and parameters after a step equal those of one process."""
+    """Check that outputs, gradients of the inputs, and parameters after a step equal those of one
+    process.
+    """
     plain, model = built(make), distribute_module(built(make), mesh, partition)
     theirs, ours = (
         [x.clone().requires_grad_() for x in inputs],
@@ -57,7 +61,7 @@ def check_training(mesh, make, run, inputs, specs, partition=None):
         torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
 
 
-# -- sequences --------------------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------------------
 
 OPTIONS = {
     "one layer": {},
@@ -169,7 +173,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
             torch.testing.assert_close(one, other)
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(5)
@@ -209,7 +213,7 @@ def test_cells_with_sharded_rows_move_gates_not_weights():
     assert all(0 < count <= 2 * 4 * 64 * 4 for count in on_mesh((4,), program))
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_packed_sequences_raise():
@@ -258,7 +262,9 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
 
 
 def test_weights_are_not_flattened(monkeypatch):
-    """On a GPU the module asks for the memory of its weights, which sharded ones have not in one piece."""
+    """On a GPU the module asks for the memory of its weights, which sharded ones have not in one
+    piece.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
     monkeypatch.setattr(sm.ShardedTensor, "is_cuda", True)
 

@@ -26,7 +26,9 @@ ALONG = [P(None, "a"), P(None, ("b", "a")), P("b", "a"), P(None, "a", unreduced=
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("spec", ALONG, ids=str)
 def test_values_and_gradients_of_gradients(name, spec):
-    """On 4 x 2 ranks, so that of 10 columns parts are uneven, and under 8 ranks some have one or two."""
+    """On 4 x 2 ranks, so that of 10 columns parts are uneven, and under 8 ranks some have one or
+    two.
+    """
     call = OPERATORS[name]
 
     def second(x):

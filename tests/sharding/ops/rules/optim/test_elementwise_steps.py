@@ -1,4 +1,6 @@
-"""torch's elementwise optimizer steps run on the parts; on a GPU, for which tensors without memory stand in, with `step` beside them."""
+"""torch's elementwise optimizer steps run on the parts; on a GPU, for which tensors without memory
+stand in, with `step` beside them.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def _calls_of_second_step(optimizer: torch.optim.Optimizer) -> list[str]:
 def test_a_step_on_a_gpu_is_that_of_plain_tensors(
     name: str, how: dict[str, bool], on_gpu: FakeTensorMode
 ) -> None:
-    """Fused and capturable ones keep `step` on the GPU, which torch compares with the device of the lists: of the parts, not "meta"."""
+    """Fused and capturable ones keep `step` on the GPU, which torch compares with the device of the
+    lists: of the parts, not "meta".
+    """
     params = _on_gpu(on_gpu)
     optimizer = MAKERS[name](params, **how)
     plain = MAKERS[name](
@@ -135,7 +139,9 @@ class _OnWrappers(TorchFunctionMode):
     ],
 )
 def test_steps_run_on_the_parts(name: str, how: dict[str, bool]) -> None:
-    """No operator is dispatched per parameter but the question whether it is complex; state stays sharded."""
+    """No operator is dispatched per parameter but the question whether it is complex; state stays
+    sharded.
+    """
 
     def program(mesh: sm.DeviceMesh) -> None:
         params = sharded(mesh)

@@ -1,4 +1,6 @@
-"""`_foreach_*`, fused kernels, torch's optimizers and gradient clipping: equal to a single process."""
+"""`_foreach_*`, fused kernels, torch's optimizers and gradient clipping: equal to a single
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,24 @@ UNARY = [
     name
     for name in dir(torch)
     if name.startswith("_foreach_")
-    and name.removesuffix("_").removeprefix("_foreach_") in (
-        "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
-        "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc clone zero"
+    and name.removesuffix("_").removeprefix("_foreach_")
+    in (
+        "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p "
+        "log2 neg reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc clone zero"
     ).split()
-]  # fmt: skip
+]
 MORE = {
-    "add": [lambda g, xs, ys: g(xs, ys), lambda g, xs, ys: g(xs, scalars(1)), lambda g, xs, ys: g(xs, ys, alpha=3)],
+    "add": [
+        lambda g, xs, ys: g(xs, ys),
+        lambda g, xs, ys: g(xs, scalars(1)),
+        lambda g, xs, ys: g(xs, ys, alpha=3),
+    ],
     "sub": [lambda g, xs, ys: g(xs, ys), lambda g, xs, ys: g(xs, ys, alpha=3)],
-    "mul": [lambda g, xs, ys: g(xs, ys), lambda g, xs, ys: g(xs, torch.tensor(2.0)), lambda g, xs, ys: g(xs, scalars(0))],
+    "mul": [
+        lambda g, xs, ys: g(xs, ys),
+        lambda g, xs, ys: g(xs, torch.tensor(2.0)),
+        lambda g, xs, ys: g(xs, scalars(0)),
+    ],
     "div": [lambda g, xs, ys: g(xs, ys), lambda g, xs, ys: g(xs, 3.0)],
     "pow": [lambda g, xs, ys: g(xs, 2.0), lambda g, xs, ys: g(xs, ys)],
     "maximum": [lambda g, xs, ys: g(xs, ys), lambda g, xs, ys: g(xs, 1.0)],
@@ -46,8 +57,11 @@ MORE = {
     "clamp_max": [lambda g, xs, ys: g(xs, scalars(0))],
     "lerp": [lambda g, xs, ys: g(xs, ys, 0.3), lambda g, xs, ys: g(xs, ys, ys)],
     "addcmul": [lambda g, xs, ys: g(xs, ys, ys, 0.5), lambda g, xs, ys: g(xs, ys, ys, scalars(0))],
-    "addcdiv": [lambda g, xs, ys: g(xs, ys, ys, value=0.5), lambda g, xs, ys: g(xs, ys, ys, torch.tensor(scalars(0)))],
-}  # fmt: skip
+    "addcdiv": [
+        lambda g, xs, ys: g(xs, ys, ys, value=0.5),
+        lambda g, xs, ys: g(xs, ys, ys, torch.tensor(scalars(0))),
+    ],
+}
 CASES = [(name, lambda g, xs, ys: g(xs)) for name in UNARY]
 CASES += [
     (f"_foreach_{name}{end}", way)
@@ -70,7 +84,9 @@ CASES += [
     "others", [SPECS, [P(None, "a"), P(None, "a"), P("a")]], ids=["aligned", "mixed"]
 )
 def test_foreach(others):
-    """One call on the local lists if corresponding tensors have equal layouts, otherwise one by one."""
+    """One call on the local lists if corresponding tensors have equal layouts, otherwise one by
+    one.
+    """
 
     def program(mesh):
         for name, call in CASES:
@@ -136,7 +152,7 @@ def test_norms_of_many_tensors_take_one_reduction_for_each_set_of_axes():
     on_mesh((2, 2), program)
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 class MixedParameters(nn.Module):

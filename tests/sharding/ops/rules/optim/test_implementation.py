@@ -1,4 +1,6 @@
-"""The implementation that a torch optimizer uses for sharded parameters, and its number of calls."""
+"""The implementation that a torch optimizer uses for sharded parameters, and its number of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,9 @@ class Grouping(torch.optim.Optimizer):
 
 @every_rank(2)
 def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
-    """As on a GPU, where `step` lies beside the part and the wrapper says "meta": float64 stands for the other device."""
+    """As on a GPU, where `step` lies beside the part and the wrapper says "meta": float64 stands
+    for the other device.
+    """
     dtypes = (torch.float32, torch.float64, torch.float32)
     xs: list[Any] = [
         sm.distribute_tensor(torch.ones(2, dtype=dtype), mesh, P("a")) for dtype in dtypes
@@ -187,8 +191,9 @@ def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     optimizer.lists = [xs, [None, None, xs[2]], [], steps]
     found: Any = optimizer.step()
     assert {(str(device), dtype): numbers for (device, dtype), (_, numbers) in found.items()} == {
-        ("cpu", torch.float32): [0, 2], ("cpu", torch.float64): [1],
-    }  # fmt: skip
+        ("cpu", torch.float32): [0, 2],
+        ("cpu", torch.float64): [1],
+    }
     lists, expected = (
         found[torch.device("cpu"), torch.float32][0],
         ([xs[0], xs[2]], [None, xs[2]], [], [steps[0], steps[2]]),

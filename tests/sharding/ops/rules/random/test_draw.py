@@ -201,7 +201,9 @@ def test_dtypes(name, dtype):
 
 
 def _clipped(x, name):
-    """Return the real parts, clipped to [-100, 100] where torch's distribution has no useful mean."""
+    """Return the real parts, clipped to [-100, 100] where torch's distribution has no
+    useful mean.
+    """
     x = (x.real if x.is_complex() else x).double()
     return x.clamp(-1e2, 1e2) if name in ("cauchy_", "log_normal_") else x
 

@@ -1,4 +1,6 @@
-"""Dropout of every kind, sharded: against torch's own formula for the same mask, its gradients, and what it refuses."""
+"""Dropout of every kind, sharded: against torch's own formula for the same mask, its gradients, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LAYOUTS = [
 
 
 def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
-    """Return the full results of two calls (or the gradients of their sum) on ones; check that all ranks agree without communication."""
+    """Return the full results of two calls (or the gradients of their sum) on ones; check that all
+    ranks agree without communication.
+    """
 
     def program(mesh):
         sm.random.manual_seed(6)
@@ -73,7 +77,9 @@ def test_whole_channels_are_dropped_on_any_mesh(name):
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("func", [F.alpha_dropout, F.feature_alpha_dropout])
 def test_alpha_dropout_equals_torch(func, p):
-    """The two values that torch gives to what is kept and to what is not, of an input of ones; mean and variance stay."""
+    """The two values that torch gives to what is kept and to what is not, of an input of ones; mean
+    and variance stay.
+    """
     torch.manual_seed(0)
     theirs = func(torch.ones(40, 40, 2, dtype=torch.float64), p, True).unique()
     ours = whole((40, 40, 2), func, p)[0].unique()

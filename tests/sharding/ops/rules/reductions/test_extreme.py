@@ -12,7 +12,8 @@ from shardmesh import P
 from shardmesh.sharding.ops.rules.check import prove
 from tests.sharding.ranks import collectives, launched, on_mesh
 
-# Of every column the extreme stands in several rows, in unequal numbers on the ranks: 2 of 5 rows on one of two ranks.
+# Of every column the extreme stands in several rows, in unequal numbers on the ranks: 2 of 5 rows
+# on one of two ranks.
 TIED = torch.tensor([[3, 1, 0], [3, 1, 2], [1, 1, 2], [3, 0, 2], [0, 1, 2]], dtype=torch.float64)
 SMALL = {"meshes": [(2,), (3,), (2, 2)], "most": 12}
 

@@ -34,7 +34,9 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bytes_do_not_grow_with_the_dim(name):
-    """A few candidates of 16 bytes for each row and rank; the rows of a rank are 96 elements of 8 bytes each, or 9600."""
+    """A few candidates of 16 bytes for each row and rank; the rows of a rank are 96 elements of 8
+    bytes each, or 9600.
+    """
     call = CALLS[name]
 
     def counted(size):
@@ -58,7 +60,9 @@ def test_bytes_do_not_grow_with_the_dim(name):
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "aminmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_values_and_indices_share_a_collective(name, dtype):
-    """Also where parts are uneven. The gradient is a slice at first, and gathered when it is differentiated again."""
+    """Also where parts are uneven. The gradient is a slice at first, and gathered when it is
+    differentiated again.
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(f(4, 5).mul(8).to(dtype), mesh, P(None, "a"), src_data_rank=None)
@@ -219,7 +223,9 @@ def test_bools():
 )
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_ties_share_the_gradient_of_an_extreme(name, spec):
-    """Three of one rank and one of another get a quarter each; and again when differentiated twice."""
+    """Three of one rank and one of another get a quarter each; and again when
+    differentiated twice.
+    """
     values = torch.tensor(
         [[3.0, 3.0, 0.0], [0.0, 3.0, 0.0], [1.0, 2.0, 0.0], [3.0, 1.0, 2.0]], dtype=torch.float64
     )
@@ -245,7 +251,9 @@ def test_ties_share_the_gradient_of_an_extreme(name, spec):
 
 @pytest.mark.parametrize("call", [lambda x: x.max(0), lambda x: x.argmin(), lambda x: x.topk(1)])
 def test_ranks_with_an_empty_part_raise_the_same_error(call):
-    """torch tells only from values that it has no order of complex numbers; nobody must wait for those that were told."""
+    """torch tells only from values that it has no order of complex numbers; nobody must wait for
+    those that were told.
+    """
 
     def program(mesh):
         call(

@@ -1,4 +1,6 @@
-"""Means, deviations, norms and covariances: directly on the parts where the dim is whole, else a few numbers travel."""
+"""Means, deviations, norms and covariances: directly on the parts where the dim is whole, else a
+few numbers travel.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ REDUCE = {
     "linalg.norm": lambda x, dim: torch.linalg.norm(x, math.inf, dim),
     "quantile": lambda x, dim: torch.quantile(x, 0.5, dim),
 }
-# Numbers that are reduced over the ranks, for each column. One all_reduce over 4 ranks brings 1.5 of their bytes.
+# Numbers that are reduced over the ranks, for each column. One all_reduce over 4 ranks brings 1.5
+# of their bytes.
 NUMBERS = {
     "mean": 1,
     "nanmean": 2,
@@ -113,14 +116,23 @@ def test_half_precision_accumulates_in_float32(dtype):
 
 def _calls(is_real):
     yield from (
-        lambda x: x.mean(0), lambda x: x.var(0), lambda x: torch.linalg.norm(x), lambda x: x.norm(dim=0), torch.cov,
-        lambda x: x.std(), lambda x: torch.dist(x, x), lambda x: torch.linalg.matrix_norm(x, 1), lambda x: x.std(1),
-    )  # fmt: skip
+        lambda x: x.mean(0),
+        lambda x: x.var(0),
+        lambda x: torch.linalg.norm(x),
+        lambda x: x.norm(dim=0),
+        torch.cov,
+        lambda x: x.std(),
+        lambda x: torch.dist(x, x),
+        lambda x: torch.linalg.matrix_norm(x, 1),
+        lambda x: x.std(1),
+    )
     if is_real:
         yield from (
-            lambda x: x.nanmean(0), lambda x: x.mean(0, dtype=torch.float64), torch.corrcoef,
+            lambda x: x.nanmean(0),
+            lambda x: x.mean(0, dtype=torch.float64),
+            torch.corrcoef,
             lambda x: torch.linalg.vector_norm(x, dtype=torch.float64),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -1,4 +1,6 @@
-"""Reshapes of uneven parts: what every rank can do alone moves nothing, and values and gradients are those of the whole."""
+"""Reshapes of uneven parts: what every rank can do alone moves nothing, and values and gradients
+are those of the whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Arranging along a split dim: what moves is what changes ranks, in one exchange; gradients of gradients; writes to slices."""
+"""Arranging along a split dim: what moves is what changes ranks, in one exchange; gradients of
+gradients; writes to slices.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ CALLS = {
 @pytest.mark.parametrize("spec", [P("a"), RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", CALLS)
 def test_only_elements_that_change_ranks_move(name, spec):
-    """One exchange, in which every rank gets each number that its result has and its parts had not, once."""
+    """One exchange, in which every rank gets each number that its result has and its parts had not,
+    once.
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, spec, src_data_rank=None)
@@ -86,7 +90,9 @@ def test_rolling_by_k_moves_k_rows():
 
 
 def test_values_written_into_a_copy_are_sent_to_their_ranks():
-    """Rows 6 to 11 are on ranks 1 and 2, which lack two each of the five written rows (0 1 | 2 3 | 4)."""
+    """Rows 6 to 11 are on ranks 1 and 2, which lack two each of the five written rows (0 1 | 2 3 |
+    4).
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)
@@ -127,7 +133,9 @@ def test_no_communication(call, spec):
     [("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 3), ("cummin", 3)],
 )
 def test_scans_communicate_only_totals(name, elements):
-    """From each of the three other ranks a row of totals; with extremes go their places, twice as wide."""
+    """From each of the three other ranks a row of totals; with extremes go their places, twice as
+    wide.
+    """
 
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None).requires_grad_()
@@ -142,7 +150,7 @@ def test_scans_communicate_only_totals(name, elements):
     on_mesh((4,), program)
 
 
-# -- values and gradients ---------------------------------------------------------------------------------------------
+# -- values and gradients --------------------------------------------------------------------------
 
 DOUBLED = {
     "slice": lambda x: x[1:4].exp() * x[2:5],
@@ -189,7 +197,9 @@ def test_gradients_of_gradients(name):
 
 
 def _twice(made, x):
-    """Return the gradient of the sum of squares, and the gradient of that gradient's sum of squares."""
+    """Return the gradient of the sum of squares, and the gradient of that gradient's sum of
+    squares.
+    """
     (grad,) = torch.autograd.grad((made * made).sum(), x, create_graph=True)
     (twice,) = torch.autograd.grad((grad * grad).sum(), x)
     return grad.detach(), twice
@@ -217,10 +227,19 @@ def test_ranks_outside_the_mesh_take_part_in_backward(name):
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product"])
 def test_other_pending_kinds_stay_pending_or_are_reduced(kind):
     for func in (
-        lambda x: x[1:4], lambda x: x[2], lambda x: x.roll(1, 0), lambda x: torch.cat([x, x]), lambda x: F.pad(x, (0, 0, 1, 2)),
-        lambda x: F.pad(x, (0, 0, 1, 2), value=1.5), lambda x: x.tril(), lambda x: x.cumsum(0), lambda x: x.chunk(2)[0],
-        torch.trace, lambda x: x.repeat(2, 1), lambda x: torch.slice_scatter(x, x[:1], 0, 2, 3),
-    ):  # fmt: skip
+        lambda x: x[1:4],
+        lambda x: x[2],
+        lambda x: x.roll(1, 0),
+        lambda x: torch.cat([x, x]),
+        lambda x: F.pad(x, (0, 0, 1, 2)),
+        lambda x: F.pad(x, (0, 0, 1, 2), value=1.5),
+        lambda x: x.tril(),
+        lambda x: x.cumsum(0),
+        lambda x: x.chunk(2)[0],
+        torch.trace,
+        lambda x: x.repeat(2, 1),
+        lambda x: torch.slice_scatter(x, x[:1], 0, 2, 3),
+    ):
         prove(func, (f(5, 3),), kinds=(kind,), meshes=[(2,), (2, 2)], most=20)
 
 
@@ -265,7 +284,7 @@ def test_half_precision_cumsum_accumulates_in_float32():
     on_mesh((3,), program)
 
 
-# -- layouts and views ------------------------------------------------------------------------------------------------
+# -- layouts and views -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,7 +382,7 @@ def test_invalid_arguments_raise_torchs_errors_before_communication():
     on_mesh((4,), program)
 
 
-# -- real processes ---------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def _weighted(call, x):

@@ -58,7 +58,9 @@ def test_tensors_are_in_order_in_the_buffer(shapes, parts):
     st.integers(1, 6),
 )
 def test_pieces_are_nearly_minimal(shapes, parts):
-    """Each boundary and each tensor wastes less than a row; a piece is at least as long as the longest row."""
+    """Each boundary and each tensor wastes less than a row; a piece is at least as long as the
+    longest row.
+    """
     cutting, longest = _cut(shapes, parts), max(row for _, row in shapes)
     total = sum(count * row for count, row in shapes)
     assert cutting.piece >= max(math.ceil(total / parts), longest if parts == 1 else 0)
