@@ -2,8 +2,10 @@
 and shardmesh.
 
     python benchmarks/dispatch.py                          tables on the terminal, about two minutes
-    python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes time
-    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp, stack,
+    python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes
+                                                           time
+    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves,
+                                                           shapes, mlp, stack,
                                                            optimizers
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 

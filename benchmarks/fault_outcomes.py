@@ -1,6 +1,7 @@
 """Short descriptions of the outcomes of a fault, and the latencies of errors.
 
-torch       "nothing", "wrong result", "hang", "connection closed", "abort" ...; whether a message names the outlier
+torch       "nothing", "wrong result", "hang", "connection closed", "abort" ...; whether a message
+            names the outlier
 shardmesh   the error, the ranks that it names and the difference, or "wrong"
 """
 

@@ -1,7 +1,8 @@
 """Outcomes of faulty programs with torch.distributed, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and with
 shardmesh's monitor.
 
-    python benchmarks/faults.py                            all programs, three ways: about 25 minutes
+    python benchmarks/faults.py                            all programs, three ways: about 25
+                                                           minutes
     python benchmarks/faults.py --only is_killed           one program; may be given several times
     python benchmarks/faults.py --ours                     shardmesh only: a few minutes
     python benchmarks/faults.py --json figures.json --markdown docs/faults.md

@@ -3,7 +3,8 @@ correct ones.
 
     python benchmarks/monitor_random.py                               everything, about an hour
     python benchmarks/monitor_random.py --simulated 100 --processes 0 --calls 0
-    python benchmarks/monitor_random.py --raw                         programs that also call torch.distributed directly
+    python benchmarks/monitor_random.py --raw                         programs that also call
+                                                                      torch.distributed directly
     python benchmarks/monitor_random.py --json figures.json --markdown tables.md
 
 The programs are those of tests/faults/random_programs.py. In each faulty one, one rank diverges
@@ -13,9 +14,12 @@ late (which is no error). The outcomes are:
     named       all other ranks raise an error that names the outlier and no other rank
     tie         an error that names no rank, since two ranks differ and there is no majority
     nothing     no error and correct results: the divergence had no effect
-    local       different results on the outlier, but all collectives moved the same data: it was not observable
-    unseen      different data only in collectives that the program calls on plain tensors, which have no lineage
-    wrong       anything else: silently different results, a correct rank named, no rank named despite a majority, a hang
+    local       different results on the outlier, but all collectives moved the same data: it was
+                not observable
+    unseen      different data only in collectives that the program calls on plain tensors, which
+                have no lineage
+    wrong       anything else: silently different results, a correct rank named, no rank named
+                despite a majority, a hang
 
 Correct programs test for false alarms: their ranks create additional tensors, on different lines
 and in threads.

@@ -1,7 +1,8 @@
 """Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the
 lookup of one rank's routes.
 
-    python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to five axes, minutes
+    python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to
+                                                             five axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
     python benchmarks/plan_scale.py --only "(512, 8, 32)"    one mesh; may be given several times
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
@@ -12,7 +13,8 @@ parts, each in a separate fork, so that caches start empty:
 
     plan      `sm.debug.plan(src, dst, topology)`
     explain   `str(sm.debug.explain(src, dst, topology=topology))`, which plans again
-    rank      the boxes that the rank in the middle of the mesh sends and receives (`routes` of every step)
+    rank      the boxes that the rank in the middle of the mesh sends and receives (`routes` of
+              every step)
 
 Times are CPU times, since nothing waits. "peers" is the number of ranks that this rank exchanges
 data with; the cost may grow with it and with the number of axes. Memory is the peak of Python's

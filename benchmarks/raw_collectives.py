@@ -1,7 +1,7 @@
 """Each collective in torch.distributed by hand, torch's functional collectives, spmd_types and
 shardmesh.
 
-    psum          raw   clone, all_reduce        ours   sm.psum(x, "x")        spmd_types   all_reduce(x, group, dst=R)
+    psum  raw  clone, all_reduce   ours   sm.psum(x, "x")   spmd_types   all_reduce(x, group, dst=R)
 
 All return a new tensor and do not modify `x`. The raw ones include any arithmetic and reordering of
 elements that the collective needs, written by hand.

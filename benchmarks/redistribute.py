@@ -1,10 +1,13 @@
 """Redistribution on gloo processes: shardmesh compared with both planners of torch's DTensor.
 
-    python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten minutes
+    python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten
+                                                             minutes
     python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
     python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
-    python benchmarks/redistribute.py --calibrate            ours planned with the topology from `sm.topology.calibrate`
-    python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes, seconds
+    python benchmarks/redistribute.py --calibrate            ours planned with the topology from
+                                                             `sm.topology.calibrate`
+    python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes,
+                                                             seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
 All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values
@@ -17,7 +20,8 @@ DTensor's, the pair is timed again with more rounds, and only the second measure
 DTensor's planners:
 
     greedy      what `DTensor.redistribute` does: axis by axis, from the last to the first
-    min-cost    the cheapest sequence of such steps by DTensor's cost model; dtensor.py says how to select it
+    min-cost    the cheapest sequence of such steps by DTensor's cost model; dtensor.py says how to
+                select it
 
 Bytes received per rank (the maximum over ranks) are counted by the same convention for all: (n-1)
 parts for an all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from

@@ -1,7 +1,7 @@
 r"""A convolution over an image that is sharded along its height: each rank needs a few rows of its
 neighbors, the halo.
 
-    image P(None, None, "sp"): [b c h/4 w] on each rank                with a kernel of 3 rows the halo is 1 row
+    image P(None, None, "sp"): [b c h/4 w] on each rank    with a kernel of 3 rows the halo is 1 row
 
              0 0 0 0 0 0      the first rank receives zeros, which serve as padding
     rank 0   . . . . . .

@@ -1,7 +1,8 @@
 """LoRA: freeze the weights of a model and train small matrices next to them; all are sharded over
 the ranks between uses.
 
-    y = x W' + x A' B'        W is frozen and gathered for use; A and B are trained, and only they have gradients and optimizer state
+    y = x W' + x A' B'        W is frozen and gathered for use; A and B are trained, and only they
+                              have gradients and optimizer state
 
 LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685
 

@@ -1,8 +1,10 @@
 """Launches of Triton kernels in a few microseconds of host time: the only place that calls Triton's
 launcher.
 
-    first launch    Triton binds and specializes the arguments, hashes constants and options, compiles, and launches
-    later ones      the compiled kernel is found by what Triton specialized on, and its launcher called with plain addresses
+    first launch    Triton binds and specializes the arguments, hashes constants and options,
+                    compiles, and launches
+    later ones      the compiled kernel is found by what Triton specialized on, and its launcher
+                    called with plain addresses
 
 A `KernelLauncher` has what does not change between launches: kernel, grid, constants and options;
 those that differ only in the grid share compiled kernels. What remains of Triton's key are the

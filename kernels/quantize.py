@@ -1,7 +1,8 @@
 """Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats,
 and back.
 
-    quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of x's bytes
+    quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of
+                                                                           x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
 
 A record is a box's elements, row-major, in blocks of `block`:

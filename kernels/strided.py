@@ -41,9 +41,11 @@ COLUMNS = 27
 """Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a
 plane, then
 
-    rows    5 lanes of a plane, 6 lanes of a run, 7 and 8 their divisor, 9 and 10 strides of A, ..., 21 size of B, 22 and 23
+    rows    5 lanes of a plane, 6 lanes of a run, 7 and 8 their divisor, 9 and 10 strides of A, ...,
+            21 size of B, 22 and 23
             its divisor, 24 and 25 strides of B, 26 units of a run
-    tiles   5 words along I (a run padded to a power of two), 6 along J, 7 source stride of J, 8 destination stride of I,
+    tiles   5 words along I (a run padded to a power of two), 6 along J, 7 source stride of J, 8
+            destination stride of I,
             9 programs along J
 
 and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest
@@ -208,7 +210,8 @@ def divisor(d: int) -> tuple[int, int]:
     for n and d < 2**31.
 
     >>> multiplier, shift = divisor(7)
-    >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1, (2**31 - 1) // 7]
+    >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1,
+    ...     (2**31 - 1) // 7]
     True
     """
     shift = (d - 1).bit_length()

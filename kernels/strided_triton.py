@@ -2,7 +2,8 @@
 `symmetric/`.
 
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
-    tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides are read in order
+    tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides
+             are read in order
 
 Bytes moved: each element is read once for each part and written once, plus some 200 bytes of table
 for each program, from the cache. Against torch, which takes one launch per view (`copy_`), and one

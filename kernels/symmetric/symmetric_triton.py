@@ -2,7 +2,8 @@
 `strided_triton.move_rows`.)
 
     barrier       signal every peer's same program, wait for its signal
-    all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier; peers' regions ->) epilogue -> out,
+    all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier;
+                  peers' regions ->) epilogue -> out,
                   as numbers or, a half to a quarter of the bytes, as the codes and scales of
                   `quantize.py`
 

@@ -1,9 +1,11 @@
 """Small tables of the host on a device: copied once, without the host waiting for the device, and
 safe under CUDA graph capture.
 
-    outside of a capture    host -> pinned memory ~> device, on the current stream; another stream waits for the copy's event once
+    outside of a capture    host -> pinned memory ~> device, on the current stream; another stream
+                            waits for the copy's event once
     inside, copied before   the copy, which is then kept: a graph has no way to tell when it is gone
-    inside, not yet copied  reserved pinned memory ~> memory of the graph: the copy becomes a node of the graph, and is repeated by
+    inside, not yet copied  reserved pinned memory ~> memory of the graph: the copy becomes a node
+                            of the graph, and is repeated by
                             every replay, so that no one reads memory that is first written by a
                             replay
 

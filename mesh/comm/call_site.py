@@ -1,9 +1,9 @@
 """Find the line of the user's program that caused a collective, and the function that it called.
 
-    train.py:12    y = F.linear(x, w)              the innermost frame that is neither shardmesh's nor torch's
+    train.py:12    y = F.linear(x, w)    the innermost frame that is neither shardmesh's nor torch's
     torch          linear
-    shardmesh      torch_function                  the outermost frame of shardmesh: what the line called
-    shardmesh      ... all_gather                  user_call() is called here
+    shardmesh      torch_function        the outermost frame of shardmesh: what the line called
+    shardmesh      ... all_gather        user_call() is called here
 
 Everything is read from the stack when it is needed, so programs pay nothing for it otherwise.
 """

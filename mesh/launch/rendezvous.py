@@ -1,11 +1,15 @@
 """Rendezvous at the job's store and check that all ranks agree, before any process group is made.
 
-    rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up would
+    rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up
+                                                          would
                   job        name of the job that arrived first
                   0/rank2    rank info of the process that is rank 2
-                  0/came     2 0 3 1                      ranks that have arrived; once all have, each of them adds itself to "ready",
-                  0/ready    3 1 0 2                      and the last one to do so compares the rank infos
-                  0/verdict  "go", or what is wrong       the first one stands, and all ranks take it
+                  0/came     2 0 3 1                      ranks that have arrived; once all have,
+                                                          each of them adds itself to "ready",
+                  0/ready    3 1 0 2                      and the last one to do so compares the
+                                                          rank infos
+                  0/verdict  "go", or what is wrong       the first one stands, and all ranks take
+                                                          it
                   1/...                                   the next default group of the same job
 
 A rank is "ready" only while its process lives, so that entries which an earlier attempt of a

@@ -1,6 +1,7 @@
 """session: close the process groups of a program at the end of a block, also after an error.
 
-with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then the default group
+with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then
+                                                                   the default group
     mesh = ...               rank 1   mesh, training .. sync       the same, in the same order
     train(mesh)
                              rank 0   mesh, training ..  PeerError: rank 1 raised ...        close without waiting

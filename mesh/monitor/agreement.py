@@ -7,7 +7,8 @@ all ranks.
 In the store, under "shardmesh/watch/JOB":
     folder/HOST   the folder that the first rank of a host has chosen
     place/RANK    which files a rank has
-    without       why the job is not monitored; the first reason stands, and the rank that wrote it prints it
+    without       why the job is not monitored; the first reason stands, and the rank that wrote it
+                  prints it
 
 A store that cannot be reached never answers, and the main thread may be blocked in it on its own
 connection. So waiting ranks ask on a separate thread, and a rank that gives up does so over a

@@ -1,8 +1,10 @@
 """Abort the communicators of accelerators when the job has failed: nothing else ends a kernel that
 waits for other ranks.
 
-the verdict is raised     first abort: destroy_process_group would wait for the kernels, under a lock that an abort needs as well
-half a second later       abort: the main thread is stuck in a synchronization, which that ends; then it raises the verdict
+the verdict is raised     first abort: destroy_process_group would wait for the kernels, under a
+                          lock that an abort needs as well
+half a second later       abort: the main thread is stuck in a synchronization, which that ends;
+                          then it raises the verdict
 """
 
 from __future__ import annotations

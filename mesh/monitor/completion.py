@@ -1,7 +1,9 @@
 """Whether torch's work on the CPU is done, asked so that torch's own threads can finish it.
 
-    gloo's thread    Work.finish: has the work's lock, runs the profiler's callback, which waits for the interpreter's lock
-    this thread      Work.isCompleted: has the interpreter's lock, waits for the work's: neither goes on
+    gloo's thread    Work.finish: has the work's lock, runs the profiler's callback, which waits for
+                     the interpreter's lock
+    this thread      Work.isCompleted: has the interpreter's lock, waits for the work's: neither
+                     goes on
 
 The callback needs the interpreter where the collective was started under
 `torch.autograd.graph.saved_tensors_hooks`, as in a backward of FSDP, while a profiler was on (torch

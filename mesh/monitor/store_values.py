@@ -1,6 +1,7 @@
 """Check values of the job's store, to which everybody who reaches its port can write.
 
-    value of the store  --- parsed(key, value, parse) --->  a value of the right type, or one StoreValueError that names the key
+    value of the store  --- parsed(key, value, parse) --->  a value of the right type, or one
+                                                            StoreValueError that names the key
 
 torch's store has neither passwords nor owners of keys, so no value decides more than it has to: a
 job's name is 16 digits, its folder is one that this host would choose, and a copy of another host's

@@ -4,7 +4,8 @@ within seconds.
     verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
               +5 s     one that does not react is ended
               +10 s    one that raised the error and lives on, in the same job, is ended
-    at exit            torch's groups are kept: destroying one waits for its threads, which wait for ranks that never answer
+    at exit            torch's groups are kept: destroying one waits for its threads, which wait for
+                       ranks that never answer
 
 Programs that host others are left alone: nothing is ended while a test runner, a notebook or a
 debugger runs the program, or after it has destroyed the default group and continues with something

@@ -1,7 +1,9 @@
 """Timeouts of torch's process groups while the monitor is on.
 
-    the host waits     gloo, MPI     practically none: the monitor checks these waits, and knows when a rank is paused
-    a device waits     NCCL          the stall time and a minute: longer than the monitor takes to find a rank that is missing
+    the host waits     gloo, MPI     practically none: the monitor checks these waits, and knows
+                                     when a rank is paused
+    a device waits     NCCL          the stall time and a minute: longer than the monitor takes to
+                                     find a rank that is missing
 
 torch has one timeout for each backend of a group; a mixed group has two. Those of a device follow
 `watchdog(timeout=)`.

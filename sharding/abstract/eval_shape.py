@@ -2,9 +2,12 @@
 and devices.
 
 Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank, alone:
-(dp=128, tp=8)                                        |                 collectives are counted and move nothing,
-                                                      f                 tensors have shapes and no values,
-                                                      v                 memory is counted as it is allocated and freed
+(dp=128, tp=8)                                        |                 collectives are counted and
+                                                                        move nothing,
+                                                      f                 tensors have shapes and no
+                                                                        values,
+                                                      v                 memory is counted as it is
+                                                                        allocated and freed
 Layout on AbstractMesh   <---  out   ---   ShardedTensor on "meta"
 """
 
@@ -115,7 +118,8 @@ def eval_shape(
 
     Example:
         >>> mesh = sm.AbstractMesh((128, 8), ("dp", "tp"))
-        >>> x, w = sm.Layout.of(mesh, P("dp"), (4096, 1024)), sm.Layout.of(mesh, P("tp"), (8192, 1024))
+        >>> x, w = sm.Layout.of(mesh, P("dp"), (4096, 1024)), sm.Layout.of(mesh, P("tp"),
+        ...     (8192, 1024))
         >>> sm.debug.eval_shape(torch.nn.functional.linear, x, w).result
         f32[4096, 8192] @ P('dp', 'tp') on (dp=128, tp=8)
     """

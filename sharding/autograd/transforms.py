@@ -5,7 +5,8 @@ A `ShardedTensor` is a local tensor and a layout, and operators run on the local
 transform of the local tensors is a transform of the program on `ShardedTensor`s, as long as
 communication has a rule for each transform:
 
-    vmap    the batch is one more dim at the end, which nothing splits; the ranks communicate once for all examples
+    vmap    the batch is one more dim at the end, which nothing splits; the ranks communicate once
+            for all examples
     jvp     communication is linear: tangents are redistributed as their values are
     grad    the transpose
 

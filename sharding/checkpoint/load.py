@@ -32,9 +32,9 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     """load(dir, like) -> a tree like `like` with the stored values. Every rank of the world calls
     it.
 
-        stored on (2,)   w [0:4] [4:8]      like on (3,)      rank 0   w [0:3]        from the piece 0:4
-                                                              rank 1   w [3:6]        from both
-                                                              rank 2   w [6:8]        from the piece 4:8
+        stored on (2,)   w [0:4] [4:8]    like on (3,)    rank 0   w [0:3]        from the piece 0:4
+                                                          rank 1   w [3:6]        from both
+                                                          rank 2   w [6:8]        from the piece 4:8
 
     Each piece of a file is read once per node, by a rank that needs part of it, which sends the
     other ranks of the node their parts; over gloo each rank reads all that it needs, from the page
@@ -67,9 +67,11 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         and an all_to_all (not over gloo).
 
     Example:
-        >>> state = sm.checkpoint.load("checkpoints", like=sm.checkpoint.state_dict(model, optimizer))
+        >>> state = sm.checkpoint.load("checkpoints",
+        ...     like=sm.checkpoint.state_dict(model, optimizer))
         >>> sm.checkpoint.load_state_dict(model, state, optimizer)
-        >>> w = sm.checkpoint.load("checkpoints", {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
+        >>> w = sm.checkpoint.load("checkpoints",
+        ...     {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
     """
     world = current_world()
     group = all_ranks(world)

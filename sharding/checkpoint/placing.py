@@ -1,8 +1,8 @@
 """The write plan: each box of each leaf is written by one of the ranks that hold it, evenly; the
 same plan on all ranks.
 
-x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8;
-                                      rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 write the next tensor
+x @ P("tp", None) on (dp=2, tp=2)  rank 0 [0:4]  rank 1 [4:8]  rank 0 writes 0:4, rank 3 writes 4:8;
+                                   rank 2 [0:4]  rank 3 [4:8]  ranks 1 and 2 write the next tensor
 """
 
 from __future__ import annotations

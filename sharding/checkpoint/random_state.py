@@ -22,8 +22,10 @@ class RandomState:
     Communication: none.
 
     Example:
-        >>> sm.checkpoint.save({"model": model, "random": sm.checkpoint.RandomState()}, "checkpoints")
-        >>> sm.checkpoint.load("checkpoints", {"model": model, "random": sm.checkpoint.RandomState()})
+        >>> sm.checkpoint.save({"model": model, "random": sm.checkpoint.RandomState()},
+        ...     "checkpoints")
+        >>> sm.checkpoint.load("checkpoints", {"model": model,
+        ...     "random": sm.checkpoint.RandomState()})
     """
 
     def state_dict(self) -> dict[str, Any]:

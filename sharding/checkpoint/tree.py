@@ -2,7 +2,9 @@
 
 {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
-leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as torch.distributed.checkpoint names them
+leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as
+                                                                          torch.distributed.checkpoint
+                                                                          names them
 structure   {"dict": [["model", {"dict": [["w", "model.w"]]}], ["groups", {"list": [...]}], ["betas", "betas"]]}
 """
 
@@ -40,7 +42,8 @@ class PerRank(Leaf):
     Communication: none.
 
     Example:
-        >>> sm.checkpoint.save({"noise": sm.checkpoint.PerRank(torch.get_rng_state())}, "checkpoints")
+        >>> sm.checkpoint.save({"noise": sm.checkpoint.PerRank(torch.get_rng_state())},
+        ...     "checkpoints")
     """
 
     value: Any

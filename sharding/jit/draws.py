@@ -2,7 +2,8 @@
 stream from the call that runs it.
 
 recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
-later call   position 57                   draws 58, 59            and leaves the position at 59, as eager code would
+later call   position 57                   draws 58, 59            and leaves the position at 59, as
+                                                                   eager code would
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 What the function did besides running operators decides whether the program can replace it:
 
     gradients set or cleared              written back by the program (`state/slots.py`)
-    state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
+    state that it changed in Python       the recording is dropped; the next call records again, the
+                                          third time it is an error
     tensors without another reference     made by something that the recorder cannot see: an error
 """
 

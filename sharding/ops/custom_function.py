@@ -1,8 +1,11 @@
 """Custom functions (`torch.autograd.Function`) applied to ShardedTensors.
 
-    forward    y = Gelu.apply(x)     runs on the global x; autograd puts Gelu's node on the wrapper of y
-    here       y._local              gets a node in the graph of local tensors, which leads to x._local
-    backward   that node passes the gradient of y, as a ShardedTensor in the layout dual to y's, to Gelu.backward, and redistributes
+    forward    y = Gelu.apply(x)     runs on the global x; autograd puts Gelu's node on the wrapper
+                                     of y
+    here       y._local              gets a node in the graph of local tensors, which leads to
+                                     x._local
+    backward   that node passes the gradient of y, as a ShardedTensor in the layout dual to y's, to
+               Gelu.backward, and redistributes
                the result to the layout dual to x's
 
 Autograd runs on local tensors, but a custom function sees the wrappers, so the history of its

@@ -7,7 +7,8 @@ in their layouts and redistribute the result, or redistribute operands first.
     x f32[m, k] @ P(None, "tp")      w f32[k, n] @ P("tp")      out_sharding=P("tp")
 
         result only     local product, reduce_scatter of the result         a share of m n elements
-        operands first  all_to_all of x to P("tp"), all_gather of w         a share of m k + k n elements, nothing after
+        operands first  all_to_all of x to P("tp"), all_gather of w         a share of m k + k n
+                                                                            elements, nothing after
 
 Both are priced by the bytes of their plans, for each mesh axis in turn; the fewest bytes win, then
 the fewest collectives, then the smallest local operands. The choice is cached for calls with the

@@ -1,8 +1,10 @@
 """Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a
 model makes count as replicated.
 
-    mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing in it depends on the rank
-    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is treated as replicated
+    mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing
+                                                             in it depends on the rank
+    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is
+                                                             treated as replicated
 
 The first time that a line uses such an operand, the ranks of the mesh compare its bits. After that
 the same line, with the same operator, shapes, dtypes and layouts, is trusted to make equal operands

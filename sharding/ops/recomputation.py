@@ -1,9 +1,11 @@
 """Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever
 thread runs it and in whatever block.
 
-    with mesh:                                      current mesh, implicit_replication(), null_world, context_parallel()
+    with mesh:                                      current mesh, implicit_replication(),
+                                                    null_world, context_parallel()
         y = checkpoint(f, x, use_reentrant=False)   f runs; the state is captured
-    y.sum().backward()                              f runs again, on CUDA in autograd's device thread; the state is restored around it
+    y.sum().backward()                              f runs again, on CUDA in autograd's device
+                                                    thread; the state is restored around it
 
 torch restores random numbers, autocast and the default device itself. Both forms of checkpoint keep
 the function that they run again when they start; it is replaced there by one that restores. This

@@ -79,8 +79,10 @@ class Muon(MatrixOptimizer):
         and n back for each copy of it. A matrix that a rank has whole is not gathered. AdamW: none.
 
     Example:
-        >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
-        >>> optimizer = sm.optim.Muon([{"params": convolutions, "flatten": True}, {"params": others}], lr=0.02)
+        >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02,
+        ...     adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
+        >>> optimizer = sm.optim.Muon([{"params": convolutions, "flatten": True},
+        ...     {"params": others}], lr=0.02)
     """
 
     algorithm = "muon"

@@ -81,7 +81,7 @@ def uneven_inputs(
         for x, y in sm.parallel.uneven_inputs(loader, mesh, mode="empty"):                        # x, y become sharded tensors
             x, y = (sm.make_array_from_process_local_data(mesh, P("dp"), t) for t in (x, y))
         for (x, y), weight in sm.parallel.uneven_inputs(loader, mesh, mode="shadow"):             # each rank has its own loss
-            (loss_of(x, y) * weight).backward()                                 # and gradients are averaged over ranks
+            (loss_of(x, y) * weight).backward()              # and gradients are averaged over ranks
 
     Which mode: "stop" leaves surplus batches of some ranks out of the epoch. The others use every
     sample once, while some ranks compute on nothing in the last steps; mean loss and gradients of a

@@ -5,7 +5,7 @@ tensor of shape (0,) in place of its part, and that empty tensor is in the autog
 other. Whether a tensor requires grad is the same on all ranks, so that backward runs the same
 collectives in the same order everywhere.
 
-    forward    rank 0 (source)        [a b] --- all_to_all_v --> [ ]        its gradient is [ ] as well
+    forward    rank 0 (source)        [a b] --- all_to_all_v --> [ ]     its gradient is [ ] as well
                rank 1 (destination)   [ ]   --- all_to_all_v --> [a b]
     backward   rank 0                 [c d] <-- all_to_all_v --- [ ]
                rank 1                 [ ]   <-- all_to_all_v --- [c d]
@@ -62,7 +62,8 @@ def redistribute_cross_mesh(
         move.
 
     Example:
-        >>> pair, four = DeviceMesh("cpu", [2, 0], axis_names=("x",)), DeviceMesh("cpu", [0, 1, 2, 3], axis_names=("y",))
+        >>> pair, four = DeviceMesh("cpu", [2, 0], axis_names=("x",)), DeviceMesh("cpu",
+        ...     [0, 1, 2, 3], axis_names=("y",))
         >>> src, dst = Layout.of(pair, P("x"), (8, 2)), Layout.of(four, P("y"), (8, 2))
         >>> part = redistribute_cross_mesh(torch.ones(src.local_shape), src, dst)  # [2, 2]
     """

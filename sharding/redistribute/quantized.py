@@ -2,7 +2,8 @@
 
     quantize    boxes of the tensors -> one buffer of bytes, a record for each box
     collective  of bytes
-    combine     records -> the results: read as floats, contributions added up in fp32 in group order, rounded once
+    combine     records -> the results: read as floats, contributions added up in fp32 in group
+                order, rounded once
 
 What a rank sends to itself is quantized as well, so that all replicas of an element hold the same
 value.

@@ -1,8 +1,10 @@
 """Collectives by kernels that read the memory of the other ranks of the group, see
 `kernels/symmetric.py`.
 
-    stage      boxes of the tensors -> this rank's shared memory, each box once, however many ranks want it
-    pull       boxes of the peers' shared memory -> boxes of the results; several for one box are combined in group order
+    stage      boxes of the tensors -> this rank's shared memory, each box once, however many ranks
+               want it
+    pull       boxes of the peers' shared memory -> boxes of the results; several for one box are
+               combined in group order
 
 No buffer is unpacked, and no communication library is called. Every rank computes by itself where
 each rank has staged what.

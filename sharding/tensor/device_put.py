@@ -47,7 +47,8 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     Example:
         >>> sm.grad(lambda w: sm.device_put(w, mesh, P("dp")).square().sum())(torch.ones(4))
         tensor([2., 2., 2., 2.])
-        >>> params = sm.device_put({"w": torch.ones(8, 4), "b": 0.0}, {"w": NamedSharding(mesh, P("dp")), "b": NamedSharding(mesh, P())})
+        >>> params = sm.device_put({"w": torch.ones(8, 4), "b": 0.0},
+        ...     {"w": NamedSharding(mesh, P("dp")), "b": NamedSharding(mesh, P())})
     """
     if _is_tree(mesh):
         if spec is not None:

@@ -1,10 +1,10 @@
 """Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks
 hold.
 
-    whole tensor on one rank    device_put                               each rank is sent its box
-    a function of the index     make_array_from_callback                 each rank makes its box
-    each rank's own data        make_array_from_process_local_data       a loader's part of the batch
-    each device's own tensor    make_array_from_single_device_arrays     used without a copy
+    whole tensor on one rank    device_put                              each rank is sent its box
+    a function of the index     make_array_from_callback                each rank makes its box
+    each rank's own data        make_array_from_process_local_data      a loader's part of the batch
+    each device's own tensor    make_array_from_single_device_arrays    used without a copy
 
 All are leaves outside any graph: gradients do not flow into the data. For local tensors with
 gradients there is `from_local`. A process has one device here, so "this process's data" and "this
@@ -46,8 +46,8 @@ def make_array_from_callback(
     """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is
     fn(index of the part).
 
-        fn = lambda index: data[index]      data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
-            rank 0: fn((slice(0, 2),))      rank 1: fn((slice(2, 4),))      ...
+        fn = lambda index: data[index]    data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
+            rank 0: fn((slice(0, 2),))    rank 1: fn((slice(2, 4),))      ...
 
     Args:
         shape: the global shape.
@@ -69,7 +69,8 @@ def make_array_from_callback(
     Communication: none.
 
     Example:
-        >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"), lambda index: torch.arange(8)[index] ** 2)
+        >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"),
+        ...     lambda index: torch.arange(8)[index] ** 2)
     """
     mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):

@@ -16,7 +16,7 @@ class EMA:
     """EMA(model, decay): exponential moving average of the trained parameters, by path, in the same
     layouts.
 
-        average = decay * average + (1 - decay) * parameter        at each `update()`, on local parts
+        average = decay * average + (1 - decay) * parameter       at each `update()`, on local parts
 
     Averages of 16-bit parameters are kept in float32, so that small steps are not rounded away. A
     tied parameter has one average; buffers and parameters that require no gradient have none.

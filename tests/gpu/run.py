@@ -3,8 +3,10 @@
 
     python -m tests.gpu.run                     writes benchmarks/results/<date>-gpu.md
     python -m tests.gpu.run --minutes 9 --only probes --only "kernels' share"
-    python -m tests.gpu.run --whole             all tests, with more examples, and whole benchmarks; takes hours
-    python -m tests.gpu.run --stand-in          the same command on a machine without a GPU, which proves the command alone
+    python -m tests.gpu.run --whole             all tests, with more examples, and whole benchmarks;
+                                                takes hours
+    python -m tests.gpu.run --stand-in          the same command on a machine without a GPU, which
+                                                proves the command alone
 
 What matters most comes first. A step that fails or hangs does not end the run: each has a limit,
 and the page is written after each. The exit status is 1 if anything failed.

@@ -2,7 +2,8 @@
 the streams.
 
 host      G#4   G#5   H#7   x.item()      has called all of them, and stops
-stream    G#4 | G#5 ...                   the event behind G#5 is the first that is pending: the stream has not come further
+stream    G#4 | G#5 ...                   the event behind G#5 is the first that is pending: the
+                                          stream has not come further
 """
 
 from __future__ import annotations

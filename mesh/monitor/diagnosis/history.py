@@ -2,7 +2,8 @@
 
 rank 0   all_reduce dp    all_reduce dp     barrier ...
 rank 1   all_reduce dp    barrier ...
-rank 2   all_reduce dp    barrier ...            after the last call that all made, the first that differs: rank 0 is the outlier
+rank 2   all_reduce dp    barrier ...            after the last call that all made, the first that
+                                                 differs: rank 0 is the outlier
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find stragglers: which rank waited for which, step by step, from the ledger alone.
 
-rank 0   all_reduce |========|                   waits  8 ms
-rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which arrived last
-rank 2             all_reduce |                  0
+rank 0   all_reduce |========|           waits  8 ms
+rank 1     all_reduce |======|           waits  6 ms        both wait for rank 2, which arrived last
+rank 2             all_reduce |          0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 job.
 
 /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
-    rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
+    rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies
+                                     written by `relay.py`
     alarm                            whether there is a verdict, and its text
     verdict.json                     the same, for reading it later
 """

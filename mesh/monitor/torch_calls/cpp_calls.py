@@ -3,7 +3,8 @@ are bypassed.
 
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
-    functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's functional collectives, DTensor's, and those
+    functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's
+                   functional collectives, DTensor's, and those
                    in compiled graphs
 
 Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU,

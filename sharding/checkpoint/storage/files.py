@@ -1,6 +1,7 @@
 """Atomic files: written under a random name, synced, renamed; with a checksum of every piece.
 
-    model.safetensors.5f3a91c2e07b4d18.unfinished    created with O_EXCL and O_NOFOLLOW, locked while it is written
+    model.safetensors.5f3a91c2e07b4d18.unfinished    created with O_EXCL and O_NOFOLLOW, locked
+                                                     while it is written
     model.safetensors                                the same file, renamed
 
 A file that is read may be a link, but must be a regular file: a FIFO or a device is refused.

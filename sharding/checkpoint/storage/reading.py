@@ -1,8 +1,8 @@
 """Reading boxes: each piece of a file is read once per node, by a rank that needs it and sends the
 other ranks their parts.
 
-    stored   rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
-    wanted   ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
+    stored  rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
+    wanted  ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
 
 Reading proceeds in rounds of a bounded number of bytes. All ranks compute the same plan; a rank
 that cannot read reports it before the others wait for data. A rank that shares with no other (over

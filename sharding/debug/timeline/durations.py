@@ -1,7 +1,7 @@
 """How long the nodes of a graph take, predicted from flops and bytes.
 
-    operator      max(flops / rate, bytes read and written / memory)       views and numbers: nothing
-    collective    latency + max(bytes / local, network bytes / network) x factor
+    operator     max(flops / rate, bytes read and written / memory)       views and numbers: nothing
+    collective   latency + max(bytes / local, network bytes / network) x factor
 
 Latencies and bandwidths are those of the mesh's `Topology`. The time that the host takes to launch
 a node is not counted.

@@ -2,7 +2,8 @@
 meaning are JAX's.
 
     S  varies: each rank along the axis has different data         gradient: S
-    R  replicated: the same on every rank                          gradient: pending, the ranks' shares add up
+    R  replicated: the same on every rank                          gradient: pending, the ranks'
+                                                                   shares add up
     U  pending: the value is the sum over the ranks                gradient: R
 
 An axis name is that of one axis, or a tuple of several, which are flattened major to minor in the
@@ -110,7 +111,8 @@ def psum(
     Communication: all_reduce; backward the same.
 
     Example:
-        >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
+        >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"),
+        ...     out_specs=P())(x)
     """
     axes, rule = resolve_axes(axis_name, _PSUM, axis_index_groups)
     return map_bucketed(

@@ -2,7 +2,7 @@
 
 The gradient goes to the ranks that hold the extreme value, in equal parts:
 
-    [1 5] [3 5]  ->  [3 5] [3 5]          gradients [g h] on each: [0 h] [2g h]   (h + h over two holders)
+    [1 5] [3 5]  ->  [3 5] [3 5]    gradients [g h] on each: [0 h] [2g h]   (h + h over two holders)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decide whether an operator keeps a value pending: it must be linear in it, which the operator
 table tells.
 
-u pending:   2 * u, u + u, u @ w, u.sum()   pending            u * u, relu(u), u + r   not linear: psum first
+u pending:   2 * u, u + u, u @ w, u.sum()   pending   u * u, relu(u), u + r   not linear: psum first
 """
 
 from __future__ import annotations

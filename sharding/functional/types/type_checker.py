@@ -1,7 +1,8 @@
 """`TypeChecker`: a torch function mode that tracks the types of values through every operator of a
 mapped function.
 
-    y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at train.py:12, of argument 0"
+    y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at
+                       train.py:12, of argument 0"
     y = psum(y, "dp")  replicated again
 
 A tensor stores its type as an attribute, its tag. A tensor without a tag is a constant of the

@@ -1,7 +1,7 @@
 """Types of values inside a mapped function: along each manual axis a value varies, is replicated,
 or is pending.
 
-    x: S over dp, R over tp        w: R        x @ w: S over dp (an operator with a varying operand varies)
+    x: S over dp, R over tp    w: R     x @ w: S over dp (an operator with a varying operand varies)
 
 A type lists the axes over which a value varies and those over which it is pending; over all others
 it is replicated.

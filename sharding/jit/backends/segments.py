@@ -1,8 +1,10 @@
 """Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, between
 nodes that must run in Python.
 
-    segment     operators of torch; collectives that are waited for at once, as opaque operators in one chain of tokens
-    Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer kernels, writes to memory from outside
+    segment     operators of torch; collectives that are waited for at once, as opaque operators in
+                one chain of tokens
+    Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer
+                kernels, writes to memory from outside
 
 A segment only reads its inputs, and its results have their own memory; views of them are made in
 Python. So a compiler has nothing to know about aliases. Equal segments, such as the layers of a

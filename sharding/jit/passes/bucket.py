@@ -1,8 +1,8 @@
 """Pack small collectives that do not depend on each other into one.
 
-    all_reduce(a)  all_reduce(b)      ->   all_reduce([a b])                         and views of its parts
-    reduce_scatter(a0 a1)  (b0 b1)    ->   reduce_scatter([a0 b0 | a1 b1])           and views of its parts
-    all_gather(a)  all_gather(b)      ->   all_gather([a b]) = [a b | a b]           and copies of its parts
+    all_reduce(a)  all_reduce(b)     ->   all_reduce([a b])                  and views of its parts
+    reduce_scatter(a0 a1)  (b0 b1)   ->   reduce_scatter([a0 b0 | a1 b1])    and views of its parts
+    all_gather(a)  all_gather(b)     ->   all_gather([a b]) = [a b | a b]    and copies of its parts
 
 The bytes that are sent are the same, the launches fewer. Sums of float numbers keep their bits
 where the order in which ranks are added does not depend on the place in a buffer: always of two

@@ -1,8 +1,8 @@
 """Why a call is recorded again, in words: what differs between two signatures, or between tensors
 then and now.
 
-key     structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
-text    the shape of x is [3, 8] and was [4, 8]
+key    structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
+text   the shape of x is [3, 8] and was [4, 8]
 """
 
 from __future__ import annotations

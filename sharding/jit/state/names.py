@@ -1,6 +1,7 @@
 """The names by which code may reach attributes of the program's own objects.
 
-    self.optimizer.step()       `optimizer`, of self; not `step`, which is an attribute of one of torch's optimizers
+    self.optimizer.step()       `optimizer`, of self; not `step`, which is an attribute of one of
+                                torch's optimizers
     helper(x).step()            `step`: what helper returns is not known
 
 So a class with a method `step` of its own, which reads what changes from call to call, is not taken

@@ -86,7 +86,8 @@ def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any
     Communication: in the simulated world only.
 
     Example:
-        >>> sm.ops.check_rule(torch.matmul, torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64))
+        >>> sm.ops.check_rule(torch.matmul, torch.randn(4, 3, dtype=torch.float64),
+        ...     torch.randn(3, 5, dtype=torch.float64))
         236
     """
     return prove(func, sample_args, sample_kwargs)

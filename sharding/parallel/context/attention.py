@@ -58,7 +58,8 @@ def context_parallel_attention(
     `F.scaled_dot_product_attention` of sequences split over an axis.
 
         rank 0   q0 k0 v0        softmax(q0 [k0 k1]') [v0 v1]
-        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query attends to the keys of all ranks
+        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query attends to the keys of
+                                                                   all ranks
 
     Differentiable; "ring" and "all_gather" once, "all_to_all" as often as torch's own attention.
 
@@ -94,7 +95,8 @@ def context_parallel_attention(
         all_gathers of shapes.
 
     Example:
-        >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh, placements=P("dp", "tp", "cp")) for _ in range(3))
+        >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh,
+        ...     placements=P("dp", "tp", "cp")) for _ in range(3))
         >>> out = sm.parallel.context_parallel_attention(q, k, v, is_causal=True)
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)

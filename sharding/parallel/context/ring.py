@@ -1,11 +1,11 @@
 """Ring attention: queries stay, keys and values are passed to the next rank until every rank has
 processed every block.
 
-               hop 0          hop 1           hop 2           hop 3
-    rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        the next block is received
-    rank 1   q1: k1 v1        q1: k0 v0       q1: k3 v3       q1: k2 v2        while the current one is computed
-    rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3
-    rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
+               hop 0      hop 1        hop 2        hop 3
+    rank 0   q0: k0 v0    q0: k3 v3    q0: k2 v2    q0: k1 v1      the next block is received
+    rank 1   q1: k1 v1    q1: k0 v0    q1: k3 v3    q1: k2 v2      while the current one is computed
+    rank 2   q2: k2 v2    q2: k1 v1    q2: k0 v0    q2: k3 v3
+    rank 3   q3: k3 v3    q3: k2 v2    q3: k1 v1    q3: k0 v0
 
 Backward passes the blocks around once more, since forward saves only the output and its
 log-sum-exp. The gradient of a block follows it one hop behind; each rank adds its contribution, and

@@ -36,7 +36,9 @@ def fully_shard(
     """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split
     over the ranks (FSDP, ZeRO-3).
 
-        sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      so that all_gather and reduce_scatter need no copies
+        sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      so that all_gather and
+                                                                         reduce_scatter need no
+                                                                         copies
         in use    all_gather -> w_0, w_1 -> forward -> free              again before backward
         backward  gradients of w_0, w_1 -> reduce_scatter -> `.grad`, split as the parameters are
 
@@ -162,8 +164,8 @@ def data_parallel(
     """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in
     any stage from DDP to FSDP.
 
-        DDP      ()       ()       ()          ZeRO-2   ()       "dp"     "dp"         HSDP on a mesh (dp, fsdp):
-        ZeRO-1   ()       ()       "dp"        FSDP     "dp"     "dp"     "dp"         "fsdp"   "fsdp"   "fsdp"
+        DDP      ()    ()    ()      ZeRO-2   ()      "dp"    "dp"        HSDP on a mesh (dp, fsdp):
+        ZeRO-1   ()    ()    "dp"    FSDP     "dp"    "dp"    "dp"        "fsdp"   "fsdp"   "fsdp"
 
     Args:
         parameter: the axes over which parameters are split between steps.

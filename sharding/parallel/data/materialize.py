@@ -26,7 +26,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
 
         with torch.device("meta"): model = Model()      no memory
         fully_shard(model, mesh, units=Block)           assigns rows to ranks
-        materialize(model)                              each rank makes its rows: the same values on every mesh
+        materialize(model)                              each rank makes its rows: the same values on
+                                                        every mesh
 
     Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner
     modules first, as in construction; within a Hugging Face model by the model's

@@ -3,7 +3,8 @@
     module(x)
     └─ nn.Module.__call__
         └─ module._call_impl        an instance attribute: the unit gathers its parameters
-            └─ nn.Module.__call__   again, with the attribute removed; compiled if `module.compile()` was called
+            └─ nn.Module.__call__   again, with the attribute removed; compiled if
+                                    `module.compile()` was called
                 └─ hooks, forward
 
 While a unit runs, its calls are not intercepted, so that a compiler sees plain modules with plain

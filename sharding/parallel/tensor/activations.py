@@ -3,8 +3,8 @@ forward.
 
 A hook specifies layouts along some axes; along the others a tensor keeps its own:
 
-    x: P("fsdp", None, None) on (fsdp=2, tp=2)      P(None, "tp") along tp      P("fsdp", "tp", None)
-    y: P("fsdp", unreduced={"tp"})                  P() along tp                P("fsdp", None, None)
+    x: P("fsdp", None, None) on (fsdp=2, tp=2)     P(None, "tp") along tp      P("fsdp", "tp", None)
+    y: P("fsdp", unreduced={"tp"})                 P() along tp                P("fsdp", None, None)
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@
 A call with a `ShardedTensor` among its arguments returns `ShardedTensor`s, as the model computed
 them.
 
-    model.generate(ids)            ids: a plain tensor
-    logits [b, 1, v/tp]            gathered in each call, so that the tokens chosen from them, and the
-                                   ids of the next call, are plain
+    model.generate(ids)          ids: a plain tensor
+    logits [b, 1, v/tp]          gathered in each call, so that the tokens chosen from them, and the
+                                 ids of the next call, are plain
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def parallelize(
     """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by
     the plan.
 
-        "*.up": colwise()      x [b, k] whole            -> [b, n/tp]            weight [n/tp, k]
-        "*.down": rowwise()    [b, n/tp]                 -> [b, k] pending -> summed      weight [k, n/tp]
+        "*.up": colwise()      x [b, k] whole      -> [b, n/tp]            weight [n/tp, k]
+        "*.down": rowwise()    [b, n/tp]           -> [b, k] pending -> summed      weight [k, n/tp]
 
     Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no
     pattern matches are replicated. Tied ones stay tied. A style concerns one axis of the mesh;
@@ -83,7 +83,8 @@ def parallelize(
 
     Example:
         >>> mesh = sm.init_device_mesh("cuda", (2, 4), axis_names=("fsdp", "tp"))
-        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise()})
+        >>> sm.parallel.parallelize(model, mesh,
+        ...     {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise()})
         >>> sm.parallel.fully_shard(model, mesh, axes="fsdp")
         >>> F.mse_loss(model(x), y).backward()          # plain tensors: this rank's rows
     """
@@ -131,7 +132,8 @@ def parallelize_module(
     Communication: as `parallelize`.
 
     Example:
-        >>> parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+        >>> parallelize_module(model, mesh["tp"],
+        ...     {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     """
     if parallelize_plan is None:
         warnings.warn(

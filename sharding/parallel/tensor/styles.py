@@ -203,7 +203,8 @@ class sequence_parallel(_StyleWithRepr):
     `out`.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.norm": sm.parallel.sequence_parallel(1, out=P())})
+        >>> sm.parallel.parallelize(model, mesh,
+        ...     {"*.norm": sm.parallel.sequence_parallel(1, out=P())})
     """
 
     dim: int = 1
@@ -235,7 +236,8 @@ class prepare_inputs(Style):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()), "*.q_proj": colwise()})   # one gather for q, k and v
+        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()),
+        ...     "*.q_proj": colwise()})   # one gather for q, k and v
     """
 
     def __init__(self, *where: AxisLayout, axis: str | None = None, **named: AxisLayout) -> None:

@@ -238,7 +238,8 @@ class ColwiseParallel(_LinearStyle):
     backward (see `to_local`).
 
     Example:
-        >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
+        >>> sm.compat.parallelize_module(model, mesh["tp"],
+        ...     {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
     """
 
     _default_input = (Replicate(),)
@@ -273,7 +274,8 @@ class RowwiseParallel(_LinearStyle):
     backward (see `to_local`).
 
     Example:
-        >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
+        >>> sm.compat.parallelize_module(model, mesh["tp"],
+        ...     {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
     """
 
     _default_input = (Shard(-1),)
@@ -384,7 +386,8 @@ class PrepareModuleInput(_TorchStyle):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleInput(input_layouts=Shard(1),
+        ...     desired_input_layouts=Replicate())
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"attn": style})
     """
 
@@ -506,7 +509,8 @@ class PrepareModuleOutput(_TorchStyle):
     Communication: that of the layouts, for all results together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleOutput(output_layouts=Shard(1),
+        ...     desired_output_layouts=Replicate())
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"layers": style})
     """
 
@@ -571,7 +575,8 @@ class PrepareModuleInputOutput(_TorchStyle):
 
     Example:
         >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        >>> sm.compat.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        >>> sm.compat.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(),
+        ...     desired_output_layouts=Shard(1))
     """
 
     def __init__(

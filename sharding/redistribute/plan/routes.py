@@ -1,7 +1,9 @@
 """Which rank sends which box to which rank in an all_to_all_v.
 
-    direct          every element that a rank lacks is received once, from the nearest and least loaded rank that holds it
-    hierarchical    every element that a node lacks is received once; then the ranks of the node exchange them
+    direct          every element that a rank lacks is received once, from the nearest and least
+                    loaded rank that holds it
+    hierarchical    every element that a node lacks is received once; then the ranks of the node
+                    exchange them
 
 All of it is computed from boxes alone, with the same result on every rank.
 """

@@ -1,7 +1,7 @@
 """Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts
 of the results.
 
-loss     replicated on n ranks: each starts from 1/n, which sums to 1        pending: each starts from 1
+loss    replicated on n ranks: each starts from 1/n, which sums to 1     pending: each starts from 1
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """A simulated world that behaves like NCCL, on the CPU: it shows hazards of streams without a GPU.
 
-    group.all_gather(out, x, async_op=True)    returns at once; out holds poison until the collective has run
-    out.add(1)                                 StreamHazard: reads memory of a collective that was not waited for
+    group.all_gather(out, x, async_op=True)    returns at once; out holds poison until the
+                                               collective has run
+    out.add(1)                                 StreamHazard: reads memory of a collective that was
+                                               not waited for
     work.wait()                                returns at once, too: it only orders what comes after
-    out.add(1)                                 here the host waits for the other ranks, as for `.item()` on a GPU
+    out.add(1)                                 here the host waits for the other ranks, as for
+                                               `.item()` on a GPU
 
 As with NCCL, a collective may read its input and write its result at any time from its call to the
 first operator after `wait` that needs the result; those of a group run in the order of the calls; a

@@ -1,8 +1,8 @@
 """Slices of split dims: `x[1:3]`, `select`, `narrow`, `split` and related functions.
 
-    x over 3 ranks     [0 1 2 | 3 4 5 | 6 7 8]
-    x[2:8] cut         [    2 | 3 4 5 | 6 7  ]        this rank's part of the slice, without communication
-    moved              [2 3   | 4 5   | 6 7  ]        cut evenly, by one exchange of what changes ranks
+    x over 3 ranks   [0 1 2 | 3 4 5 | 6 7 8]
+    x[2:8] cut       [    2 | 3 4 5 | 6 7  ]    this rank's part of the slice, without communication
+    moved            [2 3   | 4 5   | 6 7  ]    cut evenly, by one exchange of what changes ranks
 
 A dim too short to give every rank of its axes an element is replicated over the minor ones. So is
 what `select` and integers leave of a dim, which the rank that has it sends to all. (Left pending,

@@ -1,6 +1,6 @@
 """Bucketing of small units' gradients, as in DDP: fewer and larger all_reduces.
 
-    backward    unit 3: 3 MB, launched     units 2, 1, 0: 9 MB, together     the outermost unit: alone
+    backward    unit 3: 3 MB, launched    units 2, 1, 0: 9 MB, together    the outermost unit: alone
 
 The first all_reduce of a backward is launched at 1 MiB, so that communication starts early; later
 ones at 25 MiB or at the end. The buckets depend on the order and layouts of units only, so they are

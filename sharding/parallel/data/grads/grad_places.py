@@ -1,9 +1,9 @@
 """Buffers for gradients: each is written into the buffer of its collective, when it is computed or
 when all of the unit are.
 
-backward    grad of w_2 -> [      | w_2 |     ]    the gradients of one block, in the order of backward
-            grad of w_1 -> [ w_1  | w_2 |     ]
-            complete       [ w_1  | w_2 | w_3 ]    -> one collective
+backward  grad of w_2 -> [      | w_2 |     ]   the gradients of one block, in the order of backward
+          grad of w_1 -> [ w_1  | w_2 |     ]
+          complete       [ w_1  | w_2 | w_3 ]   -> one collective
 """
 
 from __future__ import annotations
