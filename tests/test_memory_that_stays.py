@@ -223,10 +223,12 @@ def test_caches_of_lengths_that_always_change_are_bounded():
         for length in range(3000):
             Layout.of(mesh, P(AXIS), (length, 3))
         cache = MeshLayouts.of(mesh)
-        decisions = cast(Any, model[1].weight)._layout.decisions
+        strategies = cast(Any, model[1].weight)._layout.strategies
         assert len(cache.recent) <= 2048
-        assert len(decisions) <= 1024
-        assert all(len(x.runners) <= 256 for x in cache.alive.values())
+        assert len(strategies) <= 1024
+        caches = [values for x in cache.alive.values() for values in x.caches.values()]
+        assert caches
+        assert all(len(values) <= 256 for values in caches)
         assert len(cache.functions[_mapped]) <= 256
         gc.collect()
         return len(cache.alive)

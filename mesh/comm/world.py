@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from .. import errors
@@ -16,6 +16,8 @@ from .recording.trace_buffer import TraceBuffer
 if TYPE_CHECKING:
     from ..monitor.monitor import Monitor
     from .group import Group, Observer
+
+State = TypeVar("State")
 
 
 class CommContext(threading.local):
@@ -77,9 +79,9 @@ class World(ABC):
         self.epoch = 0
         self.attention: Any = None
         self._trace_buffer: TraceBuffer | None = None
-        self._groups: dict[
-            Any, Group
-        ] = {}  # by ranks; with another backend than the default one, by (ranks, backend)
+        # by ranks; with another backend than the default one, by (ranks, backend)
+        self._groups: dict[Any, Group] = {}
+        self._states: dict[Any, Any] = {}
 
     @property
     def trace_buffer(self) -> TraceBuffer:
@@ -98,6 +100,15 @@ class World(ABC):
             if axes is not None:
                 return ",".join(axes)
         return f"ranks {','.join(map(str, ranks))}"
+
+    def state(self, kind: Callable[[World], State]) -> State:
+        """Return the state that a part of the library has in this world: the one object of this
+        class, made as `kind(world)` when it is first asked for.
+        """
+        state = self._states.get(kind)
+        if state is None:
+            state = self._states.setdefault(kind, kind(self))
+        return state
 
     def end(self) -> None:
         """Let those that keep data of this world forget it: no program will run in it again."""

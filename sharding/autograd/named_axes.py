@@ -23,6 +23,7 @@ from ...mesh.comm.first_use import first_block
 from ...mesh.comm.group import Group
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
+from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from . import engine_hooks
 
@@ -119,7 +120,7 @@ class AxisEnv:
         self.type_log: list[Any] = []
         self.cursor, self.recording = 0, False
         self._axes: dict[Any, Axes] = {}
-        _live.setdefault(root.world, weakref.WeakSet()).add(self)
+        root.world.state(_LiveEnvs).envs.add(self)
 
     def axes(self, name: AxisName) -> Axes:
         """Return the axes of this name or these names.
@@ -203,7 +204,11 @@ class AxisEnv:
             yield
 
 
-_live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKeyDictionary()
+class _LiveEnvs:
+    """The environments of one world that something refers to."""
+
+    def __init__(self, _: World) -> None:
+        self.envs: weakref.WeakSet[AxisEnv] = weakref.WeakSet()
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
@@ -251,16 +256,16 @@ def _env_of_replay(name: AxisName) -> AxisEnv:
     Raises: UnboundAxisError if it is not known.
     """
     names = {name} if isinstance(name, str) or not isinstance(name, Sequence) else set(name)
-    found = [m for m in list(_live.get(current_world(), ())) if names <= set(m.names)]
-    if engine_hooks.current_backward() < 0 or not found:
+    envs = [env for env in list(current_world().state(_LiveEnvs).envs) if names <= set(env.names)]
+    if engine_hooks.current_backward() < 0 or not envs:
         raise _unbound(name, "no mapped function is running")
-    if len({id(m.root) for m in found}) > 1:
+    if len({id(env.root) for env in envs}) > 1:
         raise _unbound(
             name,
             "several meshes have it, and torch.utils.checkpoint does not say which is meant; use "
             "sm.remat",
         )
-    return found[0]
+    return envs[0]
 
 
 def _unbound(name: Any, why: str) -> UnboundAxisError:

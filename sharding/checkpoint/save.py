@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,13 @@ from .storage.folder import Checkpoint, remove_share
 
 _log = logging.getLogger(__name__)
 _failed: dict[AsyncSave, Exception] = {}  # nobody has waited for these
-_unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictionary()
+
+
+class _LastSave:
+    """The asynchronous save of one world that is under way."""
+
+    def __init__(self, _: World) -> None:
+        self.unfinished: AsyncSave | None = None
 
 
 def save(
@@ -102,7 +107,7 @@ def async_save(
     """
     _wait_for_last()
     job = AsyncSave(prepare_save(tree, dir, step, keep, copies=True))
-    _unfinished[current_world()] = job
+    current_world().state(_LastSave).unfinished = job
     return job
 
 
@@ -161,7 +166,7 @@ class AsyncSave:
                 raise
             finally:
                 _failed.pop(self, None)
-                _unfinished.pop(current_world(), None)
+                current_world().state(_LastSave).unfinished = None
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
@@ -224,6 +229,6 @@ def _finish(
 
 def _wait_for_last() -> None:
     """Wait for the last asynchronous save and raise its error."""
-    last = _unfinished.get(current_world())
+    last = current_world().state(_LastSave).unfinished
     if last is not None:
         last.wait()

@@ -12,7 +12,6 @@ link. They are in the order of the stream, since later work may overwrite the tr
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,13 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .saving import on_host
 
 _ALIGNED, _SMALL = 64, 1 << 20  # bytes
-_kept: weakref.WeakKeyDictionary[World, Tensor] = weakref.WeakKeyDictionary()
+
+
+class _StagingMemory:
+    """Pinned memory of one world, which its saves use one after the other."""
+
+    def __init__(self, _: World) -> None:
+        self.buffer: Tensor | None = None
 
 
 def copy_leaves(
@@ -85,19 +90,16 @@ def start_copies(
     starts = [0]
     for x in tensors:
         starts.append(starts[-1] + -(-x.nbytes // _ALIGNED) * _ALIGNED)
-    kept = _kept.get(world)
-    if starts[-1] and (kept is None or kept.numel() < starts[-1]):
-        _kept.pop(world, None)
-        kept = None  # free it first
-        kept = _kept[world] = torch.empty(
-            starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True
-        )
+    memory = world.state(_StagingMemory)
+    if starts[-1] and (memory.buffer is None or memory.buffer.numel() < starts[-1]):
+        memory.buffer = None  # free it first
+        memory.buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
     found = []
     for start, x in zip(starts, tensors, strict=False):
         out = (
             torch.empty_like(x, device="cpu")
-            if kept is None
-            else kept[start : start + x.nbytes].view(x.dtype).view(x.shape)
+            if memory.buffer is None
+            else memory.buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
         )
         found.append(out.copy_(x, non_blocking=True))
     events = [record_event(device) for device in {x.device for x in tensors}]

@@ -10,7 +10,6 @@ The order is that of `balance_sequence`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,13 @@ from ..tensor.convert import from_local, to_local
 from ..tensor.sharded_tensor import ShardedTensor
 
 _METHODS = {"allgather": "all_gather", "alltoall": "ring"}
-_methods: weakref.WeakKeyDictionary[World, str] = weakref.WeakKeyDictionary()
+
+
+class _RotateMethod:
+    """How `context_parallel` moves keys and values in one world."""
+
+    def __init__(self, _: World) -> None:
+        self.method = "all_gather"
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -54,7 +59,7 @@ def set_rotate_method(rotate_method: str) -> None:
         raise NotImplementedError(
             f"set_rotate_method({rotate_method!r}): write one of {', '.join(map(repr, _METHODS))}"
         )
-    _methods[current_world()] = _METHODS[rotate_method]
+    current_world().state(_RotateMethod).method = _METHODS[rotate_method]
 
 
 @contextmanager
@@ -112,7 +117,7 @@ def context_parallel(
     length = _check_buffers(buffers, dims, kept)
     ranks, index = mesh.size(), mesh.index_along(mesh.axis_names)
     originals: list[tuple[Tensor, Tensor]] = []
-    method = _methods.get(current_world(), "all_gather")
+    method = current_world().state(_RotateMethod).method
     try:
         for buffer, dim in zip(buffers, dims, strict=True):
             whole = buffer.detach().view_as(buffer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ...mesh.simulated.simulate import SimulatedWorld
-from ..tensor.random import _state
+from ..tensor.random import RandomStream
 from .errors import at_line
 
 
@@ -43,7 +43,7 @@ class Draw:
     def __call__(self, *parameters: Any) -> Tensor:
         seed, offset = self.position
         if seed is None:
-            state = _state(current_world())
+            state = current_world().state(RandomStream)
             return self.part(state.seed, state.drawn + offset, *parameters)
         return self.part(seed, offset, *parameters)
 
@@ -61,7 +61,7 @@ class Draws:
     """
 
     def __init__(self, world: World) -> None:
-        self._state = _state(world)
+        self._state = world.state(RandomStream)
         self._start = self._state.drawn
         self._seed_of_torch = torch.default_generator.initial_seed()
         self.relative, self.host = True, HostGenerators()
@@ -122,7 +122,7 @@ def _state_of_host() -> Any:
 
 def advance(world: World, end: Position) -> None:
     """Leave the stream where a recorded call left it."""
-    state = _state(world)
+    state = world.state(RandomStream)
     if end.seed is None:
         state.drawn += end.offset
     else:

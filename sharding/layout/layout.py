@@ -18,7 +18,7 @@ from ...mesh.abstract_mesh import ELSEWHERE, AbstractMesh, unravel
 from ...mesh.comm.dispatch_modes import outside_of_program_modes
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
-from .bounded_cache import keep
+from .bounded_cache import LayoutCache, keep
 from .mesh_layouts import MeshLayouts
 from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
@@ -69,10 +69,10 @@ class Layout:
 
     def __init__(self, mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.spec, self.shape, self.dtype = mesh, spec, shape, dtype
-        self.runners: dict[Any, Any] = {}  # destination (and options) -> compiled redistribution
-        self.decisions: dict[
-            Any, Any
-        ] = {}  # operator and arguments -> its strategy, filled by `dispatch`
+        # operator and arguments -> its strategy; filled by `ops/dispatch.py`, which reads it in
+        # every call of an operator
+        self.strategies: dict[tuple[Any, ...], Any] = {}
+        self.caches: dict[LayoutCache[Any, Any], dict[Any, Any]] = {}
 
     @staticmethod
     def of(

@@ -53,9 +53,11 @@ class MeshLayouts:
         return found
 
     def forget_plans(self) -> None:
-        """Drop the compiled plans of all layouts."""
+        """Drop what was computed from the layouts and the mesh's topology: compiled plans above
+        all.
+        """
         for layout in (*self.recent.values(), *self.alive.values()):
-            layout.runners.clear()
+            layout.caches.clear()
 
 
 def cached_on_mesh(

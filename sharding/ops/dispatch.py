@@ -109,7 +109,7 @@ def torch_function(
                 key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
-        strategy = operands[0]._layout.decisions.get(tuple(key)) if operands else None
+        strategy = operands[0]._layout.strategies.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
@@ -234,9 +234,9 @@ def _new_strategy(
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
     shared_key = _key_of(func, *shared)
-    decisions = operands[0]._layout.decisions
+    strategies = operands[0]._layout.strategies
     try:
-        strategy = decisions.get(tuple(shared_key))
+        strategy = strategies.get(tuple(shared_key))
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
@@ -245,7 +245,7 @@ def _new_strategy(
         seed_with_ints(strategy.seed, [item for item in key if type(item) is int])
     )
     with suppress(TypeError):
-        _keep_spelling(decisions, strategy, tuple(key), spelled)
+        _keep_spelling(strategies, strategy, tuple(key), spelled)
     return spelled
 
 
@@ -260,17 +260,17 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _keep_spelling(
-    decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
+    strategies: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
 ) -> None:
     """Cache a strategy under the key of one call too, and no longer under that of the call longest
     ago.
     """
     if strategy.spellings is None:
         strategy.spellings = deque()
-    keep(decisions, key, spelled)
+    keep(strategies, key, spelled)
     strategy.spellings.append(key)
     if len(strategy.spellings) > _SPELLINGS:
-        decisions.pop(strategy.spellings.popleft(), None)
+        strategies.pop(strategy.spellings.popleft(), None)
 
 
 def _make_strategy(
@@ -336,7 +336,7 @@ def _make_strategy(
     )
     if operands:
         with suppress(TypeError):  # an argument that cannot be hashed: not cached
-            keep(operands[0]._layout.decisions, tuple(key), strategy)
+            keep(operands[0]._layout.strategies, tuple(key), strategy)
     return strategy
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from ...mesh.comm.call_site import DESCRIBERS
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import LayoutCache
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.plan import plan
@@ -122,6 +122,10 @@ def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list
 # -- the choice ------------------------------------------------------------------------------------
 
 
+# (operator, arguments and layout of the result) -> the layouts of the operands
+_known: LayoutCache[tuple[Any, ...], tuple[Layout, ...]] = LayoutCache()
+
+
 def _known_targets(
     func: Callable[..., Any],
     args: Sequence[Any],
@@ -131,16 +135,16 @@ def _known_targets(
     key: tuple[Any, ...],
 ) -> tuple[Layout, ...]:
     """Return `_targets`, cached on the first operand's layout."""
-    known = operands[0]._layout.decisions
+    first = operands[0]._layout
     try:
-        found = known.get(key)
+        targets = _known.get(first, key)
     except TypeError:  # an argument that cannot be hashed
-        found = None
-    if found is None:
-        found = _targets(func, args, kwargs, operands, out)
+        targets = None
+    if targets is None:
+        targets = _targets(func, args, kwargs, operands, out)
         with suppress(TypeError):
-            keep(known, key, found)
-    return found
+            _known.keep(first, key, targets)
+    return targets
 
 
 def _targets(

@@ -28,12 +28,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
+from ...mesh.comm.current_world import current_world
 from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
@@ -54,11 +54,19 @@ from .strategy import name_of
 
 _MAX_SIGNATURES = 1 << 16  # per mesh
 
-# World -> hash of the mesh (a reference to the mesh would keep the world alive) -> signatures that
-# were compared.
-_compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
-# World -> hashes of the meshes of outputs that models returned for plain inputs.
-_meshes_of_plain_calls: WeakKeyDictionary[World, set[int]] = WeakKeyDictionary()
+
+class _PlainOperands:
+    """What a world knows of plain operands, by hashes of meshes: it keeps none of them alive.
+
+    Attributes:
+        compared: hash of the mesh -> signatures of operands that the ranks have compared.
+        meshes_of_plain_calls: hashes of the meshes of outputs that models returned for plain
+            inputs.
+    """
+
+    def __init__(self, _: World) -> None:
+        self.compared: dict[int, dict[Hashable, bool]] = {}
+        self.meshes_of_plain_calls: set[int] = set()
 
 
 def may_replicate(sharded: ShardedTensor | None = None) -> bool:
@@ -75,8 +83,8 @@ def may_replicate(sharded: ShardedTensor | None = None) -> bool:
     if current_axis_env() is not None:
         return False
     if sharded is None:
-        return len(_meshes_of_plain_calls) > 0
-    return hash(sharded.mesh) in _meshes_of_plain_calls.get(sharded.mesh.world, ())
+        return len(current_world().state(_PlainOperands).meshes_of_plain_calls) > 0
+    return hash(sharded.mesh) in sharded.mesh.world.state(_PlainOperands).meshes_of_plain_calls
 
 
 def accept_plain_operands(mesh: DeviceMesh) -> None:
@@ -86,7 +94,7 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
     It decides only whether an operator raises; the ranks of the mesh compare the operands as inside
     of the model.
     """
-    _meshes_of_plain_calls.setdefault(mesh.world, set()).add(hash(mesh))
+    mesh.world.state(_PlainOperands).meshes_of_plain_calls.add(hash(mesh))
 
 
 def _in_prepared_module() -> bool:
@@ -137,7 +145,7 @@ def _check_replicated(
     file, line = user_line()
     shapes = tuple((x.dtype, x.shape, x.requires_grad) for x in plain)
     signature = (file, line, name_of(func), shapes, tuple(x._layout.fingerprint for x in sharded))
-    compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
+    compared = mesh.world.state(_PlainOperands).compared.setdefault(hash(mesh), {})
     if signature in compared:
         return True
     if engine_hooks.current_backward() != -1 and not in_backward and not _in_prepared_module():

@@ -25,7 +25,7 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.device_mesh import DeviceMesh
-from ..layout.bounded_cache import HEAVY_LIMIT, keep
+from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.all_to_all import AllToAllV, TensorShare
@@ -123,13 +123,16 @@ class Owners:
         )
 
 
+_owners: LayoutCache[tuple[Any, ...], Owners] = LayoutCache(HEAVY_LIMIT)
+
+
 def owners_of(
     layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype
 ) -> Owners:
     """Return the cached owners for these arguments. Communication: none."""
-    key = "owners", layouts, units, dtype
-    return layouts[0].runners.get(key) or keep(
-        layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT
+    key = layouts, units, dtype
+    return _owners.get(layouts[0], key) or _owners.keep(
+        layouts[0], key, Owners(layouts, units, dtype)
     )
 
 
@@ -142,11 +145,11 @@ def owners_of_matrices(
     """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication:
     none.
     """
-    key = "owners", layouts, flattened, work, dtype
-    owners = layouts[0].runners.get(key)
+    key = layouts, flattened, work, dtype
+    owners = _owners.get(layouts[0], key)
     if owners is None:
         units = matrix_units([layout.shape for layout in layouts], flattened, work)
-        owners = keep(layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT)
+        owners = _owners.keep(layouts[0], key, Owners(layouts, units, dtype))
     return owners
 
 

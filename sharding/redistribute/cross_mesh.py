@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import box_origin, box_shape, intersect, slices
+from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from .all_to_all import AllToAllV, TensorShare
 from .autograd import redistribute_local
 from .plan.cross_mesh import CrossMeshPlan, box_on, plan_cross_mesh
 from .step_collectives import device_mesh
+
+_exchanges: LayoutCache[Layout, CrossMeshExchange] = LayoutCache(HEAVY_LIMIT)
 
 
 def redistribute_cross_mesh(
@@ -69,9 +72,9 @@ def redistribute_cross_mesh(
     """
     if src.mesh is dst.mesh:
         return redistribute_local(local, src, dst, backward_dtype=backward_dtype)
-    exchange = src.runners.get(dst)
+    exchange = _exchanges.get(src, dst)
     if exchange is None:
-        exchange = src.runners[dst] = CrossMeshExchange(plan_cross_mesh(src, dst))
+        exchange = _exchanges.keep(src, dst, CrossMeshExchange(plan_cross_mesh(src, dst)))
     local = redistribute_local(local, src, exchange.source, backward_dtype=backward_dtype)
     if local.requires_grad and torch.is_grad_enabled():
         local = _CrossMeshRedistribute.apply(local, exchange, backward_dtype)  # type: ignore[assignment]

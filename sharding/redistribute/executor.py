@@ -25,7 +25,7 @@ from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.monitor.ledger.profiler import named
-from ..layout.bounded_cache import HEAVY_LIMIT, keep
+from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from .packed_collectives import AsyncResults, Collective
 from .plan import Plan, Step, plan
@@ -304,6 +304,9 @@ def _name(plans: Sequence[Plan]) -> str:
 
 # -- cached ----------------------------------------------------------------------------------------
 
+# (destination and options) -> the compiled plan, on the source
+_executors: LayoutCache[Any, Executor] = LayoutCache(HEAVY_LIMIT)
+
 
 def executor(
     src: Layout,
@@ -317,13 +320,13 @@ def executor(
     """
     plain = max_bytes is None and accumulate_dtype is None and transport is None
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
-    found = src.runners.get(key)
-    if found is None:
-        found = plan(
+    compiled = _executors.get(src, key)
+    if compiled is None:
+        redistribution = plan(
             src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport
         )
-        found = keep(src.runners, key, Executor([found]), HEAVY_LIMIT)
-    return found
+        compiled = _executors.keep(src, key, Executor([redistribution]))
+    return compiled
 
 
 def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
@@ -332,10 +335,9 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
     """
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
-    cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())
-    found = cache.get(key)
-    if found is None:
-        found = keep(
-            cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]), HEAVY_LIMIT
-        )
-    return found
+    first, key = pairs[0][0], (tuple(pairs), *options.values())
+    compiled = _executors.get(first, key)
+    if compiled is None:
+        compiled = Executor([plan(src, dst, **options) for src, dst in pairs])
+        _executors.keep(first, key, compiled)
+    return compiled

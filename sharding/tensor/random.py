@@ -32,7 +32,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class _RandomState:
+class RandomStream:
     """Seed and position of one rank's stream of random tensors; the same on every rank of a
     program.
 
@@ -64,22 +64,12 @@ class _RandomState:
         return thread_context.last_draw
 
 
-_states: weakref.WeakKeyDictionary[World, _RandomState] = weakref.WeakKeyDictionary()
-
-
-def _state(world: World) -> _RandomState:
-    found = _states.get(world)
-    if found is None:
-        found = _states[world] = _RandomState(world)
-    return found
-
-
 def manual_seed(seed: int) -> None:
     """Seed the random numbers of `ShardedTensor`s. Call it on every rank with the same seed.
 
     Communication: none.
     """
-    state = _state(current_world())
+    state = current_world().state(RandomStream)
     state.seed, state.drawn = seed & _MASK, 0
     _reseeded()
 
@@ -95,7 +85,7 @@ def get_rng_state() -> Tensor:
         >>> x = sm.rand(4, device_mesh=mesh)
         >>> sm.random.set_rng_state(state)  # from here on, the same numbers again
     """
-    state = _state(current_world())
+    state = current_world().state(RandomStream)
     return torch.tensor([state.seed, state.drawn], dtype=torch.uint64).view(torch.uint8)
 
 
@@ -114,7 +104,7 @@ def set_rng_state(state: Tensor) -> None:
             f"{state.dtype}{list(state.shape)}; pass a state of torch's own generator to "
             "torch.set_rng_state"
         )
-    own = _state(current_world())
+    own = current_world().state(RandomStream)
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
     _reseeded()
 
@@ -131,7 +121,7 @@ def fork_rng() -> Iterator[None]:
 
     Communication: none.
     """
-    state, recorder = _state(current_world()), thread_context.recorder
+    state, recorder = current_world().state(RandomStream), thread_context.recorder
     before, relative = (state.seed, state.drawn), recorder is None or recorder.draws.relative
     try:
         yield
@@ -151,7 +141,7 @@ def check_rng_state(mesh: Any) -> None:
     """
     if mesh.coordinate is None:
         return
-    state, group = _state(mesh.world), mesh.group(mesh.axis_names)
+    state, group = mesh.world.state(RandomStream), mesh.group(mesh.axis_names)
     states = group.all_gather_object((state.seed, state.drawn))
     if len(set(states)) > 1:
         found = ", ".join(
@@ -174,13 +164,13 @@ def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManage
     Example:
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=sm.random.replay_random)
     """
-    return nullcontext(), _Replay(_state(current_world()))
+    return nullcontext(), _Replay(current_world().state(RandomStream))
 
 
 class _Replay(AbstractContextManager[None]):
     """Draw numbers again from the position at construction; reentrant."""
 
-    def __init__(self, state: _RandomState) -> None:
+    def __init__(self, state: RandomStream) -> None:
         self.state, self.start = state, state.drawn
         self.before: list[tuple[int, bool]] = []
 
@@ -259,7 +249,7 @@ def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) 
     Ranks outside the mesh draw too, an empty part, so that the position is the same on all ranks.
     """
     mesh: Any = layout.mesh
-    seed, stream = _state(mesh.world).next()
+    seed, stream = mesh.world.state(RandomStream).next()
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
     if thread_context.recorder is not None:
@@ -285,7 +275,7 @@ def units(layout: Layout) -> distributions.Units:
     element of this rank's part.
     """
     mesh: Any = layout.mesh
-    seed, stream = _state(mesh.world).next()
+    seed, stream = mesh.world.state(RandomStream).next()
     unit = partial(distributions.unit, layout.shape, layout.box)
     recorder = thread_context.recorder
     if recorder is None:
@@ -297,7 +287,7 @@ def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Call a function that draws from torch's own generator, seeded equally on every rank; restore
     the generator afterwards.
     """
-    seed, stream = _state(mesh.world).next()
+    seed, stream = mesh.world.state(RandomStream).next()
     with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):
         torch.manual_seed((seed + stream * _GOLDEN) % (1 << 63))
         return func(*args, **kwargs)

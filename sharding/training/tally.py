@@ -23,7 +23,7 @@ from ...mesh.abstract_mesh import joined
 from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import LayoutCache
 from ..layout.layout import Layout
 from ..lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
@@ -62,6 +62,9 @@ class Tally:
         return values
 
 
+_tallies: LayoutCache[tuple[Layout | None, ...], Tally] = LayoutCache()
+
+
 def tally_of(tensors: Sequence[Tensor]) -> Tally:
     """Return the tally of these tensors; plain ones count as replicated. Communication: none."""
     layouts = tuple([x._layout if isinstance(x, ShardedTensor) else None for x in tensors])
@@ -70,8 +73,7 @@ def tally_of(tensors: Sequence[Tensor]) -> Tally:
         return Tally(
             None, tuple(range(len(tensors))), tensors[0].device if tensors else torch.device("cpu")
         )
-    key = "tally", layouts
-    return first.runners.get(key) or keep(first.runners, key, _tally(layouts, first))
+    return _tallies.get(first, layouts) or _tallies.keep(first, layouts, _tally(layouts, first))
 
 
 def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:

@@ -14,7 +14,6 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, distributed_c10d
@@ -71,9 +70,6 @@ class _Meshes:
         self.store = _store_of(world)
 
 
-_meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
-
-
 def compare(mesh: DeviceMesh) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
@@ -85,9 +81,7 @@ def compare(mesh: DeviceMesh) -> None:
     world = mesh.world
     if world.size == 1 or settings().mode == "off":
         return
-    if world not in _meshes:
-        _meshes[world] = _Meshes(world)
-    meshes = _meshes[world]
+    meshes = world.state(_Meshes)
     fields = _fields_of(mesh)
     key = json.dumps(fields)
     if meshes.store is None or key in meshes.known:

@@ -24,7 +24,7 @@ from ....mesh.comm.current_world import current_world
 from ....mesh.comm.first_use import first_block
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
-from ...layout.bounded_cache import keep
+from ...layout.bounded_cache import LayoutCache
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import comm_context, mixed, seed_of
@@ -163,14 +163,15 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
+_strategies: LayoutCache[tuple[Any, ...], AttentionStrategy] = LayoutCache()
+
+
 def _strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> AttentionStrategy:
-    key = ("attention", k, v, options)
-    found = q.runners.get(key)
-    return (
-        found
-        if found is not None
-        else keep(q.runners, key, choose_attention_strategy(q, k, v, options))
-    )
+    key = k, v, options
+    strategy = _strategies.get(q, key)
+    if strategy is None:
+        strategy = _strategies.keep(q, key, choose_attention_strategy(q, k, v, options))
+    return strategy
 
 
 # -- for unchanged models --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout.bounded_cache import keep
+from ...layout.bounded_cache import LayoutCache
 from ...layout.layout import Layout
 from ...layout.spec import Cut, P, Placement, as_placement, placements_to_spec
 from ...ops.torch_compile import not_compiled, refuse_jit_trace
@@ -227,13 +227,17 @@ def redistribute_activations(
     return [pytree.tree_unflatten([next(laid) for _ in flat], shape) for flat, shape in trees]
 
 
+# (desired placement, axis) -> the layout of an activation that has it
+_targets: LayoutCache[tuple[Any, str], Layout] = LayoutCache()
+
+
 def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
     """Return whether this is a tensor known to have the desired layout: the common case,
     and cheap.
     """
     if type(x) is not ShardedTensor or lay.local:
         return False
-    return lay.to is None or x._layout.decisions.get((along, lay.to, site.axis)) is x._layout
+    return lay.to is None or _targets.get(x._layout, (lay.to, site.axis)) is x._layout
 
 
 def _redistribute_leaves(
@@ -265,17 +269,17 @@ def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout 
     if lay.to is None or not isinstance(x, ShardedTensor):
         return None
     layout = x._layout
-    key = (along, lay.to, site.axis)
-    found = layout.decisions.get(key)
-    if found is not None:
-        return found
+    key = lay.to, site.axis
+    target = _targets.get(layout, key)
+    if target is not None:
+        return target
     try:
         target = layout.replace(along(layout, lay.to, site.axis))
     except ValueError as error:
         raise ValueError(
             f"{site}: {name} is {layout} and cannot become {lay.to} along {site.axis!r}: {error}"
         ) from None
-    return keep(layout.decisions, key, target)
+    return _targets.keep(layout, key, target)
 
 
 def along(layout: Layout, where: P | Placement, axis: str) -> P:

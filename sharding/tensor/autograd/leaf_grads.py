@@ -37,8 +37,6 @@ from ...redistribute.executor import executor_of_many
 from ...redistribute.linear import redistribute_grad
 from ..sharded_tensor import ShardedTensor
 
-_reducers: weakref.WeakKeyDictionary[World, _GradReducer] = weakref.WeakKeyDictionary()
-
 
 class _GradReducer:
     """The leaves of one rank whose gradients are still to be reduced.
@@ -56,7 +54,7 @@ class _GradReducer:
         made: number of leaves so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, _: World) -> None:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
@@ -115,13 +113,6 @@ class _GradReducer:
             drop()
 
 
-def _reducer(world: World) -> _GradReducer:
-    found = _reducers.get(world)
-    if found is None:
-        found = _reducers[world] = _GradReducer()
-    return found
-
-
 @contextmanager
 def accumulate_grads() -> Iterator[None]:
     """Keep gradients pending over several backward passes; they are reduced once, at the end of the
@@ -138,7 +129,7 @@ def accumulate_grads() -> Iterator[None]:
         ...         loss(model, batch).backward()
         >>> optimizer.step()
     """
-    reducer = _reducer(current_world())
+    reducer = current_world().state(_GradReducer)
     reducer.accumulating += 1
     try:
         yield
@@ -152,21 +143,21 @@ def accumulate_grads() -> Iterator[None]:
 
 def is_accumulating(world: World) -> bool:
     """Return True inside `accumulate_grads()`."""
-    return _reducer(world).accumulating > 0
+    return world.state(_GradReducer).accumulating > 0
 
 
 def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
     """Register a callback for the end of `accumulate_grads()`, before leaves are reduced; an
     exception calls `give_up` instead.
     """
-    _reducer(world).before.append((call, give_up))
+    world.state(_GradReducer).before.append((call, give_up))
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
     """Register a callback for the end of the running backward, where reductions can still be
     launched by `start`.
     """
-    reducer = _reducer(world)
+    reducer = world.state(_GradReducer)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
@@ -178,7 +169,7 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
-        _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
+        leaf.mesh.world.state(_GradReducer).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
 def start(
@@ -194,7 +185,7 @@ def start(
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
     world = leaves[0].mesh.world
-    reducer = _reducer(world)
+    reducer = world.state(_GradReducer)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
         reducer.started.append(
@@ -218,7 +209,7 @@ def may_start(leaf: ShardedTensor, node: Any) -> bool:
 
 def drop_started(world: World) -> None:
     """Wait for the reductions that a failed backward has launched, and drop them."""
-    _reducer(world).drop_started()
+    world.state(_GradReducer).drop_started()
 
 
 # -- leaves ----------------------------------------------------------------------------------------
@@ -255,7 +246,7 @@ def _register_hooks(leaf: ShardedTensor) -> None:
     if leaf._local.is_inference():  # which has no gradient
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
-    reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
+    reducer = leaf._layout.mesh.world.state(_GradReducer)  # type: ignore[attr-defined]
     reducer.made += 1
     number = leaf._number = reducer.made  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)

@@ -10,6 +10,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import Layout, P
+from shardmesh.sharding.layout.bounded_cache import LayoutCache
 from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
 from shardmesh.sharding.redistribute.executor import executor
 
@@ -17,7 +18,7 @@ from shardmesh.sharding.redistribute.executor import executor
 def test_a_mesh_is_freed_with_its_layouts():
     mesh = sm.AbstractMesh((2, 2), ("a", "b"))
     layout = Layout.of(mesh, P("a"), (4, 4))
-    layout.runners[layout.replace(P("b"))] = layout
+    LayoutCache().keep(layout, layout.replace(P("b")), layout)
     alive = weakref.ref(mesh), weakref.ref(layout)
     del mesh, layout
     gc.collect()

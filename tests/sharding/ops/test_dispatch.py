@@ -48,7 +48,7 @@ def test_one_strategy_for_all_scalars():
         x = sm.ones((4,), mesh, [sm.Shard(0)])
         for scale in (0.5, 0.25, 3.0):
             x * scale
-        return len(sm.typeof(x).decisions)
+        return len(sm.typeof(x).strategies)
 
     assert sm.simulate(2)(rank)() == [1, 1]
 
@@ -60,7 +60,7 @@ def test_the_cache_is_bounded(monkeypatch):
         x = sm.ones((4,), sm.init_device_mesh(DEVICE, (2,)), [sm.Shard(0)])
         for i in range(50):
             assert x.expand(i, 4).sum().item() == 4 * i
-        return len(sm.typeof(x).decisions)
+        return len(sm.typeof(x).strategies)
 
     assert all(count <= 10 for count in sm.simulate(2)(rank)())
 

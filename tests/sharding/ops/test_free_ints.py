@@ -206,7 +206,7 @@ def test_the_cache_does_not_grow() -> None:
             x * i
             x.clamp(max=i)
             x[:, i % 8]
-        return len(sm.typeof(x).decisions)
+        return len(sm.typeof(x).strategies)
 
     assert max(on_mesh((2,), program)) <= 60
 

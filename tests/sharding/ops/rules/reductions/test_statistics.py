@@ -44,11 +44,11 @@ def test_unsharded_dim_is_one_local_call(name):
     def program(mesh):
         for spec in (P("a"), P()):
             x = place(mesh, X).redistribute(spec)
-            x._layout.decisions.clear()
+            x._layout.strategies.clear()
             with collectives() as records:
                 REDUCE[name](x, 1)
             assert not records
-            for strategy in x._layout.decisions.values():
+            for strategy in x._layout.strategies.values():
                 assert strategy.decomposition is None
                 assert strategy.direct or name == "var_mean"
 
