@@ -46,7 +46,7 @@ def saved_twice() -> dict[str, Any]:
                     for x in tree.values():
                         x.zero_().add_(step + 2)
                     saving.wait()
-                places.append(staging._kept[current_world()].data_ptr())
+                places.append(current_world().state(staging._StagingMemory).buffer.data_ptr())
             found = []
             for step in range(2):
                 like = {name: torch.empty_like(x) for name, x in tree.items()}
