@@ -77,13 +77,11 @@ class AbstractMesh:
         self.cache = None
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
-        self._wholes: list[
-            tuple[AbstractMesh, dict[str, tuple[str, ...]]]
-        ] = []  # meshes that this is a part of; its axes in theirs
+        # meshes that this is a part of; its axes in theirs
+        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []
         self._origin: MeshOrigin | None = None
-        self._unflattened_from: list[
-            MeshOrigin
-        ] = []  # meshes of the same ranks in the same order, with fewer axes
+        # meshes of the same ranks in the same order, with fewer axes
+        self._unflattened_from: list[MeshOrigin] = []
         self._own_topology: Topology | None = None
         self._is_calibrated = False
         self._topology: Topology | None = None

@@ -29,9 +29,8 @@ _ALIVE_S = 1.0  # how often to look which ranks are alive
 # interrupted
 _POLITE_S = 0.5
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
-_TO_LEAVE_S = (
-    1.5  # how long a program must go on after its groups were destroyed to count as living on
-)
+# how long a program must go on after its groups were destroyed to count as living on
+_TO_LEAVE_S = 1.5
 
 
 class Watchdog:
@@ -43,9 +42,8 @@ class Watchdog:
         self._left_at = 0
         self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
         self._looked_at = 0
-        self._on_stream: dict[
-            Recorder, int
-        ] = {}  # what recorders with a lost rank had called, as a stream waited for it
+        # what recorders with a lost rank had called, as a stream waited for it
+        self._on_stream: dict[Recorder, int] = {}
         self._warned: set[tuple[int, int]] = set()
         self._device_waits = DeviceWaits(monitor)
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
@@ -82,9 +80,8 @@ class Watchdog:
             self._device_waits.look()
             for recorder in monitor.recorders:
                 called = recorder.called
-                if (
-                    recorder.settled < called and self._before.get(recorder) == called
-                ):  # else the program is making progress
+                # else the program is making progress
+                if recorder.settled < called and self._before.get(recorder) == called:
                     self._look(recorder, called)
                 self._before[recorder] = called
             self._find_cycle()
@@ -108,9 +105,8 @@ class Watchdog:
         disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
-        if (
-            monitor.buffer.words[Header.PAUSED] >= IDLE
-        ):  # it may wait for as long as nobody else does
+        # it may wait for as long as nobody else does
+        if monitor.buffer.words[Header.PAUSED] >= IDLE:
             gone = lost_ranks(monitor.directory)
             if gone:
                 monitor.fail(verdict_text.died(gone))
@@ -156,9 +152,8 @@ class Watchdog:
             and threading.main_thread().is_alive()
         ):
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
-        monitor.communicators.abort(
-            wait=False
-        )  # what this sets free first runs the handler of the signal
+        # what this sets free first runs the handler of the signal
+        monitor.communicators.abort(wait=False)
         if waited > (
             settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)
         ) and termination.may_end(monitor):

@@ -83,9 +83,8 @@ class RankOrder:
 
     def __init__(self, outputs: Iterable[Any]) -> None:
         self._outputs = list(outputs)
-        self._before: dict[
-            int, set[int]
-        ] = {}  # by held rank: the lower ranks that have not run yet
+        # by held rank: the lower ranks that have not run yet
+        self._before: dict[int, set[int]] = {}
 
     def runs_before(self, rank: int, others: Iterable[int]) -> None:
         """Hold the rank's output: it continues from a collective before these others."""

@@ -275,9 +275,8 @@ class Recorder:
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = (
-            1  # from now on other ranks may read them
-        )
+        # from now on other ranks may read them
+        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1
         self.monitor.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
@@ -377,10 +376,8 @@ class Recorder:
         text's place in the trace buffer.
         """
         frame, depth = user_frame(2)
-        call.depth, call.code = (
-            depth - 1,
-            _frame(depth).f_code,
-        )  # seen from `enter`, which is one lower
+        call.depth = depth - 1  # seen from `enter`, which is one lower
+        call.code = _frame(depth).f_code
         call.user, call.instruction = frame.f_code, frame.f_lasti
         call.line = self.buffer.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return call.line
