@@ -130,7 +130,8 @@ class _Debugger(pdb.Pdb):
         """Continue as the last command said: `n`, `s`, `c` ..."""
         if not self.goes_on:
             return
-        continues, stop = self._continues, (self.stopframe, self.returnframe, self.stoplineno)
+        continues = self._continues
+        stop = (self.stopframe, self.returnframe, self.stoplineno)
         self.set_trace(frame)  # which means `s`
         self.stopframe, self.returnframe, self.stoplineno = (
             (self.botframe, None, -1) if continues else stop
@@ -171,7 +172,9 @@ def _can_ask(stream: TextIO | None) -> bool:
     if stream is None or stream.closed:
         return False
     try:
-        found = os.fstat(stream.fileno())
+        stat_result = os.fstat(stream.fileno())
     except (OSError, ValueError, AttributeError):  # not a file: a notebook's, a test's
         return True
-    return not stat.S_ISCHR(found.st_mode) or found.st_rdev != os.stat(os.devnull).st_rdev
+    return (
+        not stat.S_ISCHR(stat_result.st_mode) or stat_result.st_rdev != os.stat(os.devnull).st_rdev
+    )

@@ -332,14 +332,14 @@ def _exit_failure(exitcode: int, when: str) -> RankFailure:
 
 def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
     context = mp.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=True)
+    parent_end, child_end = context.Pipe(duplex=True)
     process = context.Process(
-        target=child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}"
+        target=child_main, args=(os.getpid(), child_end, payload), name=f"rank{rank}"
     )
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
-        ranks.append(_LocalRank(rank, process, mine))
-    theirs.close()
+        ranks.append(_LocalRank(rank, process, parent_end))
+    child_end.close()
 
 
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:

@@ -185,12 +185,12 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     if backend is None:
         return
     backend = backend.lower()
-    wanted = (
+    backends = (
         dict(part.split(":") for part in backend.split(","))
         if ":" in backend
         else {device_type: backend}
     )
-    if any(running.get(device) != name for device, name in wanted.items()):
+    if any(running.get(device) != name for device, name in backends.items()):
         raise errors.MeshError(
             f"backend={backend!r}, but the default process group exists already, with {running}. "
             "Omit backend, or destroy that group first."

@@ -142,7 +142,8 @@ class Session:
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
         forget(world)
-        groups, meshes = self._before.groups_since(world), self._before.meshes_since(world)
+        groups = self._before.groups_since(world)
+        meshes = self._before.meshes_since(world)
         ends_job = self._before.is_job_since()
         if ends_job and world.monitor is not None:
             world.monitor.close()
@@ -199,8 +200,8 @@ class ClosedWorld(World):
 @contextmanager
 def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
     """Set the times of `watchdog` inside the block."""
-    here = settings()
-    before = here.warn, here.timeout
+    current = settings()
+    before = current.warn, current.timeout
     watchdog(warn, timeout)
     try:
         yield
@@ -221,8 +222,12 @@ class _Snapshot:
         last.
         """
         known = self._groups if world is self._world else []
-        made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
-        return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
+        new_groups = {
+            id(group): group for group in world._groups.values() if not _is_in(group, known)
+        }
+        return sorted(
+            new_groups.values(), key=lambda group: (group.size == world.size, group.ranks)
+        )
 
     def meshes_since(self, world: World) -> list[DeviceMesh]:
         known = self._meshes if world is self._world else []
