@@ -40,7 +40,7 @@ from .diagnosis.members import (
     have_all_come,
     lost_ranks,
     member,
-    members,
+    read_members,
 )
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
@@ -136,9 +136,9 @@ class Monitor:
 
     def check(self) -> None:
         """Raise the verdict on the job, a WatchError, if there is one."""
-        found = self.standing()
-        if found is not None:
-            raise self._error(found)
+        verdict = self.standing()
+        if verdict is not None:
+            raise self._error(verdict)
 
     def _error(self, verdict: Verdict) -> WatchError:
         self.notified = self.abandoned = True
@@ -270,7 +270,7 @@ class Monitor:
         as a WatchError.
         """
         since, sequence = monotonic_ns(), recorder.called - 1
-        while not agree(members(self, recorder, sequence)) and self._diagnose(
+        while not agree(read_members(self, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
         ):
             time.sleep(_NAP_S)
@@ -281,9 +281,9 @@ class Monitor:
         """
         if self.checked() is None:
             return False
-        found = diagnose.diagnose(self, recorder, sequence, since)
-        if found is not None:
-            raise self.failed(found)
+        verdict = diagnose.diagnose(self, recorder, sequence, since)
+        if verdict is not None:
+            raise self.failed(verdict)
         self.check_visible(recorder, since)
         return self.alarm[0] != Alarm.UNWATCHED
 
@@ -299,9 +299,11 @@ class Monitor:
         connects them, and in "strict" mode.
         """
 
-        def done(found: list[Member]) -> bool:
-            late = [m for m in found if m.came is False and (m.buffer is not None or self.sees_all)]
-            return not late and agree(found)
+        def done(members: list[Member]) -> bool:
+            late = [
+                m for m in members if m.came is False and (m.buffer is not None or self.sees_all)
+            ]
+            return not late and agree(members)
 
         self._wait_for(recorder, sequence, done)
         if sequence == 0 and self._is_on:
@@ -310,7 +312,7 @@ class Monitor:
     def _wait_for(
         self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
     ) -> None:
-        self.wait_until(recorder, sequence, lambda: done(members(self, recorder, sequence)))
+        self.wait_until(recorder, sequence, lambda: done(read_members(self, recorder, sequence)))
 
     def wait_until(
         self,
@@ -367,7 +369,7 @@ class Monitor:
         if diagnose.wrong_splits(self, recorder, sequence) is not None:
             deadline = time.monotonic() + _TO_SHOW_S
             while time.monotonic() < deadline and not all(
-                m.route for m in members(self, recorder, sequence)
+                m.route for m in read_members(self, recorder, sequence)
             ):
                 time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
             wrong = diagnose.wrong_splits(self, recorder, sequence)
@@ -444,8 +446,8 @@ class Monitor:
                 gone = diagnose.lost(self, recorder, sequence)
                 if gone is not None:
                     raise self.failed(gone)
-            except WatchError as found:
-                raise found from error
+            except WatchError as watch_error:
+                raise watch_error from error
             time.sleep(0.01)
         raise error
 
@@ -547,8 +549,8 @@ class Monitor:
         """Return whether all ranks have called what this one called last, and agree."""
         if recorder.settled < recorder.called:
             called = recorder.called
-            found = members(self, recorder, called - 1)
-            if have_all_come(found) and agree(found):
+            members = read_members(self, recorder, called - 1)
+            if have_all_come(members) and agree(members):
                 recorder.settled = called
         return recorder.settled >= recorder.called
 

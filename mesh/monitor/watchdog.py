@@ -16,7 +16,7 @@ from ..settings import monotonic_ns, settings
 from . import termination
 from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
-from .diagnosis.members import lost_ranks, members
+from .diagnosis.members import lost_ranks, read_members
 from .recording.job_directory import Alarm
 
 if TYPE_CHECKING:
@@ -177,9 +177,9 @@ class Watchdog:
         monitor, sequence = self._monitor, called - 1
         if monitor.is_settled(recorder) or not recorder.is_open(sequence):
             return
-        found = members(monitor, recorder, sequence)
-        record = next((m.record for m in found if m.rank == recorder.world.rank), None)
-        if record is None or (not monitor.sees_all and any(m.buffer is None for m in found)):
+        members = read_members(monitor, recorder, sequence)
+        record = next((m.record for m in members if m.rank == recorder.world.rank), None)
+        if record is None or (not monitor.sees_all and any(m.buffer is None for m in members)):
             return
         waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
         if (
@@ -188,10 +188,12 @@ class Watchdog:
             and monitor.ns_since(record.start) > warn_ns
         ):
             self._warned.add((recorder.key, sequence))
-            first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
+            first = diagnose.first_missed(
+                recorder, sequence, [m for m in members if m.came is False]
+            )
             self._warn(
                 verdict_text.stall(
-                    monitor, recorder, first, members(monitor, recorder, first), waited
+                    monitor, recorder, first, read_members(monitor, recorder, first), waited
                 ).text
             )
         monitor.check_visible(recorder, record.start)
@@ -214,7 +216,7 @@ class Watchdog:
             return ""
         summary = traceback.extract_stack(frame)
         frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
-        kept = [
+        shown = [
             s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
         ]
-        return "".join(traceback.format_list(kept))
+        return "".join(traceback.format_list(shown))

@@ -82,7 +82,7 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
     return Member(rank, buffer, None if sequence < called else False)
 
 
-def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
+def read_members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
     """Return the state of each rank of the group in the collective `sequence`, in the group's
     order.
     """
@@ -91,13 +91,13 @@ def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]
     ]
 
 
-def have_all_come(found: Iterable[Member]) -> bool:
-    return all(m.came is not False for m in found)
+def have_all_come(members: Iterable[Member]) -> bool:
+    return all(m.came is not False for m in members)
 
 
-def parties(found: Iterable[Member]) -> list[list[Member]]:
+def parties(members: Iterable[Member]) -> list[list[Member]]:
     """Return the members that have arrived, grouped by their calls."""
-    come = [m for m in found if m.came]
+    come = [m for m in members if m.came]
     words = _words_in_steps(come)
 
     def alike(one: Member, other: Member) -> bool:
@@ -118,9 +118,9 @@ def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
     return words
 
 
-def agree(found: Iterable[Member]) -> bool:
+def agree(members: Iterable[Member]) -> bool:
     """Return whether all members that have arrived call the same."""
-    return not is_divided(parties(found), _differ)
+    return not is_divided(parties(members), _differ)
 
 
 def _differ(one: Member, other: Member) -> bool:
@@ -129,9 +129,9 @@ def _differ(one: Member, other: Member) -> bool:
     )
 
 
-def outliers(found: Iterable[Member]) -> tuple[int, ...]:
+def outliers(members: Iterable[Member]) -> tuple[int, ...]:
     """Return the ranks that call something else than the majority; none if votes are equal."""
-    return minority([[m.rank for m in party] for party in parties(found)])
+    return minority([[m.rank for m in party] for party in parties(members)])
 
 
 def lost_ranks(directory: JobDirectory) -> list[Member]:
@@ -211,8 +211,13 @@ def _is_held_up(m: Member) -> bool:
     """
     if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return False
-    first, here = _stuck_for_long(m.buffer), m.record
-    return first is not None and here is not None and 0 < first.end <= here.start and here.end > 0
+    first, called = _stuck_for_long(m.buffer), m.record
+    return (
+        first is not None
+        and called is not None
+        and 0 < first.end <= called.start
+        and called.end > 0
+    )
 
 
 def blocked_for_long(buffer: TraceBuffer) -> Record | None:

@@ -36,10 +36,10 @@ def is_divided(parties: Sequence[Sequence[T]], differ: Callable[[T, T], bool]) -
 
 def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Return the items grouped by their key, in the order in which keys first appear."""
-    found: dict[Hashable, list[T]] = {}
+    parties: dict[Hashable, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
+        parties.setdefault(key(item), []).append(item)
+    return list(parties.values())
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:

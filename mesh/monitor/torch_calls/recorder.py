@@ -23,7 +23,7 @@ from ...settings import monotonic_ns
 from ..completion import is_done
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
-from ..diagnosis.members import agree, have_all_come, members
+from ..diagnosis.members import agree, have_all_come, read_members
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -105,9 +105,9 @@ class TorchRecorder(Recorder):
             return False
         if work is None:
             return True
-        found = work()
-        if found is not None and not (
-            is_done(found) if self.on_cpu and not self.is_channel else found.is_completed()
+        pending = work()
+        if pending is not None and not (
+            is_done(pending) if self.on_cpu and not self.is_channel else pending.is_completed()
         ):
             return True
         self.end(sequence, number)
@@ -147,7 +147,7 @@ class TorchRecorder(Recorder):
         return monitor is None or monitor.wait_until(
             self,
             sequence,
-            lambda: have_all_come(members(monitor, self, sequence)),
+            lambda: have_all_come(read_members(monitor, self, sequence)),
             timeout.total_seconds() * 1e9,
         )
 
@@ -162,7 +162,7 @@ class TorchRecorder(Recorder):
         timeout has expired.
         """
         if self.monitor is not None and any(
-            m.came is False for m in members(self.monitor, self, sequence)
+            m.came is False for m in read_members(self.monitor, self, sequence)
         ):
             error.__dict__[_NOT_COME] = self, sequence
 
@@ -174,7 +174,7 @@ class TorchRecorder(Recorder):
         """
         super().find_neighbours(directory)
         monitor = self.monitor
-        if monitor is not None and not agree(members(monitor, self, self.called - 1)):
+        if monitor is not None and not agree(read_members(monitor, self, self.called - 1)):
             monitor.look(self)
 
     def _name(self) -> str:
@@ -190,11 +190,11 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
     if error is None:
         return None
     recorder, sequence = error.__dict__[_NOT_COME]
-    found = members(monitor, recorder, sequence)
-    record = next((m.record for m in found if m.rank == monitor.directory.rank), None)
-    if record is None or have_all_come(found):
+    members = read_members(monitor, recorder, sequence)
+    record = next((m.record for m in members if m.rank == monitor.directory.rank), None)
+    if record is None or have_all_come(members):
         return None
-    return verdict_text.stall(monitor, recorder, sequence, found, monotonic_ns() - record.start)
+    return verdict_text.stall(monitor, recorder, sequence, members, monotonic_ns() - record.start)
 
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
