@@ -104,8 +104,8 @@ def rank_ranges(ranks: Sequence[int], max_ranges: int = 8) -> str:
     """
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        found = [rank for _, rank in run]
-        ranges += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else map(str, found)
+        members = [rank for _, rank in run]
+        ranges += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
     if len(ranges) <= max_ranges:
         return ",".join(ranges)
     return f"{','.join(ranges[:3])},...,{ranges[-1]} ({len(ranks):,} ranks)"

@@ -77,15 +77,15 @@ def _suspended(suspends: Callable[[Any], bool]) -> Iterator[None]:
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(count_modes())]
     first = next((i for i, mode in enumerate(modes) if suspends(mode)), len(modes))
     above = modes[first:]  # without torch's own modes, which are always the first ones
-    kept = [mode for mode in above if not suspends(mode)]
+    remaining = [mode for mode in above if not suspends(mode)]
     for _ in above:
         _pop_mode()
-    for mode in kept:
+    for mode in remaining:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in kept:
+        for _ in remaining:
             _pop_mode()
         for mode in above:
             _push_mode(mode)

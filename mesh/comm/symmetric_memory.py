@@ -43,7 +43,7 @@ def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> 
     """
     if device.type not in group.shared:
         group.shared[device.type] = (
-            _agreed(group, device, tag)
+            _allocate_on_all(group, device, tag)
             if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS
             else None
         )
@@ -55,24 +55,24 @@ def needed_peers(group: Group, device: torch.device, tag: CommTag | None = None)
 
     Raises: CollectiveError if there is none.
     """
-    found = peers_of(group, device, tag)
-    if found is None:
+    peers = peers_of(group, device, tag)
+    if peers is None:
         raise errors.CollectiveError(
             f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on "
             f"{device.type!r}: the mesh's topology has symmetric=Link(...). Call calibrate(mesh), "
             "which sets it only where there is such memory, or set mesh.topology = "
             "replace(mesh.topology, symmetric=None)."
         )
-    return found
+    return peers
 
 
-def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
+def _allocate_on_all(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
     """Return the memory if every rank could allocate it, else None."""
     try:
-        found = PROVIDERS[device.type](group, device, tag)
+        peers = PROVIDERS[device.type](group, device, tag)
     except (ImportError, RuntimeError) as error:
         # such as no peer-to-peer access between the devices
-        found = None
+        peers = None
         _log.warning(
             "rank %d: no symmetric memory among ranks %s on %s: %s",
             group.world.rank,
@@ -80,9 +80,9 @@ def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | 
             device,
             error,
         )
-    missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
+    missing = torch.tensor([int(peers is None)], dtype=torch.int32, device=device)
     group.all_reduce(missing, "max", tag=tag)
-    return None if int(missing) else found
+    return None if int(missing) else peers
 
 
 def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:

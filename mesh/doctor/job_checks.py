@@ -197,7 +197,7 @@ def _interface_of(facts: Facts) -> str:
     this host, else loopback.
     """
     net = facts.network
-    usable = next((address for address in net.own if address in net.here), "127.0.0.1")
+    usable = next((address for address in net.own if address in net.local), "127.0.0.1")
     # Debian's 127.0.1.1 belongs to the loopback interface, but is not listed there.
     matching = (
         one
@@ -238,7 +238,7 @@ def hostname(facts: Facts) -> Finding:
             f"{net.hostname} does not resolve: gloo falls back to loopback",
             by_name if many else local,
         )
-    if net.here.isdisjoint(net.own):
+    if net.local.isdisjoint(net.own):
         return bad(
             f"{net.hostname} resolves to {', '.join(net.own)}, which is not an address of this "
             "host: gloo falls back to loopback",
@@ -266,7 +266,7 @@ def master_address(facts: Facts) -> Finding:
             f"MASTER_ADDR={host} is {', '.join(addresses)}: other hosts look for rank 0 on themselves",
             fix,
         )
-    if place.rank == 0 and not place.agent_store and facts.network.here.isdisjoint(addresses):
+    if place.rank == 0 and not place.agent_store and facts.network.local.isdisjoint(addresses):
         return fault(
             f"MASTER_ADDR={host} is {', '.join(addresses)}, which is not an address of this host, "
             "where rank 0 is",

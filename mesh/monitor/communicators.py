@@ -43,12 +43,12 @@ class Communicators:
             handles = [] if self._aborts else torch_groups()
             # asked afterwards: if so, the groups are those of this job
             if handles and self._monitor.is_of_this_job():
-                backends = {
-                    id(found): found for handle in handles for found in _backends(handle)
-                }.values()
+                backends: dict[int, Any] = {}
+                for handle in handles:
+                    backends |= {id(backend): backend for backend in _backends(handle)}
                 self._aborts = [
                     threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True)
-                    for b in backends
+                    for b in backends.values()
                 ]
                 for thread in self._aborts:
                     thread.start()
@@ -58,11 +58,11 @@ class Communicators:
 
 
 def _backends(handle: Any) -> list[Any]:
-    found = []
+    backends = []
     for device in handle._device_types:
         with contextlib.suppress(RuntimeError):  # the group has been destroyed
-            found.append(handle._get_backend(device))
-    return [backend for backend in found if waits_on_device(backend.name())]
+            backends.append(handle._get_backend(device))
+    return [backend for backend in backends if waits_on_device(backend.name())]
 
 
 def _abort(backend: Any) -> None:

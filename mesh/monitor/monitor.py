@@ -228,7 +228,8 @@ class Monitor:
             return
         self.abandoned = True
         termination.keep_groups()
-        interruption, stalled = termination.interruption(error), out_of_time(self, error)
+        interruption = termination.interruption(error)
+        stalled = out_of_time(self, error)
         if interruption is not None:
             self.fail(verdict_text.interrupted(self.world.rank, interruption, self.buffer))
         elif stalled is not None:
@@ -269,7 +270,8 @@ class Monitor:
         """Wait until votes decide which of the ranks that differ are the outliers, and raise that
         as a WatchError.
         """
-        since, sequence = monotonic_ns(), recorder.called - 1
+        since = monotonic_ns()
+        sequence = recorder.called - 1
         while not agree(read_members(self, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
         ):
@@ -403,7 +405,8 @@ class Monitor:
         return True
 
     def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        since, slice_ = monotonic_ns(), _SLICE
+        since = monotonic_ns()
+        slice_ = _SLICE
         with self._blocked(recorder, sequence, since):
             while not self._is_done_soon(recorder, sequence, work, slice_):
                 is_long = monotonic_ns() - since >= _LONG_NS

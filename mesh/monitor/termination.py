@@ -155,12 +155,12 @@ def _take_signal() -> None:
     failed.
     """
     global alarm_signal
-    wanted = getattr(signal, "SIGRTMIN", None)
-    if wanted is None or threading.current_thread() is not threading.main_thread():
+    first_signal = getattr(signal, "SIGRTMIN", None)
+    if first_signal is None or threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(wanted + _ALARM) is signal.SIG_DFL:
-        signal.signal(wanted + _ALARM, _on_alarm)
-        alarm_signal = wanted + _ALARM
+    if signal.getsignal(first_signal + _ALARM) is signal.SIG_DFL:
+        signal.signal(first_signal + _ALARM, _on_alarm)
+        alarm_signal = first_signal + _ALARM
 
 
 def _on_alarm(*_: Any) -> None:
@@ -287,18 +287,18 @@ def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
 
 def _on_exit() -> None:
     global _last_word
-    here = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
-    for monitor in here:
+    own_monitors = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
+    for monitor in own_monitors:
         monitor.settle()
-    if any(monitor.abandoned for monitor in here):
+    if any(monitor.abandoned for monitor in own_monitors):
         keep_groups()
         _last_word = LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
-        for monitor in here:
+        for monitor in own_monitors:
             if monitor.alarm[0] == Alarm.VERDICT:
                 _end_others(monitor)
-    for monitor in here:
+    for monitor in own_monitors:
         monitor.close(RankState.ENDED)
 
 
@@ -339,11 +339,11 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     is_over = words[Header.STATE] not in (RankState.RUNNING, RankState.RAISED)
     if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] % IDLE or not is_local(buffer):
         return False
-    found = process_state(words[Header.PID])
+    state = process_state(words[Header.PID])
     # it has ended, or a debugger holds it
-    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:
+    if state is None or state[0] in "ZXt" or state[1] != words[Header.BORN]:
         return False
-    return found[0] == "T" or not words[Header.AWARE]
+    return state[0] == "T" or not words[Header.AWARE]
 
 
 _last_word: LastWord | None = None

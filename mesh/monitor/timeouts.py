@@ -51,7 +51,7 @@ def manage(handle: Any, is_own: bool) -> None:
     _apply(handle, is_own)
 
 
-def described(handle: Any) -> str:
+def backends_text(handle: Any) -> str:
     """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s;
     device bound: cuda:1".
     """

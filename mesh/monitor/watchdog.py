@@ -174,14 +174,16 @@ class Watchdog:
         """Diagnose a collective that not all ranks have called; main threads that wait for a GPU
         cannot do so themselves.
         """
-        monitor, sequence = self._monitor, called - 1
+        monitor = self._monitor
+        sequence = called - 1
         if monitor.is_settled(recorder) or not recorder.is_open(sequence):
             return
         members = read_members(monitor, recorder, sequence)
         record = next((m.record for m in members if m.rank == recorder.world.rank), None)
         if record is None or (not monitor.sees_all and any(m.buffer is None for m in members)):
             return
-        waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
+        waited = monotonic_ns() - record.start
+        warn_ns = settings().warn * 1e9
         if (
             waited > warn_ns
             and (recorder.key, sequence) not in self._warned

@@ -88,7 +88,8 @@ class RankOrder:
 
     def runs_before(self, rank: int, others: Iterable[int]) -> None:
         """Hold the rank's output: it continues from a collective before these others."""
-        output, lower = self._outputs[rank], {other for other in others if other < rank}
+        output = self._outputs[rank]
+        lower = {other for other in others if other < rank}
         if lower and isinstance(output, RankOutput):
             self._before.setdefault(rank, set()).update(lower)
             output.held = output.held or []

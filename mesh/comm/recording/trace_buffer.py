@@ -141,12 +141,12 @@ class TraceBuffer:
         """Return where the text is, appending it the first time; the place of "?" when there is no
         room left.
         """
-        found = self._texts.get(value)
-        if found is None:
-            found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
-            if found != _NO_ROOM:
-                self._texts[value] = found
-        return found
+        offset = self._texts.get(value)
+        if offset is None:
+            offset = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
+            if offset != _NO_ROOM:
+                self._texts[value] = offset
+        return offset
 
     def note_line(self, line: int) -> None:
         """Record that a line, given by its hash, has created a sharded tensor."""
@@ -279,9 +279,9 @@ class TraceBuffer:
         """Yield the collectives that are still there, the oldest first."""
         count = self.words[Header.RECORDS]
         for number in range(max(0, count - RECORDS), count):
-            found = self.record(number)
-            if found is not None:
-                yield found
+            record = self.record(number)
+            if record is not None:
+                yield record
 
     @property
     def last(self) -> Record | None:

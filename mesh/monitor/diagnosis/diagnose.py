@@ -13,6 +13,7 @@ stall      one keeps the others waiting too long
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -174,12 +175,11 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
         for place, m in enumerate(members)
         if m.came and m.route and m.buffer is not None
     }
-    pairs = [(src, dst, shown[src][0][dst], shown[dst][1][src]) for src in shown for dst in shown]
-    messages = [
-        (src, dst, sent == expected)
-        for src, dst, sent, expected in pairs
-        if sent != expected or (sent and src != dst)
-    ]
+    messages: list[tuple[int, int, bool]] = []
+    for src, dst in itertools.product(shown, repeat=2):
+        sent, expected = shown[src][0][dst], shown[dst][1][src]
+        if sent != expected or (sent and src != dst):
+            messages.append((src, dst, sent == expected))
     if all(fits for *_, fits in messages):
         return None
     return verdict_text.wrong_splits(

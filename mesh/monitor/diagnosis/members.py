@@ -24,7 +24,7 @@ from ...comm.recording.trace_buffer import (
 from ...settings import monotonic_ns
 from ...text import whole_number
 from ..recording.job_directory import JobDirectory, is_dead
-from .votes import connected, is_divided, minority
+from .votes import connected_components, is_divided, minority
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -103,7 +103,7 @@ def parties(members: Iterable[Member]) -> list[list[Member]]:
     def alike(one: Member, other: Member) -> bool:
         return words[one.rank] == words[other.rank] and not unlike(one.lineage, other.lineage)
 
-    return connected(come, alike)
+    return connected_components(come, alike)
 
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
@@ -211,7 +211,8 @@ def _is_held_up(m: Member) -> bool:
     """
     if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return False
-    first, called = _stuck_for_long(m.buffer), m.record
+    first = _stuck_for_long(m.buffer)
+    called = m.record
     return (
         first is not None
         and called is not None

@@ -198,7 +198,8 @@ def lost(
     """Return the verdict on ranks that died or cannot be reached, while others wait in a
     collective.
     """
-    ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
+    ranks = tuple(m.rank for m in gone)
+    said = _how_they_went(gone)
     waiting = [rank for rank in _waiting(members) if rank not in ranks] or _waiting(members)
     said = (
         f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of "
@@ -215,7 +216,8 @@ def left(
     blamed: tuple[int, ...],
 ) -> Verdict:
     """Return the verdict on ranks that ended the program while others wait in a collective."""
-    ranks, waiting = [m.rank for m in gone], _waiting(members)
+    ranks = [m.rank for m in gone]
+    waiting = _waiting(members)
     said = (
         f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of "
         f"{group_text(recorder)}"
@@ -359,7 +361,8 @@ def _unfit(
 
 
 def _route_text(recorder: Recorder, m: Member) -> str:
-    ranks, record = recorder.group.ranks, m.record
+    ranks = recorder.group.ranks
+    record = m.record
     dst, src = (m.route >> 32) - 1, (m.route & 0xFFFF_FFFF) - 1
     sent, received = (0, 0) if record is None else (record.sent, record.received)
     to = f"{sent} bytes to rank {ranks[dst]}" if dst >= 0 else "nothing"
@@ -402,7 +405,8 @@ def stall(
 
 def _roots(directory: JobDirectory, missing: Iterable[int]) -> tuple[int, ...]:
     reached: set[int] = set()
-    roots, ahead = set(), list(missing)
+    roots = set()
+    ahead = list(missing)
     while ahead:
         rank = ahead.pop()
         if rank in reached:

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
+def connected_components(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
     """Return the connected components of `items` under the relation `alike`.
 
     The relation need not be transitive: two ranks may know a value by different hashes, and a third
@@ -27,10 +27,8 @@ def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
 def is_divided(parties: Sequence[Sequence[T]], differ: Callable[[T, T], bool]) -> bool:
     """Return whether any two items of different parties are known to differ."""
     return any(
-        differ(a, b)
+        any(itertools.starmap(differ, itertools.product(one, other)))
         for one, other in itertools.combinations(parties, 2)
-        for a in one
-        for b in other
     )
 
 

@@ -114,14 +114,15 @@ class BufferSource:
 
     def changed(self) -> dict[int, bytes]:
         """Return the parts that have changed since the last call, by where they start."""
-        found, versions = {}, {}
+        changed_parts = {}
+        versions = {}
         for start, length in parts(self.buffer):
             data = bytes(self.buffer.data[start : start + length])
             versions[start] = zlib.crc32(data)
             if self.versions.get(start) != versions[start]:
-                found[start] = data
+                changed_parts[start] = data
         self.versions = versions
-        return found
+        return changed_parts
 
 
 class BufferCopy:
@@ -138,23 +139,25 @@ class BufferCopy:
             start for start, version in versions.items() if self._versions.get(start) != version
         ]
 
-    def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
+    def write(self, changed_parts: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
         """Write parts: those that others refer to first, the header last."""
-        for start in sorted(found, reverse=True):
+        for start in sorted(changed_parts, reverse=True):
             if start:
-                self.buffer.data[start : start + len(found[start])] = found[start]
+                part = changed_parts[start]
+                self.buffer.data[start : start + len(part)] = part
             self._versions[start] = versions[start]
-        if 0 in found:
-            self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", found[0]))
+        if 0 in changed_parts:
+            self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", changed_parts[0]))
 
-    def _write_header(self, given: tuple[int, ...]) -> None:
-        words, now = self.buffer.words, time.monotonic_ns()
-        blocked_for = max(0, given[Header.HEARTBEAT] - given[Header.BLOCKED_SINCE])
-        for number, value in enumerate(given):
+    def _write_header(self, header: tuple[int, ...]) -> None:
+        words = self.buffer.words
+        now = time.monotonic_ns()
+        blocked_for = max(0, header[Header.HEARTBEAT] - header[Header.BLOCKED_SINCE])
+        for number, value in enumerate(header):
             if number not in (*_OWN, Header.HEARTBEAT, Header.BLOCKED_SINCE):
                 words[number] = value
-        if given[Header.HEARTBEAT] != self._beat:
-            self._beat = given[Header.HEARTBEAT]
+        if header[Header.HEARTBEAT] != self._beat:
+            self._beat = header[Header.HEARTBEAT]
             words[Header.HEARTBEAT] = now
         words[Header.BLOCKED_SINCE] = now - blocked_for
 

@@ -31,15 +31,16 @@ def sweep(parent: Path) -> None:
     """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at
     most about half a second.
     """
-    kept, folders = 0, sorted(job_folders(parent), reverse=True)
+    kept_folders = 0
+    folders = sorted(job_folders(parent), reverse=True)
     began = time.monotonic()
     for changed, folder in folders:
         if time.monotonic() - began > _LONGEST_S:
             return
         if not is_left(folder, changed):
             continue
-        if kept < _KEPT and not is_being_deleted(folder):
-            kept += 1
+        if kept_folders < _KEPT and not is_being_deleted(folder):
+            kept_folders += 1
         else:
             _remove(folder)
 

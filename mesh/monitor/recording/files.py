@@ -57,10 +57,13 @@ def parent_folders() -> list[Path]:
 
 def _has_room(folder: Path, needed: int) -> bool:
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
     except OSError:
         return False
-    return os.access(folder, os.W_OK) and found.f_bavail * found.f_frsize >= _LARGEST_SHARE * needed
+    return (
+        os.access(folder, os.W_OK)
+        and file_system.f_bavail * file_system.f_frsize >= _LARGEST_SHARE * needed
+    )
 
 
 def folder_prefix() -> str:
@@ -79,8 +82,8 @@ def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = No
     written it.
     """
     file = os.open(path, flags | _NO_FOLLOW, 0o600, dir_fd=folder)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or not is_own(found):
+    stat_result = os.fstat(file)
+    if not stat.S_ISREG(stat_result.st_mode) or not is_own(stat_result):
         os.close(file)
         raise PermissionError(
             errno.EPERM, "it is not a plain file that only this user can write", str(path)
@@ -88,10 +91,10 @@ def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = No
     return file
 
 
-def is_own(found: os.stat_result) -> bool:
+def is_own(stat_result: os.stat_result) -> bool:
     """Return whether a file or folder belongs to this user, and nobody else can write to it."""
     return not hasattr(os, "geteuid") or (
-        found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+        stat_result.st_uid == os.geteuid() and not stat_result.st_mode & _WRITABLE_BY_OTHERS
     )
 
 
@@ -120,10 +123,10 @@ def make_own_folder(path: Path) -> None:
 def is_own_folder(path: Path) -> bool:
     """Return whether this is a folder, and no link to one, that only this user can write to."""
     try:
-        found = os.lstat(path)
+        stat_result = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and is_own(found)
+    return stat.S_ISDIR(stat_result.st_mode) and is_own(stat_result)
 
 
 def remove_folder(path: Path) -> None:
@@ -164,9 +167,9 @@ def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
     for entry in entries:
         if _FOLDER.fullmatch(entry.name.removeprefix(prefix)) and entry.name.startswith(prefix):
             with contextlib.suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode) and is_own(found):
-                    yield found.st_mtime, Path(entry.path)
+                stat_result = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(stat_result.st_mode) and is_own(stat_result):
+                    yield stat_result.st_mtime, Path(entry.path)
 
 
 def is_being_deleted(folder: Path) -> bool:
@@ -191,13 +194,13 @@ def make_file(path: Path, size: int) -> Path:
     # never shorter than it was: another rank may have it mapped
     file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        there = os.fstat(file).st_size
-        if there >= size:
+        current_size = os.fstat(file).st_size
+        if current_size >= size:
             return path
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
         else:  # on macOS
-            os.pwrite(file, bytes(size - there), there)
+            os.pwrite(file, bytes(size - current_size), current_size)
     finally:
         os.close(file)
     return path

@@ -46,14 +46,14 @@ def new_group(
     else:
         timeout = options._timeout
     with _lock, _names_from_ranks(job), _no_bound_device():
-        made: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
+        group: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
             list(ranks),
             backend=backends,
             use_local_synchronization=True,
             timeout=timeout,
             pg_options=options,
         )
-    return made
+    return group
 
 
 def _options(backends: str, timeout: timedelta | None) -> Any:
@@ -114,12 +114,12 @@ def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
     Communication: waits for all ranks of the group.
     """
     store = distributed_c10d._world.pg_map[group][1]
-    made = dist.ProcessGroupGloo(
+    gloo = dist.ProcessGroupGloo(
         dist.PrefixStore("cpu/", store), group.rank(), group.size(), timeout
     )
-    made.options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    made.options.group_name = group.group_name
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, made)
+    gloo.options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    gloo.options.group_name = group.group_name
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     configs = distributed_c10d._world.pg_backend_config
     configs[group] = f"cpu:gloo,{configs[group]}"
 

@@ -16,8 +16,8 @@ from shardmesh.mesh.doctor.checks import (
     device_of_each_rank,
     findings,
     hosts,
-    worst_findings,
     speed,
+    worst_findings,
 )
 from shardmesh.mesh.doctor.command import _mesh_of_size
 from shardmesh.mesh.doctor.findings import fault, ok, size_text, warning
@@ -59,7 +59,7 @@ HEALTHY = {
         found=(GPU,) * 4,
         nccl="2.27.3",
     ),
-    "Debian's name for itself": facts(own=("127.0.1.1",), here=frozenset({"127.0.1.1"})),
+    "Debian's name for itself": facts(own=("127.0.1.1",), local=frozenset({"127.0.1.1"})),
     "a name that GLOO_SOCKET_IFNAME makes good for": facts(
         TWO_HOSTS | {"GLOO_SOCKET_IFNAME": "eth0"}, own=()
     ),
@@ -501,7 +501,7 @@ FAULTY = [
     ),
     (
         "a name for this host alone",
-        facts(TWO_HOSTS, own=("127.0.1.1",), here=frozenset({"127.0.1.1"})),
+        facts(TWO_HOSTS, own=("127.0.1.1",), local=frozenset({"127.0.1.1"})),
         "hostname",
         "fault",
         "other hosts cannot reach",
