@@ -159,9 +159,7 @@ class AbstractMesh:
         self._forget_plans()
 
     def _keep_alive(self) -> None:
-        """Keep this mesh as long as its world: the program has changed it, and may ask for it
-        again.
-        """
+        """Keep this mesh as long as its world: the program has changed it and may ask for it."""
 
     def _default_topology(self) -> Topology:
         return Topology.default("cuda")
@@ -222,8 +220,7 @@ class AbstractMesh:
         return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as
-        one axis.
+        """Return the mesh of only these axes, in this order; a name given by `flatten` is one axis.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -268,9 +265,7 @@ class AbstractMesh:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
-        """Return the part with these axes, each made of axes of this mesh; the same object each
-        time.
-        """
+        """Return the part with these axes, each made of axes of this mesh; cached."""
         if (
             all(axes == (name,) for name, axes in made_of.items())
             and tuple(made_of) == self.axis_names
@@ -338,9 +333,7 @@ class AbstractMesh:
     def _split_axis(
         self, axis: str | int, sizes: Sequence[int], names: Sequence[str]
     ) -> tuple[tuple[int, ...], dict[str, tuple[str, ...]]]:
-        """Return the shape after `unflatten`, and for each new axis the axis that it is a part
-        of.
-        """
+        """Return the shape after `unflatten`, and of which axis each new axis is a part."""
         position = self.axis_index(axis) if isinstance(axis, str) else self._position(axis)
         sizes = checked_shape(sizes)
         parts = checked_names(names, sizes)
@@ -360,9 +353,7 @@ class AbstractMesh:
     def _make_unflattened(
         self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any
     ) -> Any:
-        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this
-        one.
-        """
+        """Return the mesh of these ranks in this shape, whose axes are parts of this one's."""
         mesh = self._make_reshaped(shape, tuple(made_of), **options)
         if (
             mesh is not self

@@ -120,9 +120,7 @@ def _agreed_topology(mesh: DeviceMesh) -> Topology:
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest
-    rank.
-    """
+    """Return the elementwise maximum over all ranks: the slowest rank decides."""
     maxima = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     mesh.group().all_reduce(maxima, "max")
     return maxima.tolist()
@@ -144,9 +142,7 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
 
 
 def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
-    """Return the group of this rank's node, and that of the ranks with its index in the other
-    nodes.
-    """
+    """Return the groups of this rank's node, and of the ranks with its index in other nodes."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank, node in sorted(zip(mesh.ranks.flat, topology.node_ids(mesh).flat, strict=True)):
         nodes[int(node)].append(int(rank))
@@ -157,9 +153,7 @@ def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
 
 
 def _collective(link: str, op: str, group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as
-    in `CollectiveRecord`.
-    """
+    """Return the probe of a collective that brings each rank about `moved` bytes."""
     n = group.size
     if n == 1:
         return _Probe(link, op, 0, None)
@@ -233,9 +227,7 @@ def _synchronize(device: torch.device) -> None:
 def _fit(
     known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]
 ) -> Topology:
-    """Return the topology with these measured times; the same on all ranks, since moved and times
-    are.
-    """
+    """Return the topology with these times; the same on all ranks, as moved and times are."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):
         if size:

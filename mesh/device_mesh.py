@@ -703,9 +703,7 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def _major_to_minor(mesh: DeviceMesh) -> list[str]:
-    """Return the axes by the distance of neighbouring ranks in the root of the mesh, the largest
-    first.
-    """
+    """Return the axes by the distance of neighbours in the root of the mesh, the largest first."""
     position = {int(rank): i for i, rank in enumerate(mesh.root.ranks.flat)}
     first = mesh.ranks[(0,) * mesh.ndim]
     distance = {}
@@ -723,8 +721,7 @@ def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
 
 
 def _slice_of_common_view(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the slice with the axes of all these meshes of a view of the root that has all their
-    axes.
+    """Return the mesh with the axes of all these meshes, a slice of a view of the root.
 
     The view is worked out from the positions of the ranks in the root: an axis of n ranks with a
     distance of s between neighbours is one of its axes, and axes "_0", "_1", ... are in between.

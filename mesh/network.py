@@ -234,9 +234,7 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface
-    is unknown.
-    """
+    """Return the kernel's `struct ifreq` of an interface; zeros if the interface is unknown."""
     try:
         import fcntl  # which Windows lacks
 

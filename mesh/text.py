@@ -43,9 +43,7 @@ def printable(text: str) -> str:
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written as one line of at most about `most` characters, for
-    an error.
-    """
+    """Return a value that others have written as one line of about `most` characters at most."""
     text = (
         value
         if isinstance(value, str)
@@ -79,9 +77,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left
-    out.
-    """
+    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; of a long list both ends."""
     names = [str(r) for r in ranks]
     if len(names) > 16:
         names = [*names[:8], "...", *names[-4:]]
@@ -89,9 +85,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
-    """Return all items, or the first and the last ones with a None between them if there are more
-    than `max_items`.
-    """
+    """Return all items, or the first and last with None between if more than `max_items`."""
     if len(items) <= max_items:
         return list(items)
     head = (max_items + 1) // 2

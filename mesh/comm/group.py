@@ -402,8 +402,7 @@ class Group(ABC):
         tag: CommTag | None,
         route: int = 0,
     ) -> _Begun | None:
-        """Record a collective and notify the observers, before anything is sent; the result is for
-        `_end_after`.
+        """Record a collective and notify the observers; the result is for `_end_after`.
 
         Raises: WatchError when the job has failed, or another rank called something else; what an
         observer raises.
@@ -492,9 +491,7 @@ class Group(ABC):
         in_splits: Sequence[int] | None,
         async_op: bool,
     ) -> Work | None:
-        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on
-        none.
-        """
+        """Exchange parts of `x`; splits are None (parts of equal size) on every rank or on none."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...

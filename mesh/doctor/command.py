@@ -137,9 +137,7 @@ class _Mesh:
 
 
 def _mesh_of_job(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: Facts) -> _Mesh:
-    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not
-    fit it.
-    """
+    """Return a mesh over all ranks of the job. Raises: ValueError when it does not fit."""
     size = facts.place.size
     if nprocs is not None:
         raise ValueError(
@@ -153,9 +151,7 @@ def _mesh_of_job(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: 
 
 
 def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: Facts) -> _Mesh:
-    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict
-    each other.
-    """
+    """Return a mesh over processes of this host. Raises: ValueError when arguments conflict."""
     size = nprocs if abstract_mesh is None else abstract_mesh.size()
     if nprocs not in (None, size):
         raise ValueError(

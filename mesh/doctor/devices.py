@@ -38,9 +38,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: its name, bytes of its memory in all and free, and its UUID, "" if
-    unknown.
-    """
+    """One accelerator: its name, total and free bytes, and its UUID ("" if unknown)."""
 
     name: str
     memory: int

@@ -149,9 +149,7 @@ def collect_facts() -> Facts:
 
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the checks read; of those that may hold secrets only that they are
-    set.
-    """
+    """Return the variables that the checks read, without the values of possible secrets."""
     variables = {
         name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES
     }

@@ -42,9 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A folder in shared memory: its size and free space in bytes; both 0 if it is missing or not
-    writable.
-    """
+    """A folder in shared memory: its size and free bytes; both 0 if it cannot be written."""
 
     folder: str
     total: int

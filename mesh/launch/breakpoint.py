@@ -166,9 +166,7 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not
-    /dev/null.
-    """
+    """Return whether commands can be read from this stream: any but /dev/null."""
     if stream is None or stream.closed:
         return False
     try:

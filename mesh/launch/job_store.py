@@ -135,9 +135,7 @@ def loopback_socket(ip_addresses: Sequence[str], port: int) -> socket.socket | N
 
 
 def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host. Raises: OSError when the port is in
-    use.
-    """
+    """Return a socket that listens at an address of this host. Raises: OSError if it is in use."""
     listening = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
     )

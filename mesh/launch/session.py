@@ -218,9 +218,7 @@ class _Snapshot:
         self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
-        """Return the groups made since: subgroups in the order of their ranks, those of all ranks
-        last.
-        """
+        """Return the groups made since: subgroups by their ranks, then those of all ranks."""
         known = self._groups if world is self._world else []
         new_groups = {
             id(group): group for group in world._groups.values() if not _is_in(group, known)
@@ -238,9 +236,7 @@ class _Snapshot:
         return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
 
     def destroy_since(self, groups: Sequence[Group]) -> None:
-        """Destroy torch's process groups of these groups that were made since, except the default
-        group.
-        """
+        """Destroy torch's groups of these that were made since, except the default group."""
         for group in groups:
             handle = (
                 group._channel and group._channel() if isinstance(group, ProcessGroup) else None
@@ -253,9 +249,7 @@ class _Snapshot:
 
 
 def _is_in(one: object, many: Sequence[object]) -> bool:
-    """Return whether `many` has this very object; equal meshes of different worlds are different
-    objects.
-    """
+    """Return whether `many` has this very object; equal meshes of two worlds are two objects."""
     return any(one is other for other in many)
 
 

@@ -252,9 +252,7 @@ class Monitor:
         return self.fail(verdict_text.died(gone)) if gone else None
 
     def _find_lost(self) -> bool:
-        """Look for the rank behind a broken connection for a while; return whether there is a
-        verdict.
-        """
+        """Look for the rank behind a broken connection; return whether there is a verdict."""
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             self.verdict_on_lost()
@@ -290,9 +288,7 @@ class Monitor:
         return self.alarm[0] != Alarm.UNWATCHED
 
     def check_visible(self, recorder: Recorder, since: int) -> None:
-        """Ask, after some time of waiting, whether the ranks that have not been seen are visible at
-        all.
-        """
+        """Ask, after a time of waiting, whether the ranks not yet seen are visible at all."""
         if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
             self._agreement.check_visible(self, recorder.group.ranks)
 

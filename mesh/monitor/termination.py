@@ -151,9 +151,7 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """Install a signal by which the watchdog thread interrupts the main thread when the job has
-    failed.
-    """
+    """Install a signal by which the watchdog interrupts the main thread when the job has failed."""
     global alarm_signal
     first_signal = getattr(signal, "SIGRTMIN", None)
     if first_signal is None or threading.current_thread() is not threading.main_thread():
@@ -173,9 +171,7 @@ def _on_alarm(*_: Any) -> None:
 
 
 def is_hosted() -> bool:
-    """Return whether another program runs the main thread's: a test runner, a notebook, a
-    debugger.
-    """
+    """Return whether a test runner, a notebook or a debugger runs the main thread's program."""
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:

@@ -210,9 +210,7 @@ class Watchdog:
         )
 
     def stack(self) -> str:
-        """Return the main thread's stack, without the library's frames except for the innermost
-        one.
-        """
+        """Return the main thread's stack; of the library only the innermost frame."""
         frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""

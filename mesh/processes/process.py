@@ -325,9 +325,7 @@ class ProcessGroup(Group):
         return call if self._torch_group is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
-        """Return the monitor if it should watch the wait for a collective on this tensor, else
-        None.
-        """
+        """Return the monitor if it should watch the wait for a collective on this tensor."""
         return (
             self.recorder.monitor
             if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
@@ -460,9 +458,7 @@ class ProcessWorld(World):
         return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
-        """Return the group over the ranks of an existing process group, which it uses instead of
-        making another.
-        """
+        """Return the group over an existing process group, which it uses."""
         ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
         if ranks not in self._groups:
             self._groups[ranks] = ProcessGroup(self, ranks, handle)

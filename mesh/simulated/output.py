@@ -95,9 +95,7 @@ class RankOrder:
             output.held = output.held or []
 
     def has_run(self, rank: int) -> None:
-        """Release output that waited for this rank, which has reached its next collective or its
-        end.
-        """
+        """Release output that waited for this rank, now at its next collective or its end."""
         for held, lower in list(self._before.items()):
             lower.discard(rank)
             if not lower:

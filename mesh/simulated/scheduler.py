@@ -144,9 +144,7 @@ class Scheduler:
         self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:
-        """End the run with an error: wake every rank that waits or has not started, so that it
-        unwinds.
-        """
+        """End the run with an error: wake every rank that waits or has not started, to unwind."""
         if self.failure is None:
             self.failure = error
             if note is not None:
@@ -170,9 +168,7 @@ class Scheduler:
             self.workers[self.running].interrupt()
 
     def abandon(self) -> None:
-        """Stop exchanging the state of the process: the caller has returned while some ranks still
-        run.
-        """
+        """Stop exchanging the process's state: the caller has returned while ranks still run."""
         self.abandoned = True
         if self.inner is not None:
             self.inner.abandon()

@@ -232,9 +232,7 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
 
 
 def _wait_for(scheduler: Scheduler) -> None:
-    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left
-    running.
-    """
+    """Wait until all ranks have ended; after Ctrl-C a rank that takes too long is left running."""
     try:
         scheduler.run_next()
         while not scheduler.done.acquire(timeout=_POLL_S):

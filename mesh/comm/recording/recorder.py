@@ -73,9 +73,7 @@ class CommTag:
     @staticmethod
     @lru_cache(1024)
     def of(text: str) -> CommTag:
-        """Return the tag of this text, the same object each time: for callers that do not
-        keep it.
-        """
+        """Return the one tag of this text, for callers that do not keep it."""
         return CommTag(text)
 
     def __repr__(self) -> str:
@@ -357,9 +355,7 @@ class Recorder:
         return call
 
     def _claim_row(self) -> None:
-        """Claim a row in the trace buffer at the first collective: by then the axes of the group
-        are known.
-        """
+        """Claim a row at the first collective: by then the group's axes are known."""
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)

@@ -46,9 +46,7 @@ class StreamEvents:
         self._marks: deque[Mark] = deque()
 
     def mark(self, number: int, device: torch.device) -> Mark | None:
-        """Record an event in the current stream, behind a collective; None where the device has no
-        streams.
-        """
+        """Record an event behind a collective; None on devices without streams."""
         module = torch.get_device_module(device.type)
         if not hasattr(module, "current_stream"):  # such as torch.mps
             return None

@@ -86,9 +86,7 @@ class Header:
 
 
 class RankState:
-    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be
-    reached.
-    """
+    """State of a rank's program. Others set LOST, for a rank on an unreachable host."""
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
 
@@ -138,9 +136,7 @@ class TraceBuffer:
     # -- writing, by its own rank ------------------------------------------------------------------
 
     def text(self, value: str) -> int:
-        """Return where the text is, appending it the first time; the place of "?" when there is no
-        room left.
-        """
+        """Return where the text is, appended if new; the place of "?" when there is no room."""
         offset = self._texts.get(value)
         if offset is None:
             offset = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])

@@ -106,9 +106,7 @@ def _is_decided(members: Sequence[Member], waited: int) -> bool:
 
 
 def _may_come(m: Member) -> bool:
-    """Return whether a rank still runs, as far as is known, and is not blocked in another
-    collective.
-    """
+    """Return whether a rank, as far as is known, runs and is not blocked in another collective."""
     if m.buffer is None:
         return True
     words = m.buffer.words
@@ -141,9 +139,7 @@ def _gone(
 
 
 def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on all ranks of the job that died or cannot be reached, if there
-    are any.
-    """
+    """Return the verdict on all ranks that died or cannot be reached, if there are any."""
     gone = lost_ranks(monitor.directory)
     return (
         verdict_text.lost(recorder, sequence, read_members(monitor, recorder, sequence), gone)
@@ -188,9 +184,7 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
 
 
 def _messages(members: Sequence[Member]) -> set[tuple[int, int]]:
-    """Return (place of the sender, place of the receiver), as either end states, where both have
-    arrived.
-    """
+    """Return (sender, receiver) by place, as either end states, where both have arrived."""
     said = set()
     for place, m in enumerate(members):
         if m.came and m.route >> 32:
@@ -210,9 +204,7 @@ def _fits(members: Sequence[Member], src: int, dst: int) -> bool:
 
 
 def _wait_cycle(monitor: Monitor, members: Sequence[Member], waited: int) -> Verdict | None:
-    """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on
-    this rank.
-    """
+    """Return the verdict on a deadlock: all missing ranks are blocked, in the end on this one."""
     return None if waited < STABLE_NS else _cycle(monitor, [m for m in members if m.came is False])
 
 

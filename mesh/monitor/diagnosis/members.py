@@ -83,9 +83,7 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 
 def read_members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return the state of each rank of the group in the collective `sequence`, in the group's
-    order.
-    """
+    """Return the state of each rank of the group, in order, in the collective `sequence`."""
     return [
         member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
     ]
@@ -196,9 +194,7 @@ def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
 
 
 def may_go_on(buffer: TraceBuffer | None) -> bool:
-    """Return whether a rank may call other collectives, as far as is known, while its
-    device waits.
-    """
+    """Return whether a rank may call other collectives while its device waits."""
     return buffer is None or bool(buffer.words[Header.BLOCKED] & MAY_GO_ON)
 
 

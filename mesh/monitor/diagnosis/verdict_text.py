@@ -154,26 +154,20 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
 
 
 def in_step(observation: Observation, step: int | None) -> Observation:
-    """Return what was seen of a rank, with the step in which it called; as it is if that is
-    unknown.
-    """
+    """Return what was seen of a rank, with the step in which it called, if known."""
     if step is None:
         return observation
     return replace(observation, call=f"{observation.call} in step {step}")
 
 
 def died(gone: Sequence[Member]) -> Verdict:
-    """Return the verdict on ranks that are gone, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that are gone, noticed in a collective of the program."""
     ranks = tuple(m.rank for m in gone)
     return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
-    """Return the verdict on ranks that ended the program, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that ended, noticed in a collective of the program."""
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
     said = (
@@ -195,9 +189,7 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 def lost(
     recorder: Recorder, sequence: int, members: Sequence[Member], gone: Sequence[Member]
 ) -> Verdict:
-    """Return the verdict on ranks that died or cannot be reached, while others wait in a
-    collective.
-    """
+    """Return the verdict on ranks that died or cannot be reached while others wait."""
     ranks = tuple(m.rank for m in gone)
     said = _how_they_went(gone)
     waiting = [rank for rank in _waiting(members) if rank not in ranks] or _waiting(members)

@@ -134,9 +134,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Publish for this host when this rank has to, and compare with the neighbours on other
-    hosts.
-    """
+    """Publish for this host when this rank has to, and compare with neighbours elsewhere."""
 
     def __init__(
         self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
@@ -354,9 +352,7 @@ class Relay:
         return copy
 
     def _check_part(self, key: str, data: bytes, rank: int, start: int) -> None:
-        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace
-        buffer.
-        """
+        """Raise StoreValueError for bytes that do not fit their place in a rank's trace buffer."""
         try:
             if not is_part(start, len(data)):
                 raise ValueError("no trace buffer has such a part")

@@ -401,9 +401,7 @@ def _records(buffer: TraceBuffer) -> list[Record]:
 
 
 def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
-    """Return (step, number of its first record, time) of the steps that are still known, the oldest
-    first.
-    """
+    """Return (step, number of its first record, time) of the last steps, the oldest first."""
     words = buffer.words[_MARKS:_MARKS_END].tolist()
     marks = zip(words[::3], words[1::3], words[2::3], strict=True)
     return sorted((mark for mark in marks if mark[2]), key=lambda mark: mark[2])

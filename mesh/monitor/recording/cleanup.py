@@ -54,9 +54,7 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_jobs_of(pids: Collection[int]) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these processes, which
-    have ended.
-    """
+    """Delete the folders of jobs whose ranks on this host were all among these ended processes."""
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
@@ -69,8 +67,7 @@ def remove_jobs_of(pids: Collection[int]) -> None:
 
 
 def is_left(folder: Path, changed: float) -> bool:
-    """Return whether a job has left this folder: it is over, and no rank of it can still be
-    starting.
+    """Return whether a job has left this folder: it is over, and no rank may still be starting.
 
     Args:
         changed: time of the folder's last change, in seconds since 1970.
@@ -97,9 +94,7 @@ def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
 
 
 def _has_left(header: TraceBuffer) -> bool:
-    """Return whether the rank has ended its part in the job; one that has raised may still be
-    ending.
-    """
+    """Return whether the rank has ended its part; one that has raised may still be ending."""
     return header.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
 
 

@@ -61,9 +61,7 @@ def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Return whether a process of this host that used the name has ended. Only torchrun uses a
-    store again.
-    """
+    """Return whether a process here that used the name has ended; only torchrun reuses a store."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     host_key = f"{record}/{machine()}"

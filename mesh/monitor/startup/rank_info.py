@@ -143,17 +143,13 @@ def own_rank_info(
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """Return the launcher's name for the job. torchrun's static rendezvous calls every job
-    "none".
-    """
+    """Return the launcher's name for the job; torchrun's static rendezvous calls each "none"."""
     name = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
 def machine() -> str:
-    """Return a text that is the same for processes that can look each other up by their process
-    numbers.
-    """
+    """Return a text that is equal for processes that see each other's process numbers."""
     return f"{boot_id()}/{pid_space()}"
 
 

@@ -109,9 +109,7 @@ class InnerGroup(_ProcessGroup):
         return InnerWork(work)
 
     def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which
-        `wait_tensor` waits.
-        """
+        """Start `all_gather_into_tensor_out`; return `out`, for which `wait_tensor` waits."""
         _register_work(out, self._call("_allgather_base", (out, x)))
         return out
 
@@ -248,9 +246,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Restore the operators and forget the groups. C++ code that still holds one continues to use
-    it, unmonitored.
-    """
+    """Restore the operators and forget the groups; C++ that holds one goes on unmonitored."""
     global _kernels
     if _kernels is not None:
         _kernels._destroy()

@@ -140,9 +140,7 @@ class TorchRecorder(Recorder):
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
-        """Wait until all ranks have made the call; return whether they have, in this time. Raises:
-        WatchError.
-        """
+        """Wait until all ranks have called; return whether they did in time. Raises: WatchError."""
         monitor = self.monitor
         return monitor is None or monitor.wait_until(
             self,

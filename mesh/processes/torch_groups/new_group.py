@@ -69,8 +69,7 @@ def _options(backends: str, timeout: timedelta | None) -> Any:
 
 
 def without_host(backends: str) -> str | None:
-    """Return the backends without gloo for the CPU, None if they are not gloo there and others
-    elsewhere.
+    """Return the backends without gloo for the CPU; None unless they are gloo there only.
 
     >>> without_host("cpu:gloo,cuda:nccl"), without_host("gloo"), without_host("cuda:nccl")
     ('cuda:nccl', None, None)
