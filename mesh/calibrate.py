@@ -113,8 +113,9 @@ def _agreed_topology(mesh: DeviceMesh) -> Topology:
     for rank, topology in zip(everyone.ranks, topologies, strict=True):
         if topology != topologies[0]:
             raise errors.MeshError(
-                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology ({topologies[0]}) "
-                f"but rank {rank} has ({topology}). Set mesh.topology to the same on all ranks first."
+                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology "
+                f"({topologies[0]}) but rank {rank} has ({topology}). Set mesh.topology to the same "
+                "on all ranks first."
             )
     return topologies[0]
 
