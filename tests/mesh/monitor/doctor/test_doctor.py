@@ -102,7 +102,9 @@ def test_devices_that_cannot_be_queried():
 
     assert parse_probe("CUDA 12.8", True, hangs).error == "the driver did not answer within 60 s"
     assert (
-        parse_probe("CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)).error
+        parse_probe(
+            "CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)
+        ).error
         == "RuntimeError: driver too old"
     )
     assert parse_probe("CUDA 12.8", True, ended("", "", -11)).error == "exit status -11"
