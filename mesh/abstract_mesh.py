@@ -77,13 +77,11 @@ class AbstractMesh:
         self.cache = None
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
-        self._wholes: list[
-            tuple[AbstractMesh, dict[str, tuple[str, ...]]]
-        ] = []  # meshes that this is a part of; its axes in theirs
+        # meshes that this is a part of; its axes in theirs
+        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []
         self._origin: MeshOrigin | None = None
-        self._unflattened_from: list[
-            MeshOrigin
-        ] = []  # meshes of the same ranks in the same order, with fewer axes
+        # meshes of the same ranks in the same order, with fewer axes
+        self._unflattened_from: list[MeshOrigin] = []
         self._own_topology: Topology | None = None
         self._is_calibrated = False
         self._topology: Topology | None = None
@@ -161,9 +159,7 @@ class AbstractMesh:
         self._forget_plans()
 
     def _keep_alive(self) -> None:
-        """Keep this mesh as long as its world: the program has changed it, and may ask for it
-        again.
-        """
+        """Keep this mesh as long as its world: the program has changed it and may ask for it."""
 
     def _default_topology(self) -> Topology:
         return Topology.default("cuda")
@@ -181,7 +177,7 @@ class AbstractMesh:
             return None
         ids = above.mesh.topology.node_ids(above.mesh)
         if self._origin is not None:
-            ids = above.mesh._cut(ids, joined(above.made_of.values()))
+            ids = above.mesh._cut(ids, join_names(above.made_of.values()))
         return ids.reshape(self.shape)
 
     def _forget_plans(self) -> None:
@@ -224,8 +220,7 @@ class AbstractMesh:
         return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as
-        one axis.
+        """Return the mesh of only these axes, in this order; a name given by `flatten` is one axis.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -248,13 +243,13 @@ class AbstractMesh:
 
     def _name_flattened(self, name: str, names: tuple[str, ...]) -> None:
         """Define the name for these axes, here and in every mesh that this one is a part of."""
-        found: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
+        axes_of_mesh: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
         todo: list[tuple[AbstractMesh, tuple[str, ...]]] = [(self, names)]
         while todo:
             mesh, axes = todo.pop()
-            if id(mesh) in found:
+            if id(mesh) in axes_of_mesh:
                 continue
-            found[id(mesh)] = mesh, axes
+            axes_of_mesh[id(mesh)] = mesh, axes
             taken = (name,) if name in mesh._index else mesh._flattened.get(name, axes)
             if taken != axes:
                 raise errors.MeshError(
@@ -262,16 +257,15 @@ class AbstractMesh:
                     "give another name=."
                 )
             todo += [
-                (whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes
+                (whole, join_names(made_of[axis] for axis in axes))
+                for whole, made_of in mesh._wholes
             ]
-        for mesh, axes in found.values():
+        for mesh, axes in axes_of_mesh.values():
             if name not in mesh._index:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
-        """Return the part with these axes, each made of axes of this mesh; the same object each
-        time.
-        """
+        """Return the part with these axes, each made of axes of this mesh; cached."""
         if (
             all(axes == (name,) for name, axes in made_of.items())
             and tuple(made_of) == self.axis_names
@@ -334,14 +328,12 @@ class AbstractMesh:
         >>> mesh.unflatten("world", (2, 8), ("dp", "tp"))
         AbstractMesh(dp=2, tp=8)
         """
-        return self._unflattened(*self._split_axis(axis, sizes, names))
+        return self._make_unflattened(*self._split_axis(axis, sizes, names))
 
     def _split_axis(
         self, axis: str | int, sizes: Sequence[int], names: Sequence[str]
     ) -> tuple[tuple[int, ...], dict[str, tuple[str, ...]]]:
-        """Return the shape after `unflatten`, and for each new axis the axis that it is a part
-        of.
-        """
+        """Return the shape after `unflatten`, and of which axis each new axis is a part."""
         position = self.axis_index(axis) if isinstance(axis, str) else self._position(axis)
         sizes = checked_shape(sizes)
         parts = checked_names(names, sizes)
@@ -358,12 +350,10 @@ class AbstractMesh:
         )
         return shape, {name: (old,) if name in parts else (name,) for name in all_names}
 
-    def _unflattened(
+    def _make_unflattened(
         self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any
     ) -> Any:
-        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this
-        one.
-        """
+        """Return the mesh of these ranks in this shape, whose axes are parts of this one's."""
         mesh = self._make_reshaped(shape, tuple(made_of), **options)
         if (
             mesh is not self
@@ -392,11 +382,11 @@ class AbstractMesh:
         """Return, of one value per rank of this mesh, those of the part of these axes that this
         rank belongs to.
         """
-        kept = [self._index[name] for name in names]
+        positions = [self._index[name] for name in names]
         coordinate = self._coordinate_or_zeros()
-        index = tuple(slice(None) if i in kept else coordinate[i] for i in range(self.ndim))
+        index = tuple(slice(None) if i in positions else coordinate[i] for i in range(self.ndim))
         # The kept axes are in mesh order now; argsort of argsort finds each named axis among them.
-        return values[index].transpose(np.argsort(np.argsort(kept)))
+        return values[index].transpose(np.argsort(np.argsort(positions)))
 
     def _coordinate_or_zeros(self) -> tuple[int, ...]:
         return (0,) * self.ndim
@@ -413,7 +403,7 @@ class AbstractMesh:
             raise errors.MeshError(
                 f"axes {axes!r}: must be a name or a tuple of names of {list(self.axis_names)}."
             )
-        names = joined(
+        names = join_names(
             self._flattened.get(name) or (self.axis_names[self.axis_index(name)],)
             for name in _as_tuple(axes)
         )
@@ -459,7 +449,7 @@ class MeshOrigin(NamedTuple):
     made_of: dict[str, tuple[str, ...]]
 
 
-def joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+def join_names(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the names of all parts, in order."""
     return tuple(name for part in parts for name in part)
 
@@ -494,7 +484,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if (
         not sizes
         or min(sizes) < 1
-        or any(s != given for s, given in zip(sizes, shape, strict=True))
+        or any(s != original for s, original in zip(sizes, shape, strict=True))
     ):
         raise errors.bad_shape(shape)
     if prod(sizes) > MOST_RANKS:
@@ -517,9 +507,9 @@ def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[st
     """
     if names is None:
         return tuple(f"axis_{i}" for i in range(len(shape)))
-    found = (names,) if isinstance(names, str) else tuple(names)
-    if len(found) != len(shape) or not all(isinstance(n, str) and n for n in found):
+    axis_names = (names,) if isinstance(names, str) else tuple(names)
+    if len(axis_names) != len(shape) or not all(isinstance(n, str) and n for n in axis_names):
         raise errors.names_do_not_fit(names, shape)
-    if len(set(found)) != len(found):
-        raise errors.repeated_axis(found)
-    return found
+    if len(set(axis_names)) != len(axis_names):
+        raise errors.repeated_axis(axis_names)
+    return axis_names

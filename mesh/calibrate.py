@@ -72,7 +72,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
         calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s,
                           memory 2.1 TB/s
     """
-    mesh = _checked(mesh, seconds)
+    mesh = _checked_mesh(mesh, seconds)
     if (
         mesh.coordinate is None
         or mesh.size() == 1
@@ -93,7 +93,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
     return mesh.topology
 
 
-def _checked(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
+def _checked_mesh(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise errors.MeshError(
             f"calibrate({mesh!r}): there are no devices to measure. Set mesh.topology to a "
@@ -109,23 +109,22 @@ def _checked(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
 
 def _agreed_topology(mesh: DeviceMesh) -> Topology:
     everyone = mesh.group()
-    found = everyone.all_gather_object(mesh.topology)
-    for rank, topology in zip(everyone.ranks, found, strict=True):
-        if topology != found[0]:
+    topologies = everyone.all_gather_object(mesh.topology)
+    for rank, topology in zip(everyone.ranks, topologies, strict=True):
+        if topology != topologies[0]:
             raise errors.MeshError(
-                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology ({found[0]}) but "
-                f"rank {rank} has ({topology}). Set mesh.topology to the same on all ranks first."
+                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology "
+                f"({topologies[0]}) but rank {rank} has ({topology}). Set mesh.topology to the same "
+                "on all ranks first."
             )
-    return found[0]
+    return topologies[0]
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest
-    rank.
-    """
-    found = torch.tensor(values, dtype=torch.float64, device=mesh.device)
-    mesh.group().all_reduce(found, "max")
-    return found.tolist()
+    """Return the elementwise maximum over all ranks: the slowest rank decides."""
+    maxima = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+    mesh.group().all_reduce(maxima, "max")
+    return maxima.tolist()
 
 
 def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
@@ -137,29 +136,25 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
                 yield _collective(link, op, group, moved, mesh.device)
         if link == "local":
             for moved in (_SMALLEST, largest):
-                yield _shared(group, moved, mesh.device)
+                yield _symmetric_probe(group, moved, mesh.device)
     source = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
     target = torch.empty_like(source)
     yield _Probe("memory", "copy", largest, lambda: target.copy_(source))
 
 
 def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
-    """Return the group of this rank's node, and that of the ranks with its index in the other
-    nodes.
-    """
+    """Return the groups of this rank's node, and of the ranks with its index in other nodes."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank, node in sorted(zip(mesh.ranks.flat, topology.node_ids(mesh).flat, strict=True)):
         nodes[int(node)].append(int(rank))
-    mine = next(ranks for ranks in nodes.values() if mesh.world.rank in ranks)
-    index = mine.index(mesh.world.rank)
+    own_node = next(ranks for ranks in nodes.values() if mesh.world.rank in ranks)
+    index = own_node.index(mesh.world.rank)
     across = [ranks[index] for ranks in nodes.values() if index < len(ranks)]
-    return mesh.world.group(mine), mesh.world.group(across)
+    return mesh.world.group(own_node), mesh.world.group(across)
 
 
 def _collective(link: str, op: str, group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as
-    in `CollectiveRecord`.
-    """
+    """Return the probe of a collective that brings each rank about `moved` bytes."""
     n = group.size
     if n == 1:
         return _Probe(link, op, 0, None)
@@ -169,7 +164,7 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
     return _Probe(link, op, 4 * passes * (n - 1) * part, _call(op, group, small, large))
 
 
-def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
+def _symmetric_probe(group: Group, moved: int, device: torch.device) -> _Probe:
     """Return the probe of an all_gather by kernels that read the peers' memory, if there is such
     memory.
     """
@@ -177,7 +172,8 @@ def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
     if peers is None:
         return _Probe("symmetric", "all_gather", 0, None)
     part = max(4, min(moved // (4 * (group.size - 1)), peers.staging(torch.float32).numel()))
-    small, large = torch.zeros(part, device=device), torch.zeros(group.size * part, device=device)
+    small = torch.zeros(part, device=device)
+    large = torch.zeros(group.size * part, device=device)
     return _Probe(
         "symmetric",
         "all_gather",
@@ -193,7 +189,8 @@ def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], A
         return lambda: group.reduce_scatter(small, large)
     if op == "all_reduce":
         return lambda: group.all_reduce(large)
-    target, splits = torch.empty_like(large), [small.numel()] * group.size
+    target = torch.empty_like(large)
+    splits = [small.numel()] * group.size
     return lambda: group.all_to_all(target, large, splits, splits)
 
 
@@ -207,10 +204,10 @@ def _times(mesh: DeviceMesh, probes: Sequence[_Probe], count: int) -> list[float
     everyone = mesh.group()
     samples: list[list[float]] = [[] for _ in probes]
     for _ in range(count):
-        for probe, found in zip(probes, samples, strict=True):
+        for probe, probe_samples in zip(probes, samples, strict=True):
             everyone.barrier()
-            found.append(0.0 if probe.run is None else _sample(probe.run, mesh.device))
-    return _largest(mesh, [statistics.median(found) for found in samples])
+            probe_samples.append(0.0 if probe.run is None else _sample(probe.run, mesh.device))
+    return _largest(mesh, [statistics.median(probe_samples) for probe_samples in samples])
 
 
 def _sample(run: Callable[[], Any], device: torch.device) -> float:
@@ -231,9 +228,7 @@ def _synchronize(device: torch.device) -> None:
 def _fit(
     known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]
 ) -> Topology:
-    """Return the topology with these measured times; the same on all ranks, since moved and times
-    are.
-    """
+    """Return the topology with these times; the same on all ranks, as moved and times are."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):
         if size:
@@ -243,13 +238,13 @@ def _fit(
     links: dict[str, Link | None] = {"symmetric": None if shared is None else _link(shared)}
     ratios = defaultdict(list)
     for name, ops in points.items():
-        latency = statistics.median(min(found)[1] for found in ops.values())
-        per_byte = {op: _seconds_per_byte(*max(found), latency) for op, found in ops.items()}
+        latency = statistics.median(min(samples)[1] for samples in ops.values())
+        per_byte = {op: _seconds_per_byte(*max(samples), latency) for op, samples in ops.items()}
         typical = statistics.median(per_byte.values())
         links[name] = Link(latency, 1 / typical)
         for op in OPS:
             ratios[op].append(per_byte[op] / typical)
-    factors = {op: statistics.geometric_mean(found) for op, found in ratios.items()}
+    factors = {op: statistics.geometric_mean(op_ratios) for op, op_ratios in ratios.items()}
     return replace(known, memory=size / seconds, factors=tuple(factors.items()), **links)
 
 

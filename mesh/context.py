@@ -74,12 +74,12 @@ def get_mesh() -> DeviceMesh | None:
         >>> with mesh:
         ...     assert sm.get_mesh() is mesh
     """
-    here = None
+    world = None
     for reference in mesh_context.get().meshes:
         mesh = reference()
         if mesh is not None:
-            here = current_world() if here is None else here
-            if mesh.world is here:
+            world = current_world() if world is None else world
+            if mesh.world is world:
                 return mesh
     return None
 
@@ -92,16 +92,16 @@ def given_or_current(mesh: Any) -> DeviceMesh:
     """
     if mesh is not None:
         return mesh if type(mesh) is not TorchMesh else as_device_mesh(mesh)
-    found = get_mesh()
-    if found is not None:
-        return found
+    current = get_mesh()
+    if current is not None:
+        return current
     elsewhere = ""
     meshes = [mesh for reference in mesh_context.get().meshes if (mesh := reference()) is not None]
     if meshes:
-        here = world_text(current_world())
+        world_name = world_text(current_world())
         elsewhere = (
             f"; {meshes[-1]!r} is set, but it is a mesh of another world "
-            f"({world_text(meshes[-1].world)}), and this runs in {here}: set one here"
+            f"({world_text(meshes[-1].world)}), and this runs in {world_name}: set one here"
         )
     raise TypeError(
         "give the mesh of the tensor, device_mesh=mesh, or call this inside `with mesh:` or after "

@@ -71,18 +71,18 @@ def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContex
 
     Raises: MeshError when the mesh belongs to another world.
     """
-    here = current_world()
+    world = current_world()
     others = tuple(
         r
         for r in mesh_context.get().meshes
-        if (other := r()) is not None and other.world is not here
+        if (other := r()) is not None and other.world is not world
     )
     if mesh is None:
         return MeshContext(others, before)
-    if mesh.world is not here:
+    if mesh.world is not world:
         raise MeshError(
             f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in "
-            f"{world_text(here)}: make the mesh there, with init_device_mesh or DeviceMesh inside "
+            f"{world_text(world)}: make the mesh there, with init_device_mesh or DeviceMesh inside "
             "the function that runs on each rank"
         )
     first_block.begin()

@@ -24,7 +24,7 @@ from .abstract_mesh import (
     axes_text,
     checked_names,
     checked_shape,
-    joined,
+    join_names,
     unravel,
 )
 from .comm.current_world import current_world
@@ -87,7 +87,7 @@ class DeviceMesh(AbstractMesh):
         names = checked_names(_one_of(mesh_dim_names, axis_names), ranks.shape)
         backends = backends_of_axes(backend_override, names)
         world = thread_context.world or start_processes(device_type)
-        return _interned(world, device_type, ranks, names, backends)
+        return _cached_mesh(world, device_type, ranks, names, backends)
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class DeviceMesh(AbstractMesh):
         return super().__getitem__(axes)
 
     def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> DeviceMesh:
-        ranks = self._part_ranks(joined(made_of.values())).reshape(
+        ranks = self._part_ranks(join_names(made_of.values())).reshape(
             [self.size(axes) for axes in made_of.values()]
         )
-        return _interned(
+        return _cached_mesh(
             self.world,
             self.device_type,
             ranks,
@@ -148,7 +148,9 @@ class DeviceMesh(AbstractMesh):
         backends: tuple[GroupBackend, ...] | None = None,
     ) -> DeviceMesh:
         backends = tuple(map(self._backend_of, names)) if backends is None else backends
-        return _interned(self.world, self.device_type, self.ranks.reshape(shape), names, backends)
+        return _cached_mesh(
+            self.world, self.device_type, self.ranks.reshape(shape), names, backends
+        )
 
     def _backend_of(self, axis: str) -> GroupBackend:
         """Return the backend of an axis, of a name given by `flatten`, or the default one."""
@@ -210,7 +212,7 @@ class DeviceMesh(AbstractMesh):
 
     def _with_communicator(self, communicator: str) -> DeviceMesh:
         backends = tuple(backend._replace(communicator=communicator) for backend in self.backends)
-        mesh = _interned(self.world, self.device_type, self.ranks, self.axis_names, backends)
+        mesh = _cached_mesh(self.world, self.device_type, self.ranks, self.axis_names, backends)
         if mesh._origin is None and not mesh._unflattened_from and self is not mesh:
             mesh._unflattened_from.append(
                 MeshOrigin(self, {name: (name,) for name in self.axis_names})
@@ -244,25 +246,27 @@ class DeviceMesh(AbstractMesh):
         Communication: none (the group's first collective makes the process group).
         """
         key = self.axis_names if axes is None else axes
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = self._find_group(key)
-        return found
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = self._find_group(key)
+        return group
 
     def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
         """Return the axes whose `group` consists of these ranks, if `group` was called for them,
         else None.
         """
-        found = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
-        return None if found is None else self._checked_axes(found)
+        key = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
+        return None if key is None else self._checked_axes(key)
 
     def _find_group(self, axes: Axes) -> Group:
         names = self._checked_axes(axes)
         self._member(f"group({axes!r})")
-        given = (axes,) if isinstance(axes, str) else tuple(axes)
-        backend = self._backend_of(given[0]) if len(given) == 1 else self._default_backend
+        axis_tuple = (axes,) if isinstance(axes, str) else tuple(axes)
+        backend = self._backend_of(axis_tuple[0]) if len(axis_tuple) == 1 else self._default_backend
         fake = [
-            name for name in given if self._backend_of(name).name == FAKE and self.size(name) > 1
+            name
+            for name in axis_tuple
+            if self._backend_of(name).name == FAKE and self.size(name) > 1
         ]
         if fake:
             raise errors.MeshError(
@@ -315,7 +319,7 @@ class DeviceMesh(AbstractMesh):
             for name, one in zip(names, backends_of_new, strict=True)
         }
         backends = tuple(new[name] if name in new else self._backend_of(name) for name in made_of)
-        return self._unflattened(shape, made_of, backends=backends)
+        return self._make_unflattened(shape, made_of, backends=backends)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -335,7 +339,7 @@ class DeviceMesh(AbstractMesh):
         if not meshes:
             raise errors.MeshRuntimeError("concatenate([]): give at least one mesh.")
         sizes = [size for mesh in meshes for size in mesh.axis_sizes]
-        names = checked_names(joined(mesh.axis_names for mesh in meshes), sizes)
+        names = checked_names(join_names(mesh.axis_names for mesh in meshes), sizes)
         common = [
             root
             for root in meshes[0]._ancestors()
@@ -351,7 +355,7 @@ class DeviceMesh(AbstractMesh):
                 f"concatenate({meshes}): these meshes do not come from one mesh; slice one mesh, "
                 "or unflattened views of one."
             )
-        return _refined(common[-1], meshes)
+        return _slice_of_common_view(common[-1], meshes)
 
     # torch's names.
 
@@ -509,23 +513,25 @@ class DeviceMesh(AbstractMesh):
             raise errors.MeshError(
                 f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well."
             )
-        made = DeviceMesh(
+        device_mesh = DeviceMesh(
             device_type,
             groups[0].ranks if mesh is None else mesh,
             mesh_dim_names=mesh_dim_names,
             axis_names=axis_names,
         )
-        if len(groups) != made.ndim:
+        if len(groups) != device_mesh.ndim:
             raise errors.MeshError(
-                f"from_group: {len(groups)} groups for the {made.ndim} axes of {made!r}."
+                f"from_group: {len(groups)} groups for the {device_mesh.ndim} axes of "
+                f"{device_mesh!r}."
             )
-        for name, given in zip(made.axis_names, groups, strict=True):
-            if made.coordinate is not None and made.group(name) is not given:
+        for name, axis_group in zip(device_mesh.axis_names, groups, strict=True):
+            if device_mesh.coordinate is not None and device_mesh.group(name) is not axis_group:
                 raise errors.MeshError(
-                    f"from_group: axis {name!r} of {made!r} has the ranks {made.group(name).ranks} "
-                    f"on this rank, but the group given for it has ranks {given.ranks}."
+                    f"from_group: axis {name!r} of {device_mesh!r} has the ranks "
+                    f"{device_mesh.group(name).ranks} on this rank, but the group given for it has "
+                    f"ranks {axis_group.ranks}."
                 )
-        return made
+        return device_mesh
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
@@ -577,9 +583,8 @@ class DeviceMesh(AbstractMesh):
     __hash__ = AbstractMesh.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(
-            backend.name for backend in self.backends
-        )  # options of torch cannot be pickled
+        # options of torch cannot be pickled
+        names = tuple(backend.name for backend in self.backends)
         others = (names, self.communicator) if self.communicator else (names,) if any(names) else ()
         return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *others)
 
@@ -655,7 +660,7 @@ def init_device_mesh(
         raise errors.shape_does_not_fit_world(
             f"({axes_text(shape, names)})", prod(shape), world.size, hint
         )
-    mesh = _interned(
+    mesh = _cached_mesh(
         world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names, backends
     )
     if isinstance(world, ProcessWorld):
@@ -698,11 +703,10 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def _major_to_minor(mesh: DeviceMesh) -> list[str]:
-    """Return the axes by the distance of neighbouring ranks in the root of the mesh, the largest
-    first.
-    """
+    """Return the axes by the distance of neighbours in the root of the mesh, the largest first."""
     position = {int(rank): i for i, rank in enumerate(mesh.root.ranks.flat)}
-    first, distance = mesh.ranks[(0,) * mesh.ndim], {}
+    first = mesh.ranks[(0,) * mesh.ndim]
+    distance = {}
     for i, name in enumerate(mesh.axis_names):
         line = mesh.ranks[(0,) * i + (slice(None),) + (0,) * (mesh.ndim - i - 1)]
         distance[name] = max(abs(position[int(rank)] - position[int(first)]) for rank in line)
@@ -716,9 +720,8 @@ def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
     return any(mesh is other for other in meshes)
 
 
-def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the slice with the axes of all these meshes of a view of the root that has all their
-    axes.
+def _slice_of_common_view(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh with the axes of all these meshes, a slice of a view of the root.
 
     The view is worked out from the positions of the ranks in the root: an axis of n ranks with a
     distance of s between neighbours is one of its axes, and axes "_0", "_1", ... are in between.
@@ -756,9 +759,10 @@ def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         names += [f"_{len(names)}"] * (between > 1) + [name]
         span = distance
     if span > 1:
-        shape, names = [*shape, span], [*names, f"_{len(names)}"]
+        shape = [*shape, span]
+        names = [*names, f"_{len(names)}"]
     all_backends = tuple(backends.get(name, root._default_backend) for name in names)
-    view = root._unflattened(tuple(shape), dict.fromkeys(names, ()), backends=all_backends)
+    view = root._make_unflattened(tuple(shape), dict.fromkeys(names, ()), backends=all_backends)
     for name, own in made_of.items():
         if own != (name,):
             view._flattened_backends.setdefault(name, backends[name])
@@ -799,7 +803,8 @@ def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
     """Return the mesh of torch as one of ours, a part of its root if it is a slice of another."""
-    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    root = mesh._get_root_mesh()
+    names = mesh.mesh_dim_names
     if root is mesh:
         return DeviceMesh(
             mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends
@@ -818,7 +823,7 @@ def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
             return part
     part = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends)
     try:
-        return part if part is whole else _refined(whole, [part])
+        return part if part is whole else _slice_of_common_view(whole, [part])
     except errors.MeshError:  # not a slice of a view of the root, as for axes in another order
         return part
 
@@ -843,7 +848,7 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, (DeviceMesh, TorchMesh))
 
 
-def _interned(
+def _cached_mesh(
     world: World,
     device_type: str,
     ranks: np.ndarray,
@@ -897,9 +902,8 @@ def unpickle_mesh(
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:
-    ranks = np.asarray(
-        mesh.cpu() if isinstance(mesh, Tensor) else mesh
-    )  # a tensor may be on the default device, such as a GPU
+    # a tensor may be on the default device, such as a GPU
+    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
             f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one "

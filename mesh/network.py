@@ -66,7 +66,7 @@ class Network:
         hostname: its name.
         own: the addresses that the name resolves to.
         master: the addresses that MASTER_ADDR resolves to; none if it is not set.
-        here: those of both that belong to this host.
+        local: those of both that belong to this host.
         port: where ranks rendezvous.
     """
 
@@ -74,7 +74,7 @@ class Network:
     hostname: str
     own: tuple[str, ...]
     master: tuple[str, ...]
-    here: frozenset[str]
+    local: frozenset[str]
     port: Port
 
 
@@ -90,25 +90,26 @@ def network(master: str, port: int, is_client: bool) -> Network:
     reachable = can_connect(master, port) if is_client else None
     used = is_in_use(port)
     rendezvous = Port(port, used, listener(port) if used else "", reachable)
-    own, masters = addresses(name), addresses(master) if master else ()
-    here = frozenset(address for address in (*own, *masters) if is_own(address))
-    return Network(tuple(interfaces()), name, own, masters, here, rendezvous)
+    own = addresses(name)
+    masters = addresses(master) if master else ()
+    local = frozenset(address for address in (*own, *masters) if is_own(address))
+    return Network(tuple(interfaces()), name, own, masters, local, rendezvous)
 
 
 def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
     """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is
     then abandoned).
     """
-    found = [otherwise]
+    results = [otherwise]
 
     def run() -> None:
         with contextlib.suppress(OSError):
-            found.append(probe())
+            results.append(probe())
 
     thread = threading.Thread(target=run, name="shardmesh-doctor-probe", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[-1]
+    return results[-1]
 
 
 def addresses(name: str) -> tuple[str, ...]:
@@ -172,14 +173,13 @@ def listener(port: int, proc: str = "/proc") -> str:
 
     Another user's processes can be named only by root.
     """
-    wanted = {
-        f"socket:[{inode}]"
-        for table in ("tcp", "tcp6")
-        for inode in listening(_text(Path(proc, "net", table)), port)
-    }
+    sockets: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        inodes = listening(_text(Path(proc, "net", table)), port)
+        sockets |= {f"socket:[{inode}]" for inode in inodes}
     for pid in (name for name in _entries(Path(proc)) if name.isdecimal()):
         folder = Path(proc, pid)
-        if any(_link(folder / "fd" / fd) in wanted for fd in _entries(folder / "fd")):
+        if any(_link(folder / "fd" / fd) in sockets for fd in _entries(folder / "fd")):
             return f"{_text(folder / 'comm').strip() or 'a process'} (process {pid})"
     return ""
 
@@ -234,9 +234,7 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface
-    is unknown.
-    """
+    """Return the kernel's `struct ifreq` of an interface; zeros if the interface is unknown."""
     try:
         import fcntl  # which Windows lacks
 
@@ -247,8 +245,8 @@ def _ask(probe: socket.socket, name: str, question: int) -> bytes:
 
 def _addresses_6(table: str) -> dict[str, list[str]]:
     """Return addresses by interface from the text of /proc/net/if_inet6."""
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     for line in table.splitlines():
         digits, _, _, _, _, name = line.split()
-        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
-    return found
+        by_interface.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return by_interface

@@ -62,14 +62,16 @@ def from_environment(env: Mapping[str, str]) -> Settings:
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     text = env.get(name, str(default))
     try:
-        found = float(text) if text.isascii() else math.nan  # `float` takes digits of every script
+        seconds = (
+            float(text) if text.isascii() else math.nan
+        )  # `float` takes digits of every script
     except ValueError:
-        found = math.nan
-    if not found > 0:
+        seconds = math.nan
+    if not seconds > 0:
         raise errors.LaunchEnvironmentError(
             f"{name}={shortened(env[name], 80)!r}: write a positive number of seconds."
         )
-    return found
+    return seconds
 
 
 _settings: Settings | None = None
@@ -139,8 +141,8 @@ def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
     for name, value in (("warn", warn), ("timeout", timeout)):
         if value is not None and not value > 0:
             raise ValueError(f"watchdog({name}={value!r}): write a positive number of seconds.")
-    here = settings()
-    here.warn = here.warn if warn is None else float(warn)
-    here.timeout = here.timeout if timeout is None else float(timeout)
+    current = settings()
+    current.warn = current.warn if warn is None else float(warn)
+    current.timeout = current.timeout if timeout is None else float(timeout)
     for call in on_timeout:
         call()

@@ -17,9 +17,8 @@ _CONTROL = re.compile(
 )
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
-_SECRET = re.compile(
-    "TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE
-)  # in names of environment variables
+# in names of environment variables
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -44,9 +43,7 @@ def printable(text: str) -> str:
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written as one line of at most about `most` characters, for
-    an error.
-    """
+    """Return a value that others have written as one line of about `most` characters at most."""
     text = (
         value
         if isinstance(value, str)
@@ -80,9 +77,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left
-    out.
-    """
+    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; of a long list both ends."""
     names = [str(r) for r in ranks]
     if len(names) > 16:
         names = [*names[:8], "...", *names[-4:]]
@@ -90,9 +85,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
-    """Return all items, or the first and the last ones with a None between them if there are more
-    than `max_items`.
-    """
+    """Return all items, or the first and last with None between if more than `max_items`."""
     if len(items) <= max_items:
         return list(items)
     head = (max_items + 1) // 2
@@ -105,8 +98,8 @@ def rank_ranges(ranks: Sequence[int], max_ranges: int = 8) -> str:
     """
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        found = [rank for _, rank in run]
-        ranges += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else map(str, found)
+        members = [rank for _, rank in run]
+        ranges += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
     if len(ranges) <= max_ranges:
         return ",".join(ranges)
     return f"{','.join(ranges[:3])},...,{ranges[-1]} ({len(ranks):,} ranks)"

@@ -127,12 +127,12 @@ class Topology:
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
-        found = mesh._node_ids.get(self)
-        if found is None:
-            found = np.ascontiguousarray(self._find_node_ids(mesh))
-            found.setflags(write=False)
-            mesh._node_ids[self] = found
-        return found
+        ids = mesh._node_ids.get(self)
+        if ids is None:
+            ids = np.ascontiguousarray(self._find_node_ids(mesh))
+            ids.setflags(write=False)
+            mesh._node_ids[self] = ids
+        return ids
 
     def _find_node_ids(self, mesh: AbstractMesh) -> np.ndarray:
         inherited = mesh._inherited_node_ids(self)
@@ -150,15 +150,15 @@ class Topology:
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
-        found = mesh._crossing_axes.get(self)
-        if found is None:
+        crossing = mesh._crossing_axes.get(self)
+        if crossing is None:
             ids = self.node_ids(mesh)
             differs = [bool(np.any(np.diff(ids, axis=axis))) for axis in range(mesh.ndim)]
-            found = tuple(
+            crossing = tuple(
                 name for name, crosses in zip(mesh.axis_names, differs, strict=True) if crosses
             )
-            mesh._crossing_axes[self] = found
-        return found
+            mesh._crossing_axes[self] = crossing
+        return crossing
 
     def nodes(self, mesh: AbstractMesh) -> int:
         """Return the number of nodes of the mesh's ranks. Raises: MeshError as `node_ids`."""
@@ -178,11 +178,11 @@ class Topology:
         """Return the topology of a part whose axes are made of these axes of the mesh; an axis
         crosses if any of those does.
         """
-        crossing = [
-            name for axis in self.crossing for name, axes in made_of.items() if axis in axes
-        ]
-        kept = tuple(dict.fromkeys(crossing))
-        return self if kept == self.crossing else replace(self, crossing=kept)
+        names: list[str] = []
+        for axis in self.crossing:
+            names += [name for name, axes in made_of.items() if axis in axes]
+        part_crossing = tuple(dict.fromkeys(names))
+        return self if part_crossing == self.crossing else replace(self, crossing=part_crossing)
 
     @staticmethod
     def default(
@@ -242,12 +242,14 @@ def _names(axes: Iterable[str]) -> tuple[str, ...]:
 def _pairs(
     factors: Mapping[str, float] | Iterable[tuple[str, float]],
 ) -> tuple[tuple[str, float], ...]:
-    found = dict(factors)
-    for op, factor in found.items():
+    factor_of_op = dict(factors)
+    for op, factor in factor_of_op.items():
         if op not in OPS:
-            raise errors.MeshError(f"Topology(factors={found}): {op!r} is not one of {list(OPS)}.")
+            raise errors.MeshError(
+                f"Topology(factors={factor_of_op}): {op!r} is not one of {list(OPS)}."
+            )
         _check_positive("Topology", **{f"factors of {op}": factor})
-    return tuple(sorted(found.items()))
+    return tuple(sorted(factor_of_op.items()))
 
 
 def seconds_text(value: float) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 
-def _installed() -> str:
+def _installed_version() -> str:
     try:
         return version("shardmesh")
     except PackageNotFoundError:  # imported from a source tree that is not installed
         return "0+unknown"
 
 
-__version__ = _installed()
+__version__ = _installed_version()

@@ -313,7 +313,7 @@ def test_the_doctor_starts_no_thousands_of_processes(nprocs: int) -> None:
         place=SimpleNamespace(size=1),
     )
     with pytest.raises(ValueError, match="nprocs"):
-        doctor._alone(None, nprocs, here)
+        doctor._mesh_of_host(None, nprocs, here)
 
 
 @pytest.mark.parametrize("size", [10**9, 10**18])

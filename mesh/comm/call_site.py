@@ -34,23 +34,18 @@ _COMPILED = (
     os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     or os.path.join(tempfile.gettempdir(), "torchinductor_"),
 )
-_INNER = (
-    *_OURS,
-    _TORCH,
-    *_COMPILED,
-    contextlib.__file__,
-    typing_extensions.__file__,
-)  # the last two call functions of others
+# the last two call functions of others
+_INNER = (*_OURS, _TORCH, *_COMPILED, contextlib.__file__, typing_extensions.__file__)
 
 _inner_files: dict[str, bool] = {}
 
 
 def is_inner(code: CodeType) -> bool:
     """Return whether a frame with this code belongs to shardmesh or torch, not to the user."""
-    found = _inner_files.get(code.co_filename)
-    if found is None:
-        found = _inner_files[code.co_filename] = code.co_filename.startswith(_INNER)
-    return found
+    is_inner_file = _inner_files.get(code.co_filename)
+    if is_inner_file is None:
+        is_inner_file = _inner_files[code.co_filename] = code.co_filename.startswith(_INNER)
+    return is_inner_file
 
 
 def user_frame(above: int = 1) -> tuple[FrameType, int]:
@@ -66,9 +61,8 @@ def user_frame(above: int = 1) -> tuple[FrameType, int]:
     return frame, depth
 
 
-_frames_lock = (
-    threading.RLock()
-)  # reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
+# reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
+_frames_lock = threading.RLock()
 
 
 def frame_of_thread(ident: int | None) -> FrameType | None:
@@ -159,8 +153,10 @@ def user_call() -> UserCall:
             in_backward = True
         frame = frame.f_back
     place = frame.f_code.co_filename, frame.f_lineno
-    found = DESCRIBERS[dispatched.f_code](dispatched.f_locals) if dispatched is not None else None
-    if isinstance(found, OperatorCall):
-        return UserCall(found.name, *place, found)
+    description = (
+        DESCRIBERS[dispatched.f_code](dispatched.f_locals) if dispatched is not None else None
+    )
+    if isinstance(description, OperatorCall):
+        return UserCall(description.name, *place, description)
     name = ours.f_code.co_name if ours is not None else frame.f_code.co_name
-    return UserCall("backward" if in_backward else found or name, *place, None)
+    return UserCall("backward" if in_backward else description or name, *place, None)

@@ -137,7 +137,7 @@ class Group(ABC):
             return DONE if async_op else None
         moved = (self.size - 1) * x.nbytes
         begun = self._begin("all_gather", "", x.dtype, x.numel(), moved, moved, tag)
-        return _ended(self._all_gather(out, x, async_op), begun, x)
+        return _end_after(self._all_gather(out, x, async_op), begun, x)
 
     def reduce_scatter(
         self,
@@ -175,7 +175,7 @@ class Group(ABC):
             if x.dtype in dtype_encoding.NATIVE
             else self._reduce_scatter_encoded
         )
-        return _ended(reduce_scatter(out, x, op, async_op), begun, x)
+        return _end_after(reduce_scatter(out, x, op, async_op), begun, x)
 
     def all_reduce(
         self, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None
@@ -200,7 +200,7 @@ class Group(ABC):
         all_reduce = (
             self._all_reduce if x.dtype in dtype_encoding.NATIVE else self._all_reduce_encoded
         )
-        return _ended(all_reduce(x, op, async_op), begun, x, in_place=True)
+        return _end_after(all_reduce(x, op, async_op), begun, x, in_place=True)
 
     def all_to_all(
         self,
@@ -255,7 +255,7 @@ class Group(ABC):
         begun = self._begin("all_to_all", "", x.dtype, -1, sent, received, tag)
         if tag is None and in_splits is not None and begun is not None and begun[0] is not None:
             begun[0].show_splits(begun[1], in_splits, out_splits or ())
-        return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun, x)
+        return _end_after(self._all_to_all(out, x, out_splits, in_splits, async_op), begun, x)
 
     def broadcast(
         self, x: Tensor, src: int, async_op: bool = False, *, tag: CommTag | None = None
@@ -281,7 +281,7 @@ class Group(ABC):
             return DONE if async_op else None
         sent, received = ((self.size - 1) * x.nbytes, 0) if self.rank == src else (0, x.nbytes)
         begun = self._begin("broadcast", f"src={src}", x.dtype, x.numel(), sent, received, tag)
-        return _ended(self._broadcast(x, src, async_op), begun, x, in_place=True)
+        return _end_after(self._broadcast(x, src, async_op), begun, x, in_place=True)
 
     def permute(
         self,
@@ -328,7 +328,7 @@ class Group(ABC):
             return DONE if async_op else None
         sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
         begun = self._begin("permute", "", x.dtype, -1, sent, received, tag, route_of(dst, src))
-        return _ended(self._permute(out, x, dst, src, async_op), begun, x)
+        return _end_after(self._permute(out, x, dst, src, async_op), begun, x)
 
     def close(self, why: str) -> None:
         """Make every later collective of more than one rank raise MeshError(why)."""
@@ -348,7 +348,7 @@ class Group(ABC):
             return
         begun = self._begin("barrier", "", torch.uint8, 0, 0, 0, tag)
         self._barrier()
-        _ended(None, begun)
+        _end_after(None, begun)
 
     def all_gather_object(self, obj: Any, *, tag: CommTag | None = None) -> list[Any]:
         """Return every rank's object, in group order, each a copy made by pickle. For small
@@ -365,7 +365,7 @@ class Group(ABC):
         begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved, tag)
         with outside_of_transforms(), outside_of_program_modes():
             gathered = self._all_gather_bytes(data)
-        _ended(None, begun)
+        _end_after(None, begun)
         return [pickle.loads(d) for d in gathered]
 
     def direct(
@@ -389,7 +389,7 @@ class Group(ABC):
             )
         begun = self._begin(op, "", dtype, -1, sent, received, tag)
         run()
-        _ended(None, begun)
+        _end_after(None, begun)
 
     def _begin(
         self,
@@ -402,8 +402,7 @@ class Group(ABC):
         tag: CommTag | None,
         route: int = 0,
     ) -> _Begun | None:
-        """Record a collective and notify the observers, before anything is sent; the result is for
-        `_ended`.
+        """Record a collective and notify the observers; the result is for `_end_after`.
 
         Raises: WatchError when the job has failed, or another rank called something else; what an
         observer raises.
@@ -454,8 +453,8 @@ class Group(ABC):
         self, out: Tensor, x: Tensor, op: str, async_op: bool
     ) -> Work | None:
         if x.is_complex() and op == "product":
-            mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
-            return self._product(x, lambda product: _write(out, product[mine]), async_op)
+            own_slice = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
+            return self._product(x, lambda product: _write(out, product[own_slice]), async_op)
         y, native_op = dtype_encoding.encode(x, op)
         part = y.new_empty(y.numel() // self.size)
         return and_then(
@@ -492,9 +491,7 @@ class Group(ABC):
         in_splits: Sequence[int] | None,
         async_op: bool,
     ) -> Work | None:
-        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on
-        none.
-        """
+        """Exchange parts of `x`; splits are None (parts of equal size) on every rank or on none."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
@@ -528,7 +525,7 @@ _CALLS = frozenset(
 )
 
 
-def _ended(
+def _end_after(
     work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False
 ) -> Work | None:
     """Mark the collective that `_begin` recorded as completed: now, or when the work is done. Until

@@ -81,7 +81,7 @@ def backends_of_axes(
             )
         return tuple(map(as_group_backend, override))
     backends = [DEFAULT] * len(names)
-    given: set[int] = set()
+    positions: set[int] = set()
     for key, value in override.items():
         position = names.index(key) if key in names else key
         if not isinstance(position, int) or not 0 <= position < len(names):
@@ -89,11 +89,11 @@ def backends_of_axes(
                 f"backend_override: {key!r} is no axis; write a name of {list(names)} or a "
                 f"position of 0 to {len(names) - 1}."
             )
-        if position in given:
+        if position in positions:
             raise errors.MeshRuntimeError(
                 f"backend_override gives axis {names[position]!r} twice, by its name and by its "
                 f"position {position}."
             )
-        given.add(position)
+        positions.add(position)
         backends[position] = as_group_backend(value)
     return tuple(backends)

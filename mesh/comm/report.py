@@ -98,18 +98,19 @@ class CommReport:
         return self._by("line")
 
     def _by(self, field: str) -> dict[str, tuple[int, int]]:
-        found: dict[str, _Usage] = {}
+        usage: dict[str, _Usage] = {}
         for source, use in self._usage.items():
-            found.setdefault(getattr(source, field), _Usage()).add(
+            usage.setdefault(getattr(source, field), _Usage()).add(
                 use.launches, use.sent, use.received
             )
-        return {name: (use.launches, use.received) for name, use in found.items()}
+        return {name: (use.launches, use.received) for name, use in usage.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
         """Count one collective before it sends anything. Raises: CommBudgetError when it would
         exceed a limit.
         """
-        call, world = user_call(), current_world()
+        call = user_call()
+        world = current_world()
         self._check(
             record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes
         )

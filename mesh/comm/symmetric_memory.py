@@ -20,9 +20,8 @@ from .recording.recorder import CommTag
 from .work import DONE, Work
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
-STAGING_BYTES = (
-    BUFFER_BYTES // 4 * 3
-)  # the part that peers may pull from; the rest is for all-reduces
+# the part that peers may pull from; the rest is for all-reduces
+STAGING_BYTES = BUFFER_BYTES // 4 * 3
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
 
@@ -44,7 +43,7 @@ def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> 
     """
     if device.type not in group.shared:
         group.shared[device.type] = (
-            _agreed(group, device, tag)
+            _allocate_on_all(group, device, tag)
             if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS
             else None
         )
@@ -56,26 +55,24 @@ def needed_peers(group: Group, device: torch.device, tag: CommTag | None = None)
 
     Raises: CollectiveError if there is none.
     """
-    found = peers_of(group, device, tag)
-    if found is None:
+    peers = peers_of(group, device, tag)
+    if peers is None:
         raise errors.CollectiveError(
             f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on "
             f"{device.type!r}: the mesh's topology has symmetric=Link(...). Call calibrate(mesh), "
             "which sets it only where there is such memory, or set mesh.topology = "
             "replace(mesh.topology, symmetric=None)."
         )
-    return found
+    return peers
 
 
-def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
+def _allocate_on_all(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
     """Return the memory if every rank could allocate it, else None."""
     try:
-        found = PROVIDERS[device.type](group, device, tag)
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # such as no peer-to-peer access between the devices
-        found = None
+        peers = PROVIDERS[device.type](group, device, tag)
+    except (ImportError, RuntimeError) as error:
+        # such as no peer-to-peer access between the devices
+        peers = None
         _log.warning(
             "rank %d: no symmetric memory among ranks %s on %s: %s",
             group.world.rank,
@@ -83,9 +80,9 @@ def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | 
             device,
             error,
         )
-    missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
+    missing = torch.tensor([int(peers is None)], dtype=torch.int32, device=device)
     group.all_reduce(missing, "max", tag=tag)
-    return None if int(missing) else found
+    return None if int(missing) else peers
 
 
 def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
@@ -98,9 +95,8 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
     memory = symmetric.empty(BUFFER_BYTES + PAD_BYTES, dtype=torch.uint8, device=device).zero_()
     shared = symmetric.rendezvous(memory, handle)
     addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64, device=device)
-    torch.get_device_module(device.type).synchronize(
-        device
-    )  # the pad must be zero before any rank writes to it
+    # the pad must be zero before any rank writes to it
+    torch.get_device_module(device.type).synchronize(device)
     group.barrier(tag=tag)
     return Peers(
         group.rank,
@@ -130,15 +126,12 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = torch.get_device_module(device.type), device
-        self._stream = self._module.Stream(
-            device, priority=-1
-        )  # few programs, which the other ranks wait for
+        # few programs, which the other ranks wait for
+        self._stream = self._module.Stream(device, priority=-1)
         self._last: tuple[Any, bool] | None = None
 
     def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
-        """Run on the side stream, after what is now on the current one; `tensors` are what it reads
-        and writes.
-        """
+        """Run on the side stream, after the current one; `tensors` are what it reads and writes."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         for x in tensors:
             x.record_stream(self._stream)
@@ -152,9 +145,8 @@ class SideStream:
         """Run on the current stream, after what was started on the side stream."""
         if self._last is not None:
             event, captured = self._last
-            if (
-                captured == self._module.is_current_stream_capturing()
-            ):  # a graph waits for nothing outside, nor the reverse
+            # a graph waits for nothing outside, nor the reverse
+            if captured == self._module.is_current_stream_capturing():
                 self._module.current_stream(self._device).wait_event(event)
         run()
 

@@ -149,9 +149,7 @@ class World(ABC):
         return group
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
-        """Return the group of these ascending ranks. Only processes have backends: see
-        `ProcessWorld`.
-        """
+        """Return the group of these ascending ranks. Only processes have backends."""
         group = self._groups.get(ranks)
         if group is None:
             group = self._groups[ranks] = self._make_group(ranks)

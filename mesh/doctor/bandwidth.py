@@ -91,16 +91,21 @@ def measure(
     everyone = mesh.group()
     axes = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1]
     rows = [row for axis in axes for row in _rows(mesh, axis, seconds / len(OPS))]
-    group = "" if dist.group.WORLD is None else timeouts.described(dist.group.WORLD)
+    group = "" if dist.group.WORLD is None else timeouts.backends_text(dist.group.WORLD)
     return Measured(tuple(rows), _clocks(everyone), tuple(everyone.all_gather_object(facts)), group)
 
 
 def _rows(mesh: DeviceMesh, axis: str, seconds: float) -> Iterator[Bandwidth]:
-    group, large = mesh.group(axis), _LARGE.get(mesh.device_type, _LARGE["cpu"])
+    group = mesh.group(axis)
+    large = _LARGE.get(mesh.device_type, _LARGE["cpu"])
     for op in OPS:
         correct = _everywhere(mesh, _is_right(op, group, mesh.device))
-        latency = _timed(mesh, _call(op, group, _SMALL, mesh.device), seconds * _LATENCY_SHARE)
-        taken = _timed(mesh, _call(op, group, large, mesh.device), seconds * (1 - _LATENCY_SHARE))
+        latency = _seconds_per_call(
+            mesh, _call(op, group, _SMALL, mesh.device), seconds * _LATENCY_SHARE
+        )
+        taken = _seconds_per_call(
+            mesh, _call(op, group, large, mesh.device), seconds * (1 - _LATENCY_SHARE)
+        )
         passes = 2 if op == "all_reduce" else 1
         moved = passes * (group.size - 1) * 4 * _part(large, group)
         yield Bandwidth(axis, group.size, op, moved, taken, latency, correct)
@@ -111,7 +116,8 @@ def _call(op: str, group: Group, size: int, device: torch.device) -> Callable[[]
     x = torch.zeros(group.size * part, device=device)
     if op == "all_reduce":
         return lambda: group.all_reduce(x)
-    out, splits = torch.empty_like(x), [part] * group.size
+    out = torch.empty_like(x)
+    splits = [part] * group.size
     return lambda: group.all_to_all(out, x, splits, splits)
 
 
@@ -122,17 +128,18 @@ def _part(size: int, group: Group) -> int:
 
 def _is_right(op: str, group: Group, device: torch.device) -> bool:
     """Return whether a collective is correct: rank r contributes r + 1."""
-    mine = torch.full((group.size,), group.rank + 1.0, device=device)
+    contribution = torch.full((group.size,), group.rank + 1.0, device=device)
     all_of_them = torch.arange(1.0, group.size + 1, device=device)
     if op == "all_reduce":
-        group.all_reduce(mine)
-        return bool((mine == all_of_them.sum()).all())
-    out, splits = torch.empty_like(mine), [1] * group.size
-    group.all_to_all(out, mine, splits, splits)
+        group.all_reduce(contribution)
+        return bool((contribution == all_of_them.sum()).all())
+    out = torch.empty_like(contribution)
+    splits = [1] * group.size
+    group.all_to_all(out, contribution, splits, splits)
     return torch.equal(out, all_of_them)
 
 
-def _timed(mesh: DeviceMesh, run: Callable[[], Any], seconds: float) -> float:
+def _seconds_per_call(mesh: DeviceMesh, run: Callable[[], Any], seconds: float) -> float:
     """Return seconds per call on the slowest rank. All ranks make the same number of calls, one
     after another, as a program does.
     """
@@ -153,9 +160,9 @@ def _seconds(mesh: DeviceMesh, run: Callable[[], Any], calls: int) -> float:
 
 
 def _largest(mesh: DeviceMesh, value: float) -> float:
-    found = torch.tensor([value], dtype=torch.float64, device=mesh.device)
-    mesh.group().all_reduce(found, "max")
-    return found.item()
+    maximum = torch.tensor([value], dtype=torch.float64, device=mesh.device)
+    mesh.group().all_reduce(maximum, "max")
+    return maximum.item()
 
 
 def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
@@ -170,5 +177,5 @@ def _clocks(group: Group) -> tuple[float, ...]:
     for _ in range(_CLOCK_ROUNDS):
         group.barrier()
         now = group.all_gather_object(time.time())
-        rounds.append([here - now[0] for here in now])
+        rounds.append([seconds - now[0] for seconds in now])
     return tuple(min(looks, key=abs) for looks in zip(*rounds, strict=True))

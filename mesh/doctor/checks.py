@@ -48,21 +48,24 @@ def findings(facts: Facts) -> dict[str, Finding]:
     return {name: check(facts) for name, check in CHECKS.items()}
 
 
-def merged(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
+def worst_findings(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
     """Return the worst finding of each check over all ranks, given in order, and on which ranks it
     holds where that is not all.
     """
-    return {name: _worst([found[name] for found in everyone]) for name in everyone[0]}
+    return {
+        name: _worst([findings_of_rank[name] for findings_of_rank in everyone])
+        for name in everyone[0]
+    }
 
 
-def _worst(found: Sequence[Finding]) -> Finding:
-    status = max(found, key=lambda one: _WORST[one.status]).status
+def _worst(findings_by_rank: Sequence[Finding]) -> Finding:
+    status = max(findings_by_rank, key=lambda one: _WORST[one.status]).status
     ranks: dict[Finding, list[int]] = {}
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(findings_by_rank):
         if one.status == status:
             ranks.setdefault(one, []).append(rank)
     (worst, where), *others = ranks.items()
-    if status == "ok" or len(where) == len(found):
+    if status == "ok" or len(where) == len(findings_by_rank):
         return worst
     texts = [f"{ranks_text(of)}: {one.found}" for one, of in ((worst, where), *others)]
     return Finding(status, "; ".join(texts[:4]) + ("; ..." if len(texts) > 4 else ""), worst.fix)
@@ -143,12 +146,12 @@ def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) ->
         if device_type == "cuda"
         else 0.0
     )
-    found = [
+    slow_rows = [
         f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s"
         for row in rows
         if row.bytes < slow * row.seconds
     ]
-    if not found:
+    if not slow_rows:
         return ok("nothing is remarkably slow" if rows else "nothing to measure")
     name = "GLOO_SOCKET_IFNAME" if device_type == "cpu" else "NCCL_SOCKET_IFNAME"
     fix = (
@@ -156,4 +159,4 @@ def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) ->
         if has_other_hosts
         else "nvidia-smi topo -m   # how are the GPUs connected?"
     )
-    return warning(f"slow: {'; '.join(found)}", fix)
+    return warning(f"slow: {'; '.join(slow_rows)}", fix)

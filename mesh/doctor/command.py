@@ -21,8 +21,8 @@ from ..monitor.recording.cleanup import remove_left
 from ..monitor.recording.files import parent_folders
 from ..text import printable
 from .bandwidth import Measured, measure
-from .checks import clocks, collectives, device_of_each_rank, findings, hosts, merged, speed
-from .facts import Facts, Place, facts
+from .checks import clocks, collectives, device_of_each_rank, findings, hosts, speed, worst_findings
+from .facts import Facts, Place, collect_facts
 from .findings import Finding, fault, ok, warning
 from .report import Report
 
@@ -94,20 +94,20 @@ def _run(
 ) -> int:
     if arguments.fix:
         _fix()
-    here = facts()
-    is_job = here.place.launcher != "none"
+    facts = collect_facts()
+    is_job = facts.place.launcher != "none"
     try:
-        given = None if arguments.mesh is None else parse_mesh(arguments.mesh)
+        abstract_mesh = None if arguments.mesh is None else parse_mesh(arguments.mesh)
         mesh = (
-            _in_job(given, arguments.nprocs, here)
+            _mesh_of_job(abstract_mesh, arguments.nprocs, facts)
             if is_job
-            else _alone(given, arguments.nprocs, here)
+            else _mesh_of_host(abstract_mesh, arguments.nprocs, facts)
         )
     except ValueError as error:
         parser.error(str(error))
     show = Report.to_json if arguments.json else str
-    examined = _examine_job(here, mesh, show) if is_job else _examine_host(here, mesh)
-    if here.place.rank == 0:
+    examined = _examine_job(facts, mesh, show) if is_job else _examine_host(facts, mesh)
+    if facts.place.rank == 0:
         print(show(examined), flush=True)
     return examined.exit_status
 
@@ -136,35 +136,31 @@ class _Mesh:
     names: tuple[str, ...]
 
 
-def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not
-    fit it.
-    """
-    size = here.place.size
+def _mesh_of_job(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: Facts) -> _Mesh:
+    """Return a mesh over all ranks of the job. Raises: ValueError when it does not fit."""
+    size = facts.place.size
     if nprocs is not None:
         raise ValueError(
-            f"--nprocs {nprocs}: this process is rank {here.place.rank} of a job of {size} already; leave --nprocs out"
+            f"--nprocs {nprocs}: this process is rank {facts.place.rank} of a job of {size} already; leave --nprocs out"
         )
-    if given is not None and given.size() != size:
+    if abstract_mesh is not None and abstract_mesh.size() != size:
         raise ValueError(
-            f"--mesh {given!r} has {given.size()} ranks, but the job has {size}: make their product {size}"
+            f"--mesh {abstract_mesh!r} has {abstract_mesh.size()} ranks, but the job has {size}: make their product {size}"
         )
-    return _over(given, size, here)
+    return _mesh_of_size(abstract_mesh, size, facts)
 
 
-def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict
-    each other.
-    """
-    size = nprocs if given is None else given.size()
+def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: Facts) -> _Mesh:
+    """Return a mesh over processes of this host. Raises: ValueError when arguments conflict."""
+    size = nprocs if abstract_mesh is None else abstract_mesh.size()
     if nprocs not in (None, size):
         raise ValueError(
-            f"--mesh {given!r} has {size} ranks, but --nprocs is {nprocs}: leave one of them out"
+            f"--mesh {abstract_mesh!r} has {size} ranks, but --nprocs is {nprocs}: leave one of them out"
         )
     if size is None:
-        count = len(here.devices.found)
-        size = count if count > 1 else min(_MOST_LOCAL, max(2, here.system.cores))
-    if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * here.system.cores)):
+        count = len(facts.devices.found)
+        size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
+    if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
         raise ValueError(
             f"{size} processes are more than this host can start at once ({most}): write a smaller --nprocs or --mesh"
         )
@@ -172,32 +168,33 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
         raise ValueError(
             f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more"
         )
-    return _over(given, size, here)
+    return _mesh_of_size(abstract_mesh, size, facts)
 
 
-def _over(given: AbstractMesh | None, size: int, here: Facts) -> _Mesh:
-    local = min(size, here.place.local_size) if here.place.size > 1 else size
+def _mesh_of_size(abstract_mesh: AbstractMesh | None, size: int, facts: Facts) -> _Mesh:
+    local = min(size, facts.place.local_size) if facts.place.size > 1 else size
     device_type = (
         "cuda"
-        if 1 < local <= len(here.devices.found) or (here.place.size > 1 and here.has_own_device)
+        if 1 < local <= len(facts.devices.found) or (facts.place.size > 1 and facts.has_own_device)
         else "cpu"
     )
     return (
         _Mesh(device_type, (size,), (_AXIS,))
-        if given is None
-        else _Mesh(device_type, given.shape, given.axis_names)
+        if abstract_mesh is None
+        else _Mesh(device_type, abstract_mesh.shape, abstract_mesh.axis_names)
     )
 
 
 # ------------------------------------------------------------------------------------------ looking
 
 
-def _examine_host(here: Facts, mesh: _Mesh) -> Report:
+def _examine_host(facts: Facts, mesh: _Mesh) -> Report:
     """Try collectives on processes started for it, and return the report."""
-    size, checks = prod(mesh.sizes), findings(here)
-    subject = f"host {here.network.hostname}, {size} processes started to try out collectives"
-    if needed := _missing(checks):
-        return Report(subject, checks | {"collectives": _not_tried(needed)})
+    size = prod(mesh.sizes)
+    checks = findings(facts)
+    subject = f"host {facts.network.hostname}, {size} processes started to try out collectives"
+    if needed := _faulty_checks(checks):
+        return Report(subject, checks | {"collectives": _blocked_finding(needed)})
     try:
         measured = launch(
             measure,
@@ -206,18 +203,21 @@ def _examine_host(here: Facts, mesh: _Mesh) -> Report:
             timeout=_limit(mesh),
         )[0]
     except LaunchError as error:
-        return Report(subject, checks | {"collectives": _failed(error)})
-    return Report(subject, checks | _tried(measured, mesh, False), measured.bandwidth)
+        return Report(subject, checks | {"collectives": _error_finding(error)})
+    return Report(subject, checks | _collective_findings(measured, mesh, False), measured.bandwidth)
 
 
-def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
+def _examine_job(facts: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
     """Try collectives on the ranks of the job, which all return the same report. End this process
     where ranks cannot connect.
     """
-    place, checks = here.place, findings(here)
-    own = Report(f"rank {place.rank} of {place.size} on host {here.network.hostname}", checks)
-    if needed := _missing(checks):
-        _give_up(replace(own, checks=checks | {"collectives": _not_tried(needed)}), show, place)
+    place = facts.place
+    checks = findings(facts)
+    own = Report(f"rank {place.rank} of {place.size} on host {facts.network.hostname}", checks)
+    if needed := _faulty_checks(checks):
+        _give_up(
+            replace(own, checks=checks | {"collectives": _blocked_finding(needed)}), show, place
+        )
     late = fault(
         f"not done within {_limit(mesh):.0f} s: does every rank run this, and can the hosts reach each other?",
         _LOUDER,
@@ -228,32 +228,32 @@ def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Rep
     timer.daemon = True
     timer.start()
     try:
-        measured = _measured(mesh, here)
+        measured = _measure_on_job(mesh, facts)
     except Exception as error:  # whatever it is, the job would fail with it
-        _give_up(replace(own, checks=checks | {"collectives": _failed(error)}), show, place)
+        _give_up(replace(own, checks=checks | {"collectives": _error_finding(error)}), show, place)
     timer.cancel()
-    return _together(measured, mesh)
+    return _job_report(measured, mesh)
 
 
-def _measured(mesh: _Mesh, here: Facts) -> Measured:
+def _measure_on_job(mesh: _Mesh, facts: Facts) -> Measured:
     starts = not dist.is_initialized()
-    measured = measure(mesh.device_type, mesh.sizes, mesh.names, _SECONDS, here)
+    measured = measure(mesh.device_type, mesh.sizes, mesh.names, _SECONDS, facts)
     if starts:
         dist.destroy_process_group()
     return measured
 
 
-def _together(measured: Measured, mesh: _Mesh) -> Report:
+def _job_report(measured: Measured, mesh: _Mesh) -> Report:
     everyone = [one for one in measured.everyone if one is not None]
     names = [one.network.hostname for one in everyone]
-    checks = merged([findings(one) for one in everyone])
+    checks = worst_findings([findings(one) for one in everyone])
     devices = device_of_each_rank(everyone, mesh.device_type)
     checks |= {
         "hosts": hosts(names),
         "device of each rank": devices,
         "clocks": clocks(measured.clocks),
     }
-    checks |= _tried(measured, mesh, len(set(names)) > 1)
+    checks |= _collective_findings(measured, mesh, len(set(names)) > 1)
     return Report(
         f"a job of {len(names)} ranks on {', '.join(dict.fromkeys(names))}",
         checks,
@@ -269,9 +269,9 @@ def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoR
         print(show(report), flush=True)
     else:
         faults = "; ".join(
-            f"{name}: {found.found}"
-            for name, found in report.checks.items()
-            if found.status == "fault"
+            f"{name}: {finding.found}"
+            for name, finding in report.checks.items()
+            if finding.status == "fault"
         )
         print(f"shardmesh doctor: {report.subject}: {faults}", file=sys.stderr, flush=True)
     os._exit(1)
@@ -281,11 +281,13 @@ def _limit(mesh: _Mesh) -> float:
     return _LIMIT_S + 2 * _SECONDS * len(mesh.names)
 
 
-def _missing(checks: Mapping[str, Finding]) -> list[str]:
+def _faulty_checks(checks: Mapping[str, Finding]) -> list[str]:
     return [name for name in _NEEDED if checks[name].status == "fault"]
 
 
-def _tried(measured: Measured, mesh: _Mesh, has_other_hosts: bool) -> dict[str, Finding]:
+def _collective_findings(
+    measured: Measured, mesh: _Mesh, has_other_hosts: bool
+) -> dict[str, Finding]:
     rows = measured.bandwidth
     group = {"process group": ok(measured.group)} if measured.group else {}
     return group | {
@@ -294,14 +296,14 @@ def _tried(measured: Measured, mesh: _Mesh, has_other_hosts: bool) -> dict[str, 
     }
 
 
-def _not_tried(needed: Sequence[str]) -> Finding:
+def _blocked_finding(needed: Sequence[str]) -> Finding:
     return warning(
         f"not tried, because of the fault in: {', '.join(needed)}",
         "fix that first, then run this again",
     )
 
 
-def _failed(error: Exception) -> Finding:
+def _error_finding(error: Exception) -> Finding:
     """Return the error in one line, without the traceback that `launch` appends."""
     text = " ".join(str(error).partition("\n\n---")[0].split())
     return fault(

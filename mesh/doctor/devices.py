@@ -38,9 +38,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: its name, bytes of its memory in all and free, and its UUID, "" if
-    unknown.
-    """
+    """One accelerator: its name, total and free bytes, and its UUID ("" if unknown)."""
 
     name: str
     memory: int
@@ -81,16 +79,16 @@ def devices() -> Devices:
         else ""
     )
     driver = any(os.path.exists(path) for path in _DRIVERS)
-    return probed(build, driver, _run) if build and driver else Devices(build, driver)
+    return parse_probe(build, driver, _run) if build and driver else Devices(build, driver)
 
 
-def probed(
+def parse_probe(
     build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]
 ) -> Devices:
     """Return what `run` found, which prints like `_PROBE`."""
     try:
         done = run()
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        output: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return Devices(build, driver, error=f"the driver did not answer within {PROBE_S:.0f} s")
     except (IndexError, ValueError):
@@ -99,9 +97,9 @@ def probed(
             driver,
             error=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1],
         )
-    pairs = tuple((a, b) for a, b in found["no_peers"])
+    pairs = tuple((a, b) for a, b in output["no_peers"])
     return Devices(
-        build, driver, tuple(Device(*one) for one in found["devices"]), pairs, found["nccl"]
+        build, driver, tuple(Device(*one) for one in output["devices"]), pairs, output["nccl"]
     )
 
 

@@ -99,8 +99,8 @@ class Place:
 
 
 def number(env: Mapping[str, str], name: str, otherwise: int) -> int:
-    found = whole_number(env.get(name, ""))
-    return otherwise if found is None else found
+    value = whole_number(env.get(name, ""))
+    return otherwise if value is None else value
 
 
 def _launcher(env: Mapping[str, str]) -> str:
@@ -135,7 +135,7 @@ class Facts:
         return len(self.devices.found) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
 
 
-def facts() -> Facts:
+def collect_facts() -> Facts:
     """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing.
     Takes at most about a minute.
     """
@@ -149,13 +149,11 @@ def facts() -> Facts:
 
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the checks read; of those that may hold secrets only that they are
-    set.
-    """
-    found = {
+    """Return the variables that the checks read, without the values of possible secrets."""
+    variables = {
         name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES
     }
-    return {name: HIDDEN if is_secret(name) else value for name, value in found.items()}
+    return {name: HIDDEN if is_secret(name) else value for name, value in variables.items()}
 
 
 def _software() -> Software:

@@ -19,14 +19,12 @@ _TORCH_FOR_CUDA = (
 )
 _MEMORY_PER_RANK = 1 << 30  # torch alone, imported and with its groups, takes about half of it
 _DOCKER_SHARED = 64 << 20  # docker's default
-_NCCL_PER_RANK = (
-    32 << 20
-)  # three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
+# three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
+_NCCL_PER_RANK = 32 << 20
 _SOCKETS_PER_RANK = 32  # a few groups, each with a connection to every rank
 _FILES = 256  # the interpreter, torch's libraries and caches
-_THREADS_PER_RANK = (
-    64  # gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
-)
+# gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
+_THREADS_PER_RANK = 64
 _FREE_SHARE = 0.1  # of a device's memory; less means that another program uses it
 
 
@@ -67,7 +65,8 @@ def triton(facts: Facts) -> Finding:
 
 
 def backends(facts: Facts) -> Finding:
-    have, nccl = facts.software, facts.devices.nccl
+    have = facts.software
+    nccl = facts.devices.nccl
     if have.distributed and not have.gloo:
         return fault(
             "torch has no gloo, which CPU tensors travel by",
@@ -82,12 +81,13 @@ def backends(facts: Facts) -> Finding:
 
 
 def devices(facts: Facts) -> Finding:
-    have, wanted = facts.devices, facts.place.local_size
+    have = facts.devices
+    local_size = facts.place.local_size
     if not have.found:
         return _no_devices(facts)
-    if wanted > len(have.found) and not facts.has_own_device:
+    if local_size > len(have.found) and not facts.has_own_device:
         return warning(
-            f"{len(have.found)} devices for {wanted} ranks on this host: meshes on cuda are "
+            f"{len(have.found)} devices for {local_size} ranks on this host: meshes on cuda are "
             "impossible, those on cpu are not",
             f"torchrun --nproc-per-node {len(have.found)} ...",
         )
@@ -136,27 +136,29 @@ def used_device(facts: Facts) -> int:
 
 def own_device(facts: Facts) -> Finding:
     """Return which device this process uses, by which variables."""
-    env, found = completed(facts.env), facts.devices.found
-    if not found:
+    env = completed(facts.env)
+    devices = facts.devices.found
+    if not devices:
         return ok("none: no GPU")
     try:
         index = used_device(facts)
     except LaunchEnvironmentError as error:
         return warning(
             str(error),
-            f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the "
+            f"torchrun --nproc-per-node {len(devices)} ...   # meshes on cpu are possible all the "
             "same",
         )
     by = f"LOCAL_RANK={env['LOCAL_RANK']}" if "LOCAL_RANK" in env else "no LOCAL_RANK"
-    identity = found[index].identity
+    identity = devices[index].identity
     return ok(
         f"cuda:{index}{identity and f' ({identity})'}: {by}, "
-        f"{visible(facts.env, 'cuda', len(found))}"
+        f"{visible(facts.env, 'cuda', len(devices))}"
     )
 
 
 def peer_access(facts: Facts) -> Finding:
-    pairs, count = facts.devices.no_peers, len(facts.devices.found)
+    pairs = facts.devices.no_peers
+    count = len(facts.devices.found)
     if pairs:
         text = ", ".join(f"{a}->{b}" for a, b in pairs[:6]) + (", ..." if len(pairs) > 6 else "")
         return warning(
@@ -168,7 +170,8 @@ def peer_access(facts: Facts) -> Finding:
 
 
 def cores(facts: Facts) -> Finding:
-    have, quota = facts.system.cores, facts.system.limits.cores
+    have = facts.system.cores
+    quota = facts.system.limits.cores
     if quota is not None and quota <= have - 1 and "OMP_NUM_THREADS" not in facts.env:
         return warning(
             f"this process may run on {have} cores, but the container has time for {quota:.3g}: "
@@ -179,13 +182,11 @@ def cores(facts: Facts) -> Finding:
 
 
 def threads(facts: Facts) -> Finding:
-    given, ranks, cores = (
-        facts.env.get("OMP_NUM_THREADS"),
-        facts.place.local_size,
-        _usable_cores(facts),
-    )
+    setting = facts.env.get("OMP_NUM_THREADS")
+    ranks = facts.place.local_size
+    cores = _usable_cores(facts)
     fitting = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    if given is None:
+    if setting is None:
         if ranks > 1:
             return warning(
                 f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on "
@@ -196,12 +197,12 @@ def threads(facts: Facts) -> Finding:
             "OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, "
             "launch the cores per rank"
         )
-    first = given.partition(",")[0]
+    first = setting.partition(",")[0]
     if not whole_number(first):
-        return fault(f"OMP_NUM_THREADS={given!r} is not a number of threads", fitting)
+        return fault(f"OMP_NUM_THREADS={setting!r} is not a number of threads", fitting)
     if int(first) * ranks > max(cores, ranks):
         return warning(
-            f"OMP_NUM_THREADS={given} for each of {ranks} ranks is more than the {cores} cores",
+            f"OMP_NUM_THREADS={setting} for each of {ranks} ranks is more than the {cores} cores",
             fitting,
         )
     if int(first) == 1 and cores >= 2 * ranks and not facts.devices.found:
@@ -210,7 +211,7 @@ def threads(facts: Facts) -> Finding:
             fitting,
         )
     return ok(
-        f"OMP_NUM_THREADS={given} for each of {ranks} rank{'s'[: ranks > 1]} on {cores} cores"
+        f"OMP_NUM_THREADS={setting} for each of {ranks} rank{'s'[: ranks > 1]} on {cores} cores"
     )
 
 
@@ -220,7 +221,9 @@ def _usable_cores(facts: Facts) -> int:
 
 
 def memory(facts: Facts) -> Finding:
-    have, limit, ranks = facts.system, facts.system.limits.memory, facts.place.local_size
+    have = facts.system
+    limit = facts.system.limits.memory
+    ranks = facts.place.local_size
     if not have.memory:
         return ok("not known on this system")
     free = min(have.available, have.available if limit is None else limit)
@@ -235,7 +238,8 @@ def memory(facts: Facts) -> Finding:
 
 
 def shared_memory(facts: Facts) -> Finding:
-    have, ranks = facts.system.shared, facts.place.local_size
+    have = facts.system.shared
+    ranks = facts.place.local_size
     larger = (
         "docker run --shm-size=8g ... (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
     )
@@ -287,7 +291,8 @@ def processes(facts: Facts) -> Finding:
     ]
     if not limits:
         return ok("no limit")
-    ranks, cores = facts.place.local_size, _usable_cores(facts)
+    ranks = facts.place.local_size
+    cores = _usable_cores(facts)
     needed = ranks * (_THREADS_PER_RANK + 2 * number(facts.env, "OMP_NUM_THREADS", cores))
     if min(limits) < needed:
         return fault(

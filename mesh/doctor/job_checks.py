@@ -24,14 +24,14 @@ _SLOW = {
 def launcher(facts: Facts) -> Finding:
     env, place = facts.env, facts.place
     try:
-        given = launch_environment(env)
+        rank_and_size = launch_environment(env)
     except LaunchEnvironmentError as error:
         count = max(1, len(facts.devices.found))
         return _wrong_local_number(facts) or fault(
             str(error), f"torchrun --standalone --nproc-per-node {count} program.py"
         )
     numbers = launchers_of(env)[0].numbers() if place.launcher in ("slurm", "mpi") else {}
-    if given is None:
+    if rank_and_size is None:
         return _alone(facts, numbers)
     return (
         _local_contradiction(facts)
@@ -75,11 +75,14 @@ def _local_contradiction(facts: Facts) -> Finding | None:
 
 
 def _contradiction(facts: Facts, numbers: Mapping[str, str]) -> Finding | None:
-    for ours, theirs in numbers.items():
-        if theirs in facts.env and facts.env.get(ours, facts.env[theirs]) != facts.env[theirs]:
+    for name, launcher_name in numbers.items():
+        if (
+            launcher_name in facts.env
+            and facts.env.get(name, facts.env[launcher_name]) != facts.env[launcher_name]
+        ):
             return fault(
-                f"{ours}={facts.env[ours]} but {theirs}={facts.env[theirs]}",
-                f"export {ours}=${theirs}",
+                f"{name}={facts.env[name]} but {launcher_name}={facts.env[launcher_name]}",
+                f"export {name}=${launcher_name}",
             )
     return None
 
@@ -117,46 +120,48 @@ def settings(facts: Facts) -> Finding:
 
 
 def gloo_interface(facts: Facts) -> Finding:
-    have, given = facts.network.interfaces, facts.env.get("GLOO_SOCKET_IFNAME")
-    if given is None:
-        return ok(f"{_interface_of(facts)}: by the host's name; there are {_listed(have)}")
+    have = facts.network.interfaces
+    setting = facts.env.get("GLOO_SOCKET_IFNAME")
+    if setting is None:
+        return ok(f"{_interface_of(facts)}: by the host's name; there are {_names_text(have)}")
     by_name = {one.name: one for one in have}
-    for name in given.split(","):
+    for name in setting.split(","):
         fix = f"export GLOO_SOCKET_IFNAME={_suggestion(have)}"
         if name not in by_name:
             return fault(
-                f"GLOO_SOCKET_IFNAME={given}: there is no interface {name!r}, only {_listed(have)}",
+                f"GLOO_SOCKET_IFNAME={setting}: there is no interface {name!r}, only {_names_text(have)}",
                 fix,
             )
         if not by_name[name].up or not by_name[name].addresses:
             return fault(
-                f"GLOO_SOCKET_IFNAME={given}: {by_name[name]}",
+                f"GLOO_SOCKET_IFNAME={setting}: {by_name[name]}",
                 f"ip link set {name} up   # or: {fix}",
             )
         if by_name[name].is_loopback and facts.place.has_other_hosts:
             return fault(
-                f"GLOO_SOCKET_IFNAME={given}, which does not lead to the job's other hosts", fix
+                f"GLOO_SOCKET_IFNAME={setting}, which does not lead to the job's other hosts", fix
             )
     return ok(
-        f"{', '.join(str(by_name[name]) for name in given.split(','))}, as GLOO_SOCKET_IFNAME says"
+        f"{', '.join(str(by_name[name]) for name in setting.split(','))}, as GLOO_SOCKET_IFNAME says"
     )
 
 
 def nccl_interface(facts: Facts) -> Finding:
-    have, given = facts.network.interfaces, facts.env.get("NCCL_SOCKET_IFNAME")
+    have = facts.network.interfaces
+    setting = facts.env.get("NCCL_SOCKET_IFNAME")
     usable = [one for one in have if one.up and one.addresses]
-    if given is None:
-        return ok(f"{_chosen(_nccls_order(usable))}: the first that suits NCCL")
-    taken = [one for one in usable if matches(given, one.name)]
+    if setting is None:
+        return ok(f"{_first_text(_nccls_order(usable))}: the first that suits NCCL")
+    taken = [one for one in usable if matches(setting, one.name)]
     if not taken:
         return fault(
-            f"NCCL_SOCKET_IFNAME={given} names no interface that is up and has an address; there "
-            f"are {_listed(have)}",
+            f"NCCL_SOCKET_IFNAME={setting} names no interface that is up and has an address; there "
+            f"are {_names_text(have)}",
             f"export NCCL_SOCKET_IFNAME={_suggestion(have)}",
         )
     if facts.place.has_other_hosts and all(one.is_loopback for one in taken):
         return fault(
-            f"NCCL_SOCKET_IFNAME={given}, which does not lead to the job's other hosts",
+            f"NCCL_SOCKET_IFNAME={setting}, which does not lead to the job's other hosts",
             f"export NCCL_SOCKET_IFNAME={_suggestion(have)}",
         )
     return ok(f"{taken[0]}, as NCCL_SOCKET_IFNAME says")
@@ -169,8 +174,8 @@ def matches(pattern: str, name: str) -> bool:
     Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
     """
     names = pattern.lstrip("^=").split(",")
-    found = name in names if "=" in pattern[:2] else name.startswith(tuple(names))
-    return found is not pattern.startswith("^")
+    is_listed = name in names if "=" in pattern[:2] else name.startswith(tuple(names))
+    return is_listed is not pattern.startswith("^")
 
 
 def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
@@ -192,14 +197,14 @@ def _interface_of(facts: Facts) -> str:
     this host, else loopback.
     """
     net = facts.network
-    usable = next((address for address in net.own if address in net.here), "127.0.0.1")
+    usable = next((address for address in net.own if address in net.local), "127.0.0.1")
     # Debian's 127.0.1.1 belongs to the loopback interface, but is not listed there.
-    found = (
+    matching = (
         one
         for one in net.interfaces
         if usable in one.addresses or (one.is_loopback and is_loopback(usable))
     )
-    return str(next(found, usable))
+    return str(next(matching, usable))
 
 
 def _suggestion(have: Sequence[Interface]) -> str:
@@ -209,11 +214,11 @@ def _suggestion(have: Sequence[Interface]) -> str:
     )
 
 
-def _chosen(ordered: Sequence[Interface]) -> str:
+def _first_text(ordered: Sequence[Interface]) -> str:
     return str(ordered[0]) if ordered else "none"
 
 
-def _listed(have: Iterable[Interface]) -> str:
+def _names_text(have: Iterable[Interface]) -> str:
     return ", ".join(str(one) for one in have) or "none"
 
 
@@ -221,7 +226,8 @@ def _listed(have: Iterable[Interface]) -> str:
 
 
 def hostname(facts: Facts) -> Finding:
-    net, many = facts.network, facts.place.has_other_hosts
+    net = facts.network
+    many = facts.place.has_other_hosts
     bad = fault if many else warning
     if "GLOO_SOCKET_IFNAME" in facts.env:
         return ok(f"{net.hostname}; GLOO_SOCKET_IFNAME decides")
@@ -232,7 +238,7 @@ def hostname(facts: Facts) -> Finding:
             f"{net.hostname} does not resolve: gloo falls back to loopback",
             by_name if many else local,
         )
-    if net.here.isdisjoint(net.own):
+    if net.local.isdisjoint(net.own):
         return bad(
             f"{net.hostname} resolves to {', '.join(net.own)}, which is not an address of this "
             "host: gloo falls back to loopback",
@@ -247,24 +253,26 @@ def hostname(facts: Facts) -> Finding:
 
 
 def master_address(facts: Facts) -> Finding:
-    given, found, place = facts.env.get("MASTER_ADDR"), facts.network.master, facts.place
-    if not given:
+    host = facts.env.get("MASTER_ADDR")
+    addresses = facts.network.master
+    place = facts.place
+    if not host:
         return ok("not set")
     fix = "export MASTER_ADDR=<host or address of rank 0>   # the same in every process"
-    if not found:
-        return fault(f"MASTER_ADDR={given} does not resolve", fix)
-    if place.has_other_hosts and all(map(is_loopback, found)):
+    if not addresses:
+        return fault(f"MASTER_ADDR={host} does not resolve", fix)
+    if place.has_other_hosts and all(map(is_loopback, addresses)):
         return fault(
-            f"MASTER_ADDR={given} is {', '.join(found)}: other hosts look for rank 0 on themselves",
+            f"MASTER_ADDR={host} is {', '.join(addresses)}: other hosts look for rank 0 on themselves",
             fix,
         )
-    if place.rank == 0 and not place.agent_store and facts.network.here.isdisjoint(found):
+    if place.rank == 0 and not place.agent_store and facts.network.local.isdisjoint(addresses):
         return fault(
-            f"MASTER_ADDR={given} is {', '.join(found)}, which is not an address of this host, "
+            f"MASTER_ADDR={host} is {', '.join(addresses)}, which is not an address of this host, "
             "where rank 0 is",
             fix,
         )
-    return ok(f"{given} is {', '.join(found)}")
+    return ok(f"{host} is {', '.join(addresses)}")
 
 
 def master_port(facts: Facts) -> Finding:

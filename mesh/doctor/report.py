@@ -31,7 +31,7 @@ class Report:
     bandwidth: Sequence[Bandwidth] = ()
 
     def count(self, status: str) -> int:
-        return sum(found.status == status for found in self.checks.values())
+        return sum(finding.status == status for finding in self.checks.values())
 
     @property
     def exit_status(self) -> int:
@@ -68,10 +68,10 @@ class Report:
 
     def _checks(self) -> Iterator[str]:
         width = max(map(len, self.checks), default=0)
-        for name, found in self.checks.items():
-            yield f"{_SHOWN[found.status]:<8} {name:<{width}}  {printable(found.found)}"
-            if found.fix:
-                yield f"{'':<8} {'':<{width}}  fix: {printable(found.fix)}"
+        for name, finding in self.checks.items():
+            yield f"{_SHOWN[finding.status]:<8} {name:<{width}}  {printable(finding.found)}"
+            if finding.fix:
+                yield f"{'':<8} {'':<{width}}  fix: {printable(finding.fix)}"
 
     def _table(self) -> list[str]:
         if not self.bandwidth:
@@ -91,9 +91,7 @@ class Report:
 
     def _summary(self) -> str:
         faults, warnings = self.count("fault"), self.count("warning")
-        return (
-            f"{_counted(faults, 'fault')}, {_counted(warnings, 'warning')}, {self.count('ok')} ok"
-        )
+        return f"{_count_text(faults, 'fault')}, {_count_text(warnings, 'warning')}, {self.count('ok')} ok"
 
 
 def _row(one: Bandwidth) -> dict[str, Any]:
@@ -108,5 +106,5 @@ def _row(one: Bandwidth) -> dict[str, Any]:
     }
 
 
-def _counted(count: int, what: str) -> str:
+def _count_text(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

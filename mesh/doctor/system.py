@@ -20,9 +20,8 @@ from ..text import whole_number
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"
-_OF_TORCH = re.compile(
-    r"torch_([0-9]{1,10})_[0-9A-Za-z_]*"
-)  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+# torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+_OF_TORCH = re.compile(r"torch_([0-9]{1,10})_[0-9A-Za-z_]*")
 _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 
@@ -43,9 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A folder in shared memory: its size and free space in bytes; both 0 if it is missing or not
-    writable.
-    """
+    """A folder in shared memory: its size and free bytes; both 0 if it cannot be written."""
 
     folder: str
     total: int
@@ -145,8 +142,8 @@ def _limit(name: str) -> tuple[int | None, int | None]:
 def _shared_memory() -> Space:
     if not os.access(_SHARED, os.W_OK):
         return Space(_SHARED, 0, 0)
-    found = shutil.disk_usage(_SHARED)
-    return Space(_SHARED, found.total, found.free)
+    usage = shutil.disk_usage(_SHARED)
+    return Space(_SHARED, usage.total, usage.free)
 
 
 # ------------------------------------------------------------------------------------------ cgroups
@@ -203,9 +200,9 @@ def _cores(quotas: Iterable[list[str]]) -> Iterator[float]:
 
 def _numbers(texts: Iterable[str]) -> Iterator[int]:
     for text in texts:
-        found = whole_number(text.strip())
-        if found is not None and found < _UNLIMITED:
-            yield found
+        number = whole_number(text.strip())
+        if number is not None and number < _UNLIMITED:
+            yield number
 
 
 # ---------------------------------------------------------------------------------------- dead jobs
@@ -223,7 +220,7 @@ def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
             if is_left(folder, changed):
                 yield Leftover(str(folder), sum(file.lstat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
-        found = _OF_TORCH.fullmatch(file.name)
+        match = _OF_TORCH.fullmatch(file.name)
         with contextlib.suppress(OSError):
-            if found and is_own(file.lstat()) and process_state(int(found[1])) is None:
+            if match and is_own(file.lstat()) and process_state(int(match[1])) is None:
                 yield Leftover(str(file), file.lstat().st_size)

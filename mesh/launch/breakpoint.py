@@ -130,7 +130,8 @@ class _Debugger(pdb.Pdb):
         """Continue as the last command said: `n`, `s`, `c` ..."""
         if not self.goes_on:
             return
-        continues, stop = self._continues, (self.stopframe, self.returnframe, self.stoplineno)
+        continues = self._continues
+        stop = (self.stopframe, self.returnframe, self.stoplineno)
         self.set_trace(frame)  # which means `s`
         self.stopframe, self.returnframe, self.stoplineno = (
             (self.botframe, None, -1) if continues else stop
@@ -165,13 +166,13 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not
-    /dev/null.
-    """
+    """Return whether commands can be read from this stream: any but /dev/null."""
     if stream is None or stream.closed:
         return False
     try:
-        found = os.fstat(stream.fileno())
+        stat_result = os.fstat(stream.fileno())
     except (OSError, ValueError, AttributeError):  # not a file: a notebook's, a test's
         return True
-    return not stat.S_ISCHR(found.st_mode) or found.st_rdev != os.stat(os.devnull).st_rdev
+    return (
+        not stat.S_ISCHR(stat_result.st_mode) or stat_result.st_rdev != os.stat(os.devnull).st_rdev
+    )

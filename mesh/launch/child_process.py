@@ -30,9 +30,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank failed. `when` is the machine's monotonic clock, which orders the failures of
-    several ranks.
-    """
+    """Why a rank failed. `when`, on the machine's monotonic clock, orders failures of ranks."""
 
     summary: str
     when: float
@@ -46,9 +44,7 @@ class RankFailure:
         return pickle.loads(self.pickled) if self.pickled else None
 
     def is_of(self, number: int) -> bool:
-        """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 +
-        number).
-        """
+        """Return whether this signal killed the rank, or made it raise SystemExit(128 + number)."""
         error = self.exception
         return self.signal == number or (
             isinstance(error, SystemExit) and error.code == 128 + number
@@ -68,9 +64,8 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
     """
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT}
-    )  # the parent blocked it before spawning
+    # the parent blocked it before spawning
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         pipe.send_bytes(RESULT + _run(payload))
         _exit()
@@ -125,9 +120,7 @@ def _run(payload: bytes) -> bytes:
 
 
 def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the user's first frame on; all of it if the error arose in this
-    file.
-    """
+    """Return the traceback from the user's first frame on, or all of it where there is none."""
     inner = tb
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
@@ -135,9 +128,7 @@ def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
 
 
 def pickled_exception(error: BaseException) -> bytes | None:
-    """Return the pickled exception, or None if it cannot be restored (a custom __init__, an open
-    file, ...).
-    """
+    """Return the pickled exception; None if it cannot be restored (it holds an open file, ...)."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

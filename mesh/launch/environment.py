@@ -97,25 +97,26 @@ def completed(env: Mapping[str, str]) -> dict[str, str]:
     The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher
     with the same RANK and WORLD_SIZE.
     """
-    found, launchers = (
-        {name: value for name, value in env.items() if value or name in VISIBLE.values()},
-        launchers_of(env, 1),
-    )
+    environment = {name: value for name, value in env.items() if value or name in VISIBLE.values()}
+    launchers = launchers_of(env, 1)
     if (
         launchers
-        and "MASTER_ADDR" in found
-        and "MASTER_PORT" in found
-        and "RANK" not in found
-        and "WORLD_SIZE" not in found
+        and "MASTER_ADDR" in environment
+        and "MASTER_PORT" in environment
+        and "RANK" not in environment
+        and "WORLD_SIZE" not in environment
     ):
-        found |= {"RANK": env[launchers[0].rank], "WORLD_SIZE": env[launchers[0].size]}
+        environment |= {"RANK": env[launchers[0].rank], "WORLD_SIZE": env[launchers[0].size]}
     for one in launchers:
-        if (found.get("RANK"), found.get("WORLD_SIZE")) == (env[one.rank], env[one.size]):
+        if (environment.get("RANK"), environment.get("WORLD_SIZE")) == (
+            env[one.rank],
+            env[one.size],
+        ):
             if _is_number(env, one.local_rank):
-                found.setdefault("LOCAL_RANK", env[one.local_rank])
+                environment.setdefault("LOCAL_RANK", env[one.local_rank])
             if local_size := _local_size(env, one):
-                found.setdefault("LOCAL_WORLD_SIZE", local_size)
-    return found
+                environment.setdefault("LOCAL_WORLD_SIZE", local_size)
+    return environment
 
 
 def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
@@ -129,12 +130,12 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
     if len(missing) == len(REQUIRED):
         return None
     if missing:
-        given = {name: env[name] for name in REQUIRED if name in env}
+        present = {name: env[name] for name in REQUIRED if name in env}
         raise errors.LaunchEnvironmentError(
-            f"the environment has {', '.join(map('='.join, given.items()))} but not "
+            f"the environment has {', '.join(map('='.join, present.items()))} but not "
             f"{', '.join(missing)}. Start the program with torchrun --nproc-per-node N program.py, "
             f"or set all of {', '.join(REQUIRED)} in every process; for a single process unset "
-            f"{', '.join(given)}."
+            f"{', '.join(present)}."
         )
     rank, size, port = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size > MOST_RANKS:
@@ -235,9 +236,9 @@ def _is_number(env: Mapping[str, str], name: str) -> bool:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    found = whole_number(env[name])
-    if found is None:
+    number = whole_number(env[name])
+    if number is None:
         raise errors.LaunchEnvironmentError(
             f"{name}={shortened(env[name], 80)!r}: it must be a whole number."
         )
-    return found
+    return number

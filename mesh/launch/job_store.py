@@ -27,9 +27,8 @@ from ..text import whole_number
 from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
-_SLOW_ANSWER_S = (
-    60.0  # the same for one on this host, which may have to look up the names of many peers first
-)
+# the same for one on this host, which may have to look up the names of many peers first
+_SLOW_ANSWER_S = 60.0
 # after which a server that takes connections and does not answer is no store, if names are looked
 # up in time
 _SILENT_S = 20.0
@@ -71,7 +70,9 @@ def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[
     """
     serves = rank == 0 and not address.is_launchers
     if address not in _open:
-        _open[address] = _served(address) if serves else _reached(address, rank, size, progress)
+        _open[address] = (
+            _serve_store(address) if serves else _reach_store(address, rank, size, progress)
+        )
     return _open[address], serves
 
 
@@ -84,19 +85,19 @@ def drop(address: Address) -> None:
     _open.pop(address, None)
 
 
-def _served(address: Address) -> Store:
+def _serve_store(address: Address) -> Store:
     """Return the store, served by this process. If another shardmesh job listens at the port,
     return its store: it tells the two apart.
     """
-    found = resolved(address.host, _TO_RESOLVE_S)
-    if not found:
+    ip_addresses = resolved(address.host, _TO_RESOLVE_S)
+    if not ip_addresses:
         raise _does_not_lead_here(address, f"{address.host!r} does not resolve")
     try:
-        return _made(
+        return _create_store(
             address,
             True,
-            _SLOW_ANSWER_S if any(map(is_own, found)) else _ANSWER_S,
-            loopback_socket(found, address.port),
+            _SLOW_ANSWER_S if any(map(is_own, ip_addresses)) else _ANSWER_S,
+            loopback_socket(ip_addresses, address.port),
         )
     except (dist.DistNetworkError, OSError) as error:
         if not _says_in_use(error):
@@ -112,12 +113,12 @@ def resolved(host: str, seconds: float) -> tuple[str, ...]:
     is new is asked for again.
     """
     deadline = time.monotonic() + seconds
-    while not (found := addresses(host)) and time.monotonic() < deadline:
+    while not (ip_addresses := addresses(host)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
-    return found
+    return ip_addresses
 
 
-def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
+def loopback_socket(ip_addresses: Sequence[str], port: int) -> socket.socket | None:
     """Return a listening socket for a job whose ranks are all on this host, where MASTER_ADDR is a
     loopback address; else None.
 
@@ -126,15 +127,15 @@ def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
 
     Raises: OSError when the port is in use.
     """
-    if not found or not all(map(is_loopback, found)):
+    if not ip_addresses or not all(map(is_loopback, ip_addresses)):
         return None
-    return loopback_listener(next((one for one in found if ":" not in one), found[0]), port)
+    return loopback_listener(
+        next((one for one in ip_addresses if ":" not in one), ip_addresses[0]), port
+    )
 
 
 def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host. Raises: OSError when the port is in
-    use.
-    """
+    """Return a socket that listens at an address of this host. Raises: OSError if it is in use."""
     listening = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
     )
@@ -148,7 +149,7 @@ def loopback_listener(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _reached(address: Address, rank: int, size: int, progress: Progress) -> Store:
+def _reach_store(address: Address, rank: int, size: int, progress: Progress) -> Store:
     """Return the store, which another process serves: one connection, over which torch's store
     waits until somebody listens.
 
@@ -167,27 +168,28 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
         is_first = False
         time.sleep(_PAUSE_S)
     box = _connect(address, False, progress.left + _ANSWER_S)
-    next_look, silent_since = progress.waited + _ANSWER_S, None
+    next_look = progress.waited + _ANSWER_S
+    silent_since = None
     while True:
         try:
-            return _answer(box.get(timeout=min(_LOOK_S, max(0.1, progress.left))))
+            return _store_of_answer(box.get(timeout=min(_LOOK_S, max(0.1, progress.left))))
         except dist.DistNetworkError as error:
             if problem := _problem(address):
                 raise _unreachable(address, rank, problem, progress) from error
             raise _no_store(address) from error
         except queue.Empty:
             pass
-        is_over, is_due, now = progress.is_over(), progress.is_due(), progress.waited
+        is_over = progress.is_over()
+        is_due = progress.is_due()
+        now = progress.waited
         if not is_over and not is_due and now < next_look:
             continue
         next_look = now + _SILENT_S
         if problem := _problem(address) or _slow_resolver(address):
             silent_since = None
         else:
-            problem, silent_since = (
-                "it does not answer",
-                now if silent_since is None else silent_since,
-            )
+            problem = "it does not answer"
+            silent_since = now if silent_since is None else silent_since
             if is_over or now - silent_since >= _SILENT_S:
                 raise _no_store(address)
         if is_due:
@@ -224,7 +226,7 @@ def _slow_resolver(address: Address) -> str:
     )
 
 
-def _made(
+def _create_store(
     address: Address, serves: bool, limit: float, listening: socket.socket | None = None
 ) -> Store:
     """Create torch's store.
@@ -232,16 +234,16 @@ def _made(
     Raises: DistNetworkError; LaunchEnvironmentError when there is no answer.
     """
     try:
-        return _answer(_connect(address, serves, limit, listening).get(timeout=2 * limit))
+        return _store_of_answer(_connect(address, serves, limit, listening).get(timeout=2 * limit))
     except queue.Empty:
         raise _no_store(address) from None
 
 
-def _answer(found: Store | Exception) -> Store:
-    if isinstance(found, Exception):
-        raise found
-    found.set_timeout(default_pg_timeout)
-    return found
+def _store_of_answer(answer: Store | Exception) -> Store:
+    if isinstance(answer, Exception):
+        raise answer
+    answer.set_timeout(default_pg_timeout)
+    return answer
 
 
 def _connect(
@@ -288,8 +290,8 @@ def _make(
 def _store_of_another(address: Address) -> Store | None:
     """Return the store of another shardmesh job at this port, if it is one."""
     try:
-        found = _made(address, False, _OTHERS_ANSWER_S)
-        return found if found.check(["shardmesh/start/job"]) else None
+        store = _create_store(address, False, _OTHERS_ANSWER_S)
+        return store if store.check(["shardmesh/start/job"]) else None
     except (dist.DistError, errors.LaunchEnvironmentError):
         return None
 

@@ -171,9 +171,8 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
     with _environ_lock:  # another thread's launch() may have set RANK for a child
         rank = os.environ.get("RANK")
     if rank is not None:
-        if getattr(
-            mp.current_process(), "_inheriting", False
-        ):  # a rank is importing the script: let the parent report it, once
+        # a rank is importing the script: let the parent report it, once
+        if getattr(mp.current_process(), "_inheriting", False):
             raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
@@ -287,9 +286,8 @@ class _LocalRank:
     failure: RankFailure | None = None
 
     def update(self) -> None:
-        exitcode = (
-            self.process.exitcode
-        )  # read before the pipe: then all that an ended child wrote is there
+        # read before the pipe: then all that an ended child wrote is there
+        exitcode = self.process.exitcode
         if self.reading and self.pipe.poll():
             self._read()
         if exitcode is None:
@@ -300,9 +298,8 @@ class _LocalRank:
 
     def _read(self) -> None:
         self.reading = False
-        with contextlib.suppress(
-            EOFError, OSError
-        ):  # it ended without a report; the exit status has the reason
+        # it ended without a report; the exit status has the reason
+        with contextlib.suppress(EOFError, OSError):
             message = self.pipe.recv_bytes()
             if message[:1] == RESULT:
                 self.result = message[1:]
@@ -335,20 +332,18 @@ def _exit_failure(exitcode: int, when: str) -> RankFailure:
 
 def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
     context = mp.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=True)
+    parent_end, child_end = context.Pipe(duplex=True)
     process = context.Process(
-        target=child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}"
+        target=child_main, args=(os.getpid(), child_end, payload), name=f"rank{rank}"
     )
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
-        ranks.append(_LocalRank(rank, process, mine))
-    theirs.close()
+        ranks.append(_LocalRank(rank, process, parent_end))
+    child_end.close()
 
 
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
-    """Read reports until every rank is done, or shortly after one failed, to find the first
-    failure.
-    """
+    """Read reports until every rank is done, or until shortly after the first failure."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # after a failure
     while late := [r for r in ranks if not r.done]:
@@ -401,9 +396,8 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return
-    failed.sort(
-        key=lambda f: (f[1].exitcode is None, f[1].when)
-    )  # ranks that died come first: they cause their peers' errors
+    # ranks that died come first: they cause their peers' errors
+    failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name

@@ -151,9 +151,8 @@ def _bind_device(device_type: str) -> None:
         module.set_device(bound.index)
         return
     is_used = getattr(module, "is_initialized", lambda: False)()
-    if (
-        is_used and module.current_device() != 0
-    ):  # nothing but the program chooses another than the first
+    # nothing but the program chooses another than the first
+    if is_used and module.current_device() != 0:
         return
     is_alone = dist.get_world_size() == 1 or is_used if started else False
     index = device_index(os.environ, device_type, module.device_count(), is_alone)
@@ -186,12 +185,12 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     if backend is None:
         return
     backend = backend.lower()
-    wanted = (
+    backends = (
         dict(part.split(":") for part in backend.split(","))
         if ":" in backend
         else {device_type: backend}
     )
-    if any(running.get(device) != name for device, name in wanted.items()):
+    if any(running.get(device) != name for device, name in backends.items()):
         raise errors.MeshError(
             f"backend={backend!r}, but the default process group exists already, with {running}. "
             "Omit backend, or destroy that group first."

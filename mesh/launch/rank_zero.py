@@ -118,10 +118,11 @@ def main_process_first(local: bool = False) -> Iterator[None]:
             "is started, so no rank could wait for rank 0. Call init_device_mesh or "
             "torch.distributed.init_process_group first."
         )
-    group, line = world.group(peers), "{}:{}".format(*user_line())
+    group = world.group(peers)
+    line = "{}:{}".format(*user_line())
     name = f"main_process_first() at {line}"
     if rank == peers[0]:
-        with _sending_outcome(group, line), _paused(world), _region(world, name, peers[1:]):
+        with _sending_outcome(group, line), _pause_monitor(world), _region(world, name, peers[1:]):
             yield
     else:
         raised: Verdict | None = group.all_gather_object(None)[0]
@@ -139,21 +140,21 @@ def _rank_and_peers(local: bool) -> tuple[int, Sequence[int]]:
         return rank, range(size)
     if not (dist.is_available() and dist.is_initialized()):
         rank, size = launch_environment() or (0, 1)
-    return rank, _of_this_host(rank) if local and size > 1 else range(size)
+    return rank, _ranks_of_this_host(rank) if local and size > 1 else range(size)
 
 
-def _of_this_host(rank: int) -> range:
+def _ranks_of_this_host(rank: int) -> range:
     """Return the ranks of this host, which launchers number consecutively."""
     env = completed(os.environ)
-    found = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if None in map(whole_number, found):
+    values = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if None in map(whole_number, values):
         raise errors.LaunchEnvironmentError(
-            f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and "
-            f"LOCAL_WORLD_SIZE={found[1]!r} are not both set. Start the program with torchrun, or "
+            f"local=True needs the ranks of this host, but LOCAL_RANK={values[0]!r} and "
+            f"LOCAL_WORLD_SIZE={values[1]!r} are not both set. Start the program with torchrun, or "
             "set both in every process."
         )
-    first = rank - int(found[0])
-    return range(first, first + int(found[1]))
+    first = rank - int(values[0])
+    return range(first, first + int(values[1]))
 
 
 @contextmanager
@@ -184,7 +185,7 @@ def _verdict(rank: int, line: str, error: Exception) -> Verdict:
     )
 
 
-def _paused(world: World) -> Any:
+def _pause_monitor(world: World) -> Any:
     watch = monitor_of(world)
     return nullcontext() if watch is None else watch.paused()
 
@@ -205,9 +206,8 @@ class _Region:
     def observe(self, record: CollectiveRecord) -> None:
         """Warn of a collective with ranks that are not in the region."""
         absent = sorted(self._absent.intersection(record.ranks))
-        if (
-            not absent or current_world() is not self._world
-        ):  # in another world, inside the region, no rank is absent
+        # in another world, inside the region, no rank is absent
+        if not absent or current_world() is not self._world:
             return
         call = user_call()
         if (call.file, call.line) not in _warned:

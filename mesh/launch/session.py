@@ -142,7 +142,8 @@ class Session:
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
         forget(world)
-        groups, meshes = self._before.groups_since(world), self._before.meshes_since(world)
+        groups = self._before.groups_since(world)
+        meshes = self._before.meshes_since(world)
         ends_job = self._before.is_job_since()
         if ends_job and world.monitor is not None:
             world.monitor.close()
@@ -199,8 +200,8 @@ class ClosedWorld(World):
 @contextmanager
 def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
     """Set the times of `watchdog` inside the block."""
-    here = settings()
-    before = here.warn, here.timeout
+    current = settings()
+    before = current.warn, current.timeout
     watchdog(warn, timeout)
     try:
         yield
@@ -217,12 +218,14 @@ class _Snapshot:
         self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
-        """Return the groups made since: subgroups in the order of their ranks, those of all ranks
-        last.
-        """
+        """Return the groups made since: subgroups by their ranks, then those of all ranks."""
         known = self._groups if world is self._world else []
-        made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
-        return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
+        new_groups = {
+            id(group): group for group in world._groups.values() if not _is_in(group, known)
+        }
+        return sorted(
+            new_groups.values(), key=lambda group: (group.size == world.size, group.ranks)
+        )
 
     def meshes_since(self, world: World) -> list[DeviceMesh]:
         known = self._meshes if world is self._world else []
@@ -233,9 +236,7 @@ class _Snapshot:
         return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
 
     def destroy_since(self, groups: Sequence[Group]) -> None:
-        """Destroy torch's process groups of these groups that were made since, except the default
-        group.
-        """
+        """Destroy torch's groups of these that were made since, except the default group."""
         for group in groups:
             handle = (
                 group._channel and group._channel() if isinstance(group, ProcessGroup) else None
@@ -248,9 +249,7 @@ class _Snapshot:
 
 
 def _is_in(one: object, many: Sequence[object]) -> bool:
-    """Return whether `many` has this very object; equal meshes of different worlds are different
-    objects.
-    """
+    """Return whether `many` has this very object; equal meshes of two worlds are two objects."""
     return any(one is other for other in many)
 
 

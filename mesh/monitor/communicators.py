@@ -41,15 +41,14 @@ class Communicators:
         """
         with self._lock:
             handles = [] if self._aborts else torch_groups()
-            if (
-                handles and self._monitor.is_of_this_job()
-            ):  # asked afterwards: if so, the groups are those of this job
-                backends = {
-                    id(found): found for handle in handles for found in _backends(handle)
-                }.values()
+            # asked afterwards: if so, the groups are those of this job
+            if handles and self._monitor.is_of_this_job():
+                backends: dict[int, Any] = {}
+                for handle in handles:
+                    backends |= {id(backend): backend for backend in _backends(handle)}
                 self._aborts = [
                     threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True)
-                    for b in backends
+                    for b in backends.values()
                 ]
                 for thread in self._aborts:
                     thread.start()
@@ -59,15 +58,14 @@ class Communicators:
 
 
 def _backends(handle: Any) -> list[Any]:
-    found = []
+    backends = []
     for device in handle._device_types:
         with contextlib.suppress(RuntimeError):  # the group has been destroyed
-            found.append(handle._get_backend(device))
-    return [backend for backend in found if waits_on_device(backend.name())]
+            backends.append(handle._get_backend(device))
+    return [backend for backend in backends if waits_on_device(backend.name())]
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # it was aborted before, or takes longer than torch's timeout
+    # it was aborted before, or takes longer than torch's timeout
+    with contextlib.suppress(RuntimeError):
         backend.abort()

@@ -63,8 +63,11 @@ class DeviceWaits:
         """Look where the main thread is, and publish what it waits for if it has been there since
         the last look.
         """
-        monitor, now = self._monitor, monotonic_ns()
-        records, place, waits = monitor.buffer.words[Header.RECORDS], None, False
+        monitor = self._monitor
+        now = monotonic_ns()
+        records = monitor.buffer.words[Header.RECORDS]
+        place = None
+        waits = False
         if records == self._records and any(
             recorder.stream_mark is not None for recorder in monitor.recorders
         ):
@@ -80,13 +83,11 @@ class DeviceWaits:
 
     def _publish(self, blocked: int) -> None:
         words = self._monitor.buffer.words
-        found = words[Header.BLOCKED]
-        if found not in (
-            0,
-            self._shown,
-        ):  # the main thread waits on the host, and publishes that itself
+        published = words[Header.BLOCKED]
+        # the main thread waits on the host, and publishes that itself
+        if published not in (0, self._shown):
             self._shown = 0
-        elif found != blocked:
+        elif published != blocked:
             words[Header.BLOCKED_SINCE] = self._since
             words[Header.BLOCKED] = self._shown = blocked
 
@@ -114,28 +115,28 @@ def _waits(code: CodeType, at: int) -> bool:
     """
     if at < 0:  # the frame has not begun
         return False
-    before = [
-        found for found in dis.get_instructions(code) if found.offset <= at
-    ]  # `at` may be in the cache behind the last one
-    here = before[-1]
-    if "CALL" not in here.opname:
+    # `at` may be in the cache behind the last one
+    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset <= at]
+    current = before[-1]
+    if "CALL" not in current.opname:
         return (
-            "IF_TRUE" in here.opname
-            or "IF_FALSE" in here.opname
-            or here.opname in ("TO_BOOL", "UNARY_NOT")
+            "IF_TRUE" in current.opname
+            or "IF_FALSE" in current.opname
+            or current.opname in ("TO_BOOL", "UNARY_NOT")
         )
-    start = here.positions and (here.positions.lineno, here.positions.col_offset)
+    start = current.positions and (current.positions.lineno, current.positions.col_offset)
     names = [
-        found
-        for found in before
-        if found.opname.startswith(
+        instruction
+        for instruction in before
+        if instruction.opname.startswith(
             ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER")
         )
     ]
     called = [
-        found
-        for found in names
-        if found.positions and (found.positions.lineno, found.positions.col_offset) == start
+        instruction
+        for instruction in names
+        if instruction.positions
+        and (instruction.positions.lineno, instruction.positions.col_offset) == start
     ]
     name = str(called[-1].argval) if called else ""
     return name in _WAITING or name.endswith("synchronize")

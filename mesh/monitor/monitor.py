@@ -40,7 +40,7 @@ from .diagnosis.members import (
     have_all_come,
     lost_ranks,
     member,
-    members,
+    read_members,
 )
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
@@ -62,13 +62,10 @@ _TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
-_DOUBT_NS = (
-    50_000_000  # after waiting so long, a rank asks whether the missing ranks are visible at all
-)
-_STACK_S, _FAR_STACK_S = (
-    0.3,
-    1.0,
-)  # how long to wait for the stack of a rank on this host, on another host
+# after waiting so long, a rank asks whether the missing ranks are visible at all
+_DOUBT_NS = 50_000_000
+_STACK_S = 0.3  # how long to wait for the stack of a rank on this host
+_FAR_STACK_S = 1.0  # of a rank on another host
 
 
 class Monitor:
@@ -139,9 +136,9 @@ class Monitor:
 
     def check(self) -> None:
         """Raise the verdict on the job, a WatchError, if there is one."""
-        found = self.standing()
-        if found is not None:
-            raise self._error(found)
+        verdict = self.standing()
+        if verdict is not None:
+            raise self._error(verdict)
 
     def _error(self, verdict: Verdict) -> WatchError:
         self.notified = self.abandoned = True
@@ -231,7 +228,8 @@ class Monitor:
             return
         self.abandoned = True
         termination.keep_groups()
-        interruption, stalled = termination.interruption(error), out_of_time(self, error)
+        interruption = termination.interruption(error)
+        stalled = out_of_time(self, error)
         if interruption is not None:
             self.fail(verdict_text.interrupted(self.world.rank, interruption, self.buffer))
         elif stalled is not None:
@@ -254,9 +252,7 @@ class Monitor:
         return self.fail(verdict_text.died(gone)) if gone else None
 
     def _find_lost(self) -> bool:
-        """Look for the rank behind a broken connection for a while; return whether there is a
-        verdict.
-        """
+        """Look for the rank behind a broken connection; return whether there is a verdict."""
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             self.verdict_on_lost()
@@ -272,8 +268,9 @@ class Monitor:
         """Wait until votes decide which of the ranks that differ are the outliers, and raise that
         as a WatchError.
         """
-        since, sequence = monotonic_ns(), recorder.called - 1
-        while not agree(members(self, recorder, sequence)) and self._diagnose(
+        since = monotonic_ns()
+        sequence = recorder.called - 1
+        while not agree(read_members(self, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
         ):
             time.sleep(_NAP_S)
@@ -284,16 +281,14 @@ class Monitor:
         """
         if self.checked() is None:
             return False
-        found = diagnose.diagnose(self, recorder, sequence, since)
-        if found is not None:
-            raise self.failed(found)
+        verdict = diagnose.diagnose(self, recorder, sequence, since)
+        if verdict is not None:
+            raise self.failed(verdict)
         self.check_visible(recorder, since)
         return self.alarm[0] != Alarm.UNWATCHED
 
     def check_visible(self, recorder: Recorder, since: int) -> None:
-        """Ask, after some time of waiting, whether the ranks that have not been seen are visible at
-        all.
-        """
+        """Ask, after a time of waiting, whether the ranks not yet seen are visible at all."""
         if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
             self._agreement.check_visible(self, recorder.group.ranks)
 
@@ -302,9 +297,11 @@ class Monitor:
         connects them, and in "strict" mode.
         """
 
-        def done(found: list[Member]) -> bool:
-            late = [m for m in found if m.came is False and (m.buffer is not None or self.sees_all)]
-            return not late and agree(found)
+        def done(members: list[Member]) -> bool:
+            late = [
+                m for m in members if m.came is False and (m.buffer is not None or self.sees_all)
+            ]
+            return not late and agree(members)
 
         self._wait_for(recorder, sequence, done)
         if sequence == 0 and self._is_on:
@@ -313,7 +310,7 @@ class Monitor:
     def _wait_for(
         self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
     ) -> None:
-        self.wait_until(recorder, sequence, lambda: done(members(self, recorder, sequence)))
+        self.wait_until(recorder, sequence, lambda: done(read_members(self, recorder, sequence)))
 
     def wait_until(
         self,
@@ -337,9 +334,8 @@ class Monitor:
                 ):
                     return False
                 time.sleep(nap)
-                nap = min(
-                    1.5 * nap, _LONGEST_NAP_S
-                )  # leave the processors to the ranks that are waited for
+                # leave the processors to the ranks that are waited for
+                nap = min(1.5 * nap, _LONGEST_NAP_S)
         return True
 
     def wait_for_peers(
@@ -371,7 +367,7 @@ class Monitor:
         if diagnose.wrong_splits(self, recorder, sequence) is not None:
             deadline = time.monotonic() + _TO_SHOW_S
             while time.monotonic() < deadline and not all(
-                m.route for m in members(self, recorder, sequence)
+                m.route for m in read_members(self, recorder, sequence)
             ):
                 time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
             wrong = diagnose.wrong_splits(self, recorder, sequence)
@@ -400,13 +396,13 @@ class Monitor:
         except RuntimeError as error:
             if is_pending(error, work):
                 return False
-            self.wait_to_the_end(
-                recorder, sequence, work
-            )  # it ended just after the slice, or it failed
+            # it ended just after the slice, or it failed
+            self.wait_to_the_end(recorder, sequence, work)
         return True
 
     def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        since, slice_ = monotonic_ns(), _SLICE
+        since = monotonic_ns()
+        slice_ = _SLICE
         with self._blocked(recorder, sequence, since):
             while not self._is_done_soon(recorder, sequence, work, slice_):
                 is_long = monotonic_ns() - since >= _LONG_NS
@@ -445,13 +441,12 @@ class Monitor:
             try:
                 if not self._diagnose(recorder, sequence, since):
                     break
-                gone = diagnose.lost(
-                    self, recorder, sequence
-                )  # also a rank that had called this collective
+                # also a rank that had called this collective
+                gone = diagnose.lost(self, recorder, sequence)
                 if gone is not None:
                     raise self.failed(gone)
-            except WatchError as found:
-                raise found from error
+            except WatchError as watch_error:
+                raise watch_error from error
             time.sleep(0.01)
         raise error
 
@@ -553,8 +548,8 @@ class Monitor:
         """Return whether all ranks have called what this one called last, and agree."""
         if recorder.settled < recorder.called:
             called = recorder.called
-            found = members(self, recorder, called - 1)
-            if have_all_come(found) and agree(found):
+            members = read_members(self, recorder, called - 1)
+            if have_all_come(members) and agree(members):
                 recorder.settled = called
         return recorder.settled >= recorder.called
 

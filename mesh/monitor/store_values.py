@@ -74,10 +74,10 @@ def message(text: str) -> str:
 
 
 def number(text: str) -> int:
-    found = whole_number(text.strip())
-    if found is None:
+    value = whole_number(text.strip())
+    if value is None:
         raise ValueError("it is not a whole number")
-    return found
+    return value
 
 
 def signed_number(text: str) -> int:
@@ -86,10 +86,10 @@ def signed_number(text: str) -> int:
 
 def rank_list(text: str) -> set[int]:
     """Return the ranks of a list such as "2 0 3 "."""
-    found = {number(part) for part in text.split()}
-    if max(found, default=0) >= MOST_RANKS:
+    ranks = {number(part) for part in text.split()}
+    if max(ranks, default=0) >= MOST_RANKS:
         raise ValueError("there is no such rank")
-    return found
+    return ranks
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -151,16 +151,14 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """Install a signal by which the watchdog thread interrupts the main thread when the job has
-    failed.
-    """
+    """Install a signal by which the watchdog interrupts the main thread when the job has failed."""
     global alarm_signal
-    wanted = getattr(signal, "SIGRTMIN", None)
-    if wanted is None or threading.current_thread() is not threading.main_thread():
+    first_signal = getattr(signal, "SIGRTMIN", None)
+    if first_signal is None or threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(wanted + _ALARM) is signal.SIG_DFL:
-        signal.signal(wanted + _ALARM, _on_alarm)
-        alarm_signal = wanted + _ALARM
+    if signal.getsignal(first_signal + _ALARM) is signal.SIG_DFL:
+        signal.signal(first_signal + _ALARM, _on_alarm)
+        alarm_signal = first_signal + _ALARM
 
 
 def _on_alarm(*_: Any) -> None:
@@ -173,9 +171,7 @@ def _on_alarm(*_: Any) -> None:
 
 
 def is_hosted() -> bool:
-    """Return whether another program runs the main thread's: a test runner, a notebook, a
-    debugger.
-    """
+    """Return whether a test runner, a notebook or a debugger runs the main thread's program."""
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
@@ -192,9 +188,8 @@ def may_end(monitor: Monitor) -> bool:
         or monitor.buffer.words[Header.PAUSED] % IDLE
     ):
         return False
-    if (
-        not threading.main_thread().is_alive()
-    ):  # the program is over, but another thread of it is not
+    # the program is over, but another thread of it is not
+    if not threading.main_thread().is_alive():
         return True
     return monitor.is_of_this_job() and not is_hosted()
 
@@ -247,9 +242,8 @@ def _on_uncaught(
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
     ):
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the process is about to end; torchrun interrupts it once more
+        # the process is about to end; torchrun interrupts it once more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     notify_peers(error)
     interrupted = _interruption_behind(error)
     if interrupted is not None:
@@ -289,18 +283,18 @@ def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
 
 def _on_exit() -> None:
     global _last_word
-    here = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
-    for monitor in here:
+    own_monitors = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
+    for monitor in own_monitors:
         monitor.settle()
-    if any(monitor.abandoned for monitor in here):
+    if any(monitor.abandoned for monitor in own_monitors):
         keep_groups()
         _last_word = LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
-        for monitor in here:
+        for monitor in own_monitors:
             if monitor.alarm[0] == Alarm.VERDICT:
                 _end_others(monitor)
-    for monitor in here:
+    for monitor in own_monitors:
         monitor.close(RankState.ENDED)
 
 
@@ -341,12 +335,11 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     is_over = words[Header.STATE] not in (RankState.RUNNING, RankState.RAISED)
     if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] % IDLE or not is_local(buffer):
         return False
-    found = process_state(words[Header.PID])
-    if (
-        found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]
-    ):  # it has ended, or a debugger holds it
+    state = process_state(words[Header.PID])
+    # it has ended, or a debugger holds it
+    if state is None or state[0] in "ZXt" or state[1] != words[Header.BORN]:
         return False
-    return found[0] == "T" or not words[Header.AWARE]
+    return state[0] == "T" or not words[Header.AWARE]
 
 
 _last_word: LastWord | None = None

@@ -105,28 +105,28 @@ class Verdict:
     @staticmethod
     def from_json(text: str) -> Verdict:
         """Return the verdict in a text that anybody may have written. Raises: ValueError."""
-        found = has_fields(json_object(text), Verdict.__dataclass_fields__)
-        seen = tuple(_observation(one) for one in checked_list(found["seen"], dict))
-        if checked(found["kind"], str) not in ERRORS:
-            raise ValueError(f"there is no kind of verdict {shortened(found['kind'], 40)}")
-        named, complete = (printable(checked(found[name], str)) for name in ("field", "text"))
-        return Verdict(found["kind"], checked_ranks(found["ranks"]), named, seen, complete)
+        fields = has_fields(json_object(text), Verdict.__dataclass_fields__)
+        seen = tuple(_observation(one) for one in checked_list(fields["seen"], dict))
+        if checked(fields["kind"], str) not in ERRORS:
+            raise ValueError(f"there is no kind of verdict {shortened(fields['kind'], 40)}")
+        named, complete = (printable(checked(fields[name], str)) for name in ("field", "text"))
+        return Verdict(fields["kind"], checked_ranks(fields["ranks"]), named, seen, complete)
 
 
-def _observation(found: dict[str, Any]) -> Observation:
-    has_fields(found, Observation.__dataclass_fields__)
-    call, place = (printable(checked(found[name], str)) for name in ("call", "place"))
-    return Observation(whole(found["rank"], MOST_RANKS - 1), call, place)
+def _observation(fields: dict[str, Any]) -> Observation:
+    has_fields(fields, Observation.__dataclass_fields__)
+    call, place = (printable(checked(fields[name], str)) for name in ("call", "place"))
+    return Observation(whole(fields["rank"], MOST_RANKS - 1), call, place)
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
     """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it,
     what each rank did.
     """
-    return "\n".join(part for line in (said, advice, *lines) for part in _wrapped(line))
+    return "\n".join(part for line in (said, advice, *lines) for part in _wrap_line(line))
 
 
-def _wrapped(line: str) -> list[str]:
+def _wrap_line(line: str) -> list[str]:
     """Return the line in pieces that fit; a line of a stack or a traceback stays whole."""
     if len(line) <= _COLUMNS or line.lstrip().startswith("|"):
         return [line]

@@ -16,7 +16,7 @@ from ..settings import monotonic_ns, settings
 from . import termination
 from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
-from .diagnosis.members import lost_ranks, members
+from .diagnosis.members import lost_ranks, read_members
 from .recording.job_directory import Alarm
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ _ALIVE_S = 1.0  # how often to look which ranks are alive
 # interrupted
 _POLITE_S = 0.5
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
-_TO_LEAVE_S = (
-    1.5  # how long a program must go on after its groups were destroyed to count as living on
-)
+# how long a program must go on after its groups were destroyed to count as living on
+_TO_LEAVE_S = 1.5
 
 
 class Watchdog:
@@ -43,9 +42,8 @@ class Watchdog:
         self._left_at = 0
         self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
         self._looked_at = 0
-        self._on_stream: dict[
-            Recorder, int
-        ] = {}  # what recorders with a lost rank had called, as a stream waited for it
+        # what recorders with a lost rank had called, as a stream waited for it
+        self._on_stream: dict[Recorder, int] = {}
         self._warned: set[tuple[int, int]] = set()
         self._device_waits = DeviceWaits(monitor)
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
@@ -82,9 +80,8 @@ class Watchdog:
             self._device_waits.look()
             for recorder in monitor.recorders:
                 called = recorder.called
-                if (
-                    recorder.settled < called and self._before.get(recorder) == called
-                ):  # else the program is making progress
+                # else the program is making progress
+                if recorder.settled < called and self._before.get(recorder) == called:
                     self._look(recorder, called)
                 self._before[recorder] = called
             self._find_cycle()
@@ -108,9 +105,8 @@ class Watchdog:
         disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
-        if (
-            monitor.buffer.words[Header.PAUSED] >= IDLE
-        ):  # it may wait for as long as nobody else does
+        # it may wait for as long as nobody else does
+        if monitor.buffer.words[Header.PAUSED] >= IDLE:
             gone = lost_ranks(monitor.directory)
             if gone:
                 monitor.fail(verdict_text.died(gone))
@@ -156,9 +152,8 @@ class Watchdog:
             and threading.main_thread().is_alive()
         ):
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
-        monitor.communicators.abort(
-            wait=False
-        )  # what this sets free first runs the handler of the signal
+        # what this sets free first runs the handler of the signal
+        monitor.communicators.abort(wait=False)
         if waited > (
             settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)
         ) and termination.may_end(monitor):
@@ -179,24 +174,28 @@ class Watchdog:
         """Diagnose a collective that not all ranks have called; main threads that wait for a GPU
         cannot do so themselves.
         """
-        monitor, sequence = self._monitor, called - 1
+        monitor = self._monitor
+        sequence = called - 1
         if monitor.is_settled(recorder) or not recorder.is_open(sequence):
             return
-        found = members(monitor, recorder, sequence)
-        record = next((m.record for m in found if m.rank == recorder.world.rank), None)
-        if record is None or (not monitor.sees_all and any(m.buffer is None for m in found)):
+        members = read_members(monitor, recorder, sequence)
+        record = next((m.record for m in members if m.rank == recorder.world.rank), None)
+        if record is None or (not monitor.sees_all and any(m.buffer is None for m in members)):
             return
-        waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
+        waited = monotonic_ns() - record.start
+        warn_ns = settings().warn * 1e9
         if (
             waited > warn_ns
             and (recorder.key, sequence) not in self._warned
             and monitor.ns_since(record.start) > warn_ns
         ):
             self._warned.add((recorder.key, sequence))
-            first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
+            first = diagnose.first_missed(
+                recorder, sequence, [m for m in members if m.came is False]
+            )
             self._warn(
                 verdict_text.stall(
-                    monitor, recorder, first, members(monitor, recorder, first), waited
+                    monitor, recorder, first, read_members(monitor, recorder, first), waited
                 ).text
             )
         monitor.check_visible(recorder, record.start)
@@ -211,15 +210,13 @@ class Watchdog:
         )
 
     def stack(self) -> str:
-        """Return the main thread's stack, without the library's frames except for the innermost
-        one.
-        """
+        """Return the main thread's stack; of the library only the innermost frame."""
         frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""
         summary = traceback.extract_stack(frame)
         frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
-        kept = [
+        shown = [
             s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
         ]
-        return "".join(traceback.format_list(kept))
+        return "".join(traceback.format_list(shown))

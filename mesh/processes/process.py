@@ -51,13 +51,13 @@ class ProcessGroup(Group):
     its ranks, say) must not do it.
     """
 
-    __slots__ = ("_backend", "_channel", "_connected", "_given", "_label", "_lacks_host")
+    __slots__ = ("_backend", "_channel", "_connected", "_label", "_lacks_host", "_torch_group")
 
     def __init__(
         self,
         world: World,
         ranks: tuple[int, ...],
-        given: dist.ProcessGroup | None = None,
+        torch_group: dist.ProcessGroup | None = None,
         backend: GroupBackend = DEFAULT,
         label: str = "",
     ) -> None:
@@ -66,8 +66,8 @@ class ProcessGroup(Group):
         self._label = label
         self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
-        self._given = None if given is None else weakref.ref(given)
-        self._channel = None if _is_default(given) else self._given
+        self._torch_group = None if torch_group is None else weakref.ref(torch_group)
+        self._channel = None if _is_default(torch_group) else self._torch_group
 
     @property
     def backend_label(self) -> str:  # type: ignore[override]
@@ -85,14 +85,14 @@ class ProcessGroup(Group):
         """
         is_default = self._backend == DEFAULT
         if (
-            self._given is None
+            self._torch_group is None
             and is_default
             and dist.is_initialized()
             and self.size == dist.get_world_size()
         ):
-            self._given = weakref.ref(_default_group())
-        if self._given is not None:
-            return self._alive(self._given)
+            self._torch_group = weakref.ref(_default_group())
+        if self._torch_group is not None:
+            return self._alive(self._torch_group)
         return self._channel_for(_CPU) if is_default else self.channel
 
     @property
@@ -107,14 +107,14 @@ class ProcessGroup(Group):
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
-        made = None if self._channel is None else self._channel()
-        if made is None:
-            reference = self._channel or self._given
+        handle = None if self._channel is None else self._channel()
+        if handle is None:
+            reference = self._channel or self._torch_group
             if reference is not None:
                 self._alive(reference)  # raises if it is not
-            made = self._new_handle()
-            self._channel = weakref.ref(made)
-        return made
+            handle = self._new_handle()
+            self._channel = weakref.ref(handle)
+        return handle
 
     def _channel_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return `channel`, with a backend for the CPU if that is the device.
@@ -122,31 +122,31 @@ class ProcessGroup(Group):
         Communication: as `channel`; also the first access for the CPU waits for all ranks of the
         group.
         """
-        made = self.channel
+        handle = self.channel
         if self._lacks_host and device.type == "cpu":
             recorder = self.recorder
             if recorder is not None and recorder.monitor is not None and recorder.called:
                 recorder.monitor.rendezvous(recorder, recorder.called - 1)
             timeout = timeouts.group_timeout("gloo") if self.world.monitor is not None else None
             try:
-                add_host(made, timeout or default_pg_timeout)
+                add_host(handle, timeout or default_pg_timeout)
             except RuntimeError as error:
                 self._explain(error)
                 raise
             self._lacks_host = False
             if timeout is not None:
-                timeouts.manage(made, is_own=True)
-        return made
+                timeouts.manage(handle, is_own=True)
+        return handle
 
     def _alive(self, reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-        made = reference()
-        if made is None:
+        handle = reference()
+        if handle is None:
             raise errors.LaunchEnvironmentError(
                 f"the process group of ranks {self.ranks} was destroyed "
                 "(torch.distributed.destroy_process_group); make the mesh again after starting the "
                 "new default group."
             )
-        return made
+        return handle
 
     def _new_handle(self) -> dist.ProcessGroup:
         if not dist.is_initialized():
@@ -156,11 +156,12 @@ class ProcessGroup(Group):
                 "torch.distributed.init_process_group(...) first."
             )
         is_whole = self.size == dist.get_world_size()
+        # MPI cannot make another group
         if (
             is_whole
             and self._backend == DEFAULT
             and (self.size == 1 or dist.get_backend() == "mpi")
-        ):  # MPI cannot make another group
+        ):
             return _default_group()
         name, options, _ = self._backend
         is_monitored = self.world.monitor is not None and name != FAKE
@@ -169,7 +170,7 @@ class ProcessGroup(Group):
         )
         backends = without_host(dist.get_backend_config()) if name is None else name
         try:
-            made = new_group(
+            handle = new_group(
                 self.ranks,
                 self.world.job if isinstance(self.world, ProcessWorld) else "",
                 timeout,
@@ -180,9 +181,9 @@ class ProcessGroup(Group):
             self._explain(error)
             raise
         if timeout is not None:
-            timeouts.manage(made, is_own=True)
+            timeouts.manage(handle, is_own=True)
         self._lacks_host = backends is not None and not has_host(backends)
-        return made
+        return handle
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise the monitor's diagnosis of an error while ranks connect, if there is one."""
@@ -206,7 +207,8 @@ class ProcessGroup(Group):
         Args:
             kind: how the host waits for a monitored one.
         """
-        handle, recorder = self._channel_for(buffers[0].device), self.recorder
+        handle = self._channel_for(buffers[0].device)
+        recorder = self.recorder
         call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
         if recorder is None or watch is None:
@@ -266,7 +268,7 @@ class ProcessGroup(Group):
             width = x.element_size()
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
             splits = tuple(
-                None if given is None else [n * width for n in given] for given in splits
+                None if sizes is None else [n * width for n in sizes] for sizes in splits
             )
         return self._start(calls.all_to_all, (out, x), async_op, _flat(out), _flat(x), *splits)
 
@@ -310,7 +312,8 @@ class ProcessGroup(Group):
         if src is not None and out.numel():
             ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
-        recorder, watch = self.recorder, self._watch_of(x)
+        recorder = self.recorder
+        watch = self._watch_of(x)
         if recorder is None or watch is None:
             return TorchWork(works, (out, x), recorder)
         return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
@@ -319,12 +322,10 @@ class ProcessGroup(Group):
         """Return a function that calls this one of torch, marked as shardmesh's own if the program
         made the process group.
         """
-        return call if self._given is None else partial(hooks.as_ours, call)
+        return call if self._torch_group is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
-        """Return the monitor if it should watch the wait for a collective on this tensor, else
-        None.
-        """
+        """Return the monitor if it should watch the wait for a collective on this tensor."""
         return (
             self.recorder.monitor
             if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
@@ -347,11 +348,11 @@ class ProcessGroup(Group):
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the sizes, then the data, padded to the longest."""
         device = self._host_device()
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=device)
         self._all_gather(sizes, torch.tensor([len(data)], device=device), False)
         longest = int(sizes.max())
-        padded = torch.nn.functional.pad(mine, (0, longest - len(data)))
+        padded = torch.nn.functional.pad(payload, (0, longest - len(data)))
         everyone = torch.empty(self.size, longest, dtype=torch.uint8, device=device)
         self._all_gather(everyone, padded, False)
         return [
@@ -405,9 +406,8 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
-        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = (
-            weakref.WeakKeyDictionary()
-        )  # torch's meshes, converted
+        # torch's meshes, converted
+        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()
         self.job = ""
         if default is not None and size > 1:
             self._start_watch()
@@ -458,9 +458,7 @@ class ProcessWorld(World):
         return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
-        """Return the group over the ranks of an existing process group, which it uses instead of
-        making another.
-        """
+        """Return the group over an existing process group, which it uses."""
         ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
         if ranks not in self._groups:
             self._groups[ranks] = ProcessGroup(self, ranks, handle)

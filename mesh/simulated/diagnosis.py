@@ -12,7 +12,12 @@ from ..comm.recording.trace_buffer import Header
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from ..monitor.diagnosis.history import left_the_order
 from ..monitor.diagnosis.verdict_text import OTHER_STEPS, OTHER_VALUES, RULE, in_step, numbers_drawn
-from ..monitor.diagnosis.votes import connected, minority, parties_by, worst_correspondent
+from ..monitor.diagnosis.votes import (
+    connected_components,
+    minority,
+    parties_by,
+    worst_correspondent,
+)
 from ..monitor.verdict import Observation, Verdict, composed
 from ..text import ranks_text
 
@@ -42,10 +47,11 @@ def are_in_different_steps(calls: Sequence[Arrival]) -> bool:
 def different_collectives(
     problem: str, ranks: Sequence[int], calls: Sequence[Arrival], places: Sequence[str | None]
 ) -> CollectiveMismatchError:
-    blamed, field = _outliers(ranks, calls), _field(calls)
+    blamed = _outliers(ranks, calls)
+    field = _field(calls)
     seen = tuple(
-        Observation(*found)
-        for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True)
+        Observation(*fields)
+        for fields in zip(ranks, map(str, calls), (place or "" for place in places), strict=True)
     )
     if field == "step":
         seen = tuple(in_step(s, call.step) for s, call in zip(seen, calls, strict=True))
@@ -89,9 +95,9 @@ def _field(calls: Sequence[Arrival]) -> str:
 
 
 def _name_of_agreed(one: Arrival, other: Arrival) -> str:
-    for mine, theirs in zip(one.agree, other.agree, strict=False):
-        if mine != theirs:
-            return _name_of_value(mine)
+    for one_value, other_value in zip(one.agree, other.agree, strict=False):
+        if one_value != other_value:
+            return _name_of_value(one_value)
     return "shape"
 
 
@@ -110,7 +116,7 @@ def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]
         ]
         in_one_step = parties_by(marked, lambda place: place[1].step)
         return minority([[rank for rank, _ in party] for party in in_one_step])
-    parties = connected(
+    parties = connected_components(
         list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1])
     )
     if len(parties) == 1:
@@ -165,7 +171,8 @@ def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tupl
     """Return the smaller of those that finished and those that wait for them; else the ranks that
     left the order of calls.
     """
-    gone = sorted({r for w in waits for r in w.missing if r in finished})
+    missing: set[int] = set().union(*(w.missing for w in waits))
+    gone = sorted(missing & finished)
     if gone:
         return minority([gone, [w.rank for w in waits if not finished.isdisjoint(w.missing)]])
     buffers = {w.rank: w.call.trace_buffer for w in waits if w.call.trace_buffer is not None}

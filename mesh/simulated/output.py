@@ -83,21 +83,19 @@ class RankOrder:
 
     def __init__(self, outputs: Iterable[Any]) -> None:
         self._outputs = list(outputs)
-        self._before: dict[
-            int, set[int]
-        ] = {}  # by held rank: the lower ranks that have not run yet
+        # by held rank: the lower ranks that have not run yet
+        self._before: dict[int, set[int]] = {}
 
     def runs_before(self, rank: int, others: Iterable[int]) -> None:
         """Hold the rank's output: it continues from a collective before these others."""
-        output, lower = self._outputs[rank], {other for other in others if other < rank}
+        output = self._outputs[rank]
+        lower = {other for other in others if other < rank}
         if lower and isinstance(output, RankOutput):
             self._before.setdefault(rank, set()).update(lower)
             output.held = output.held or []
 
     def has_run(self, rank: int) -> None:
-        """Release output that waited for this rank, which has reached its next collective or its
-        end.
-        """
+        """Release output that waited for this rank, now at its next collective or its end."""
         for held, lower in list(self._before.items()):
             lower.discard(rank)
             if not lower:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.recording.recorder import differ, unlike
 from ..comm.recording.trace_buffer import TraceBuffer
-from ..monitor.diagnosis.votes import connected, is_divided
+from ..monitor.diagnosis.votes import connected_components, is_divided
 from . import diagnosis as verdict
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
@@ -69,9 +69,7 @@ class Rendezvous:
     def complete(
         self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]
     ) -> None:
-        """Move the data, or set the error that every rank raises. Called when all ranks have
-        arrived.
-        """
+        """Move the data, or set the error of all ranks. Called when all have arrived."""
         calls = [self.calls[r] for r in ranks]
         try:
             problem = _disagreement(ranks, calls)
@@ -98,7 +96,7 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
         return "ranks call collectives of different steps"
     if any(c.op != first.op or c.agree != first.agree or c.tag != first.tag for c in calls):
         return "ranks call different collectives"
-    parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))
+    parties = connected_components(calls, lambda one, other: not unlike(one.lineage, other.lineage))
     if is_divided(
         parties,
         lambda one, other: differ(one.lineage, one.trace_buffer, other.lineage, other.trace_buffer),
@@ -128,7 +126,7 @@ def _wrong_pair(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
         if wrong is not None:
             return wrong
         if src is not None and calls[src].buffers[2] != i:
-            other = _named(ranks, calls[src].buffers[2])
+            other = _peer_text(ranks, calls[src].buffers[2])
             return f"rank {ranks[i]} expects from rank {ranks[src]}, which sends to {other}"
     return None
 
@@ -138,9 +136,8 @@ def _wrong_sent(
 ) -> str | None:
     out, _, _, src = calls[dst].buffers
     if src != i:
-        return (
-            f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
-        )
+        peer = _peer_text(ranks, src)
+        return f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {peer}"
     if sent != out.numel():
         return (
             f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects "
@@ -149,7 +146,7 @@ def _wrong_sent(
     return None
 
 
-def _named(ranks: tuple[int, ...], place: int | None) -> str:
+def _peer_text(ranks: tuple[int, ...], place: int | None) -> str:
     return "none" if place is None else f"rank {ranks[place]}"
 
 

@@ -90,22 +90,24 @@ class Scheduler:
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)
-        here = self.rendezvous.get(ranks)
-        if here is None:
-            here = self.rendezvous[ranks] = Rendezvous()
-        here.calls[rank] = call
-        if len(here.calls) < len(ranks):
-            self.waiting[rank] = (ranks, here)
+        rendezvous = self.rendezvous.get(ranks)
+        if rendezvous is None:
+            rendezvous = self.rendezvous[ranks] = Rendezvous()
+        rendezvous.calls[rank] = call
+        if len(rendezvous.calls) < len(ranks):
+            self.waiting[rank] = (ranks, rendezvous)
             self.suspend(rank)
             self.workers[rank].gate.acquire()
             self.resume(rank)
         else:
-            here.complete(ranks, move, self._line_of)
+            rendezvous.complete(ranks, move, self._line_of)
             self._release(ranks, others := [r for r in ranks if r != rank])
             self.order.runs_before(rank, others)
-        if here.error is not None:
-            raise copy.copy(here.error)  # a copy for each rank, since each adds its own traceback
-        return here.result
+        if rendezvous.error is not None:
+            raise copy.copy(
+                rendezvous.error
+            )  # a copy for each rank, since each adds its own traceback
+        return rendezvous.result
 
     def _release(self, ranks: tuple[int, ...], waiting: Sequence[int]) -> None:
         """Make the ranks that waited in this group ready."""
@@ -120,14 +122,18 @@ class Scheduler:
     def _break_deadlock(self) -> None:
         waits = [
             BlockedRank(
-                r, here.calls[r], ranks, [m for m in ranks if m not in here.calls], self._line_of(r)
+                r,
+                rendezvous.calls[r],
+                ranks,
+                [m for m in ranks if m not in rendezvous.calls],
+                self._line_of(r),
             )
-            for r, (ranks, here) in sorted(self.waiting.items())
+            for r, (ranks, rendezvous) in sorted(self.waiting.items())
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))
-        for ranks, here in list(self.rendezvous.items()):
-            here.error = error
-            self._release(ranks, list(here.calls))
+        for ranks, rendezvous in list(self.rendezvous.items()):
+            rendezvous.error = error
+            self._release(ranks, list(rendezvous.calls))
 
     def finish(self, rank: int) -> None:
         self.finished.add(rank)
@@ -138,9 +144,7 @@ class Scheduler:
         self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:
-        """End the run with an error: wake every rank that waits or has not started, so that it
-        unwinds.
-        """
+        """End the run with an error: wake every rank that waits or has not started, to unwind."""
         if self.failure is None:
             self.failure = error
             if note is not None:
@@ -164,9 +168,7 @@ class Scheduler:
             self.workers[self.running].interrupt()
 
     def abandon(self) -> None:
-        """Stop exchanging the state of the process: the caller has returned while some ranks still
-        run.
-        """
+        """Stop exchanging the process's state: the caller has returned while ranks still run."""
         self.abandoned = True
         if self.inner is not None:
             self.inner.abandon()

@@ -40,9 +40,8 @@ _settings = settings()
 # The operating system may deliver a signal to any thread, which does not wake Python's main thread,
 # the one that must handle it.
 _POLL_S = 0.2  # between looks of the main thread for a signal
-_UNWIND_S = (
-    1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
-)
+# for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
+_UNWIND_S = 1.0
 
 
 class SimulatedWorld(World):
@@ -69,7 +68,8 @@ class SimulatedGroup(Group):
 
     def _run(self, call: Arrival, move: Move) -> Any:
         if self.recorder is not None and _settings.mode != "off":
-            tag, world = self.recorder.tag, self.world
+            tag = self.recorder.tag
+            world = self.world
             call = replace(
                 call,
                 tag="" if tag is None else tag.text,
@@ -203,9 +203,11 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
     """
     caller = thread_context.world
     before = callers_stdout(isinstance(caller, SimulatedWorld))
-    workers, results = acquire(n), [None] * n
+    workers = acquire(n)
+    results = [None] * n
     scheduler = Scheduler(workers, outputs(n, prints, before))
-    observers, modes = current_world().observers, _Modes()
+    observers = current_world().observers
+    modes = _Modes()
     for rank, worker in enumerate(workers):
         world = SimulatedWorld(rank, n, scheduler, list(observers))
         worker.name = f"rank {rank} of simulate({n})"
@@ -230,9 +232,7 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
 
 
 def _wait_for(scheduler: Scheduler) -> None:
-    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left
-    running.
-    """
+    """Wait until all ranks have ended; after Ctrl-C a rank that takes too long is left running."""
     try:
         scheduler.run_next()
         while not scheduler.done.acquire(timeout=_POLL_S):
@@ -248,7 +248,8 @@ def _wait_for(scheduler: Scheduler) -> None:
 def _run_rank(
     world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], modes: _Modes
 ) -> None:
-    scheduler, rank = world.scheduler, world.rank
+    scheduler = world.scheduler
+    rank = world.rank
     output = scheduler.outputs[rank]
 
     def program() -> None:
@@ -273,13 +274,12 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
     except RankEnded:
         pass
     except BaseException as error:
-        found = error.__traceback__
-        while (
-            found is not None and found.tb_frame.f_code.co_filename == __file__
-        ):  # begin the traceback in the program
-            found = found.tb_next
+        entry = error.__traceback__
+        # begin the traceback in the program
+        while entry is not None and entry.tb_frame.f_code.co_filename == __file__:
+            entry = entry.tb_next
         scheduler.fail(
-            error.with_traceback(found), f"raised on rank {rank} of simulate({scheduler.size})"
+            error.with_traceback(entry), f"raised on rank {rank} of simulate({scheduler.size})"
         )
 
 
@@ -287,11 +287,11 @@ def _readable_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback of an error; if the error itself names the ranks' lines, without frames
     of the library.
     """
-    last = found = error.__traceback__
+    last = entry = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):
-        while found is not None:
-            last = last if found.tb_frame.f_code.co_filename.startswith(_INNER) else found
-            found = found.tb_next
+        while entry is not None:
+            last = last if entry.tb_frame.f_code.co_filename.startswith(_INNER) else entry
+            entry = entry.tb_next
         if last is not None:
             last.tb_next = None
     return error.__traceback__

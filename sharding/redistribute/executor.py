@@ -24,7 +24,7 @@ from torch.autograd import profiler
 from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
-from ...mesh.monitor.ledger.profiler import named
+from ...mesh.monitor.ledger.profiler import profiler_range
 from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from .packed_collectives import AsyncResults, Collective
@@ -187,7 +187,7 @@ class Executor:
         if local.is_meta and self._meta_result is not None:  # nothing to move
             return local.new_empty(self._meta_result.local_shape, dtype=self._dtypes[0])
         if profiler._is_profiler_enabled or count_modes():
-            with outside_of_recomputation(), named(self._tag):
+            with outside_of_recomputation(), profiler_range(self._tag):
                 return self._run(local)
         return self._run(local)
 
@@ -223,7 +223,7 @@ class Executor:
         is_new = [donate] * len(parts)  # whether a part may be overwritten
         launched: Launched = []
         tag = tag or self._tag
-        with outside_of_recomputation(), named(tag):
+        with outside_of_recomputation(), profiler_range(tag):
             for stage in self.stages:
                 _finish(launched, parts, is_new)
                 launched = self._launch(stage, parts, is_new, donate, outs, tag)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.abstract_mesh import joined
+from ...mesh.abstract_mesh import join_names
 from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
@@ -134,5 +134,5 @@ def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:
         mesh, made_of = mesh._origin
-        axes = joined(made_of[axis] for axis in axes)
+        axes = join_names(made_of[axis] for axis in axes)
     return mesh, axes

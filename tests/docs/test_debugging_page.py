@@ -371,7 +371,7 @@ def of_a_missing_rank_0() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     yield raised(
-        lambda: job_store._reached(
+        lambda: job_store._reach_store(
             job_store.Address("127.0.0.1", port, False), 1, 4, waited(32, 32.1)
         )
     )
@@ -381,7 +381,9 @@ def of_an_unknown_name() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_store, "addresses", lambda name: ())
         yield raised(
-            lambda: job_store._reached(job_store.Address("host0", 1, False), 1, 4, waited(3, 3.1))
+            lambda: job_store._reach_store(
+                job_store.Address("host0", 1, False), 1, 4, waited(3, 3.1)
+            )
         )
 
 
@@ -389,7 +391,7 @@ def of_a_silent_resolver() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as server:
         patch.setattr(job_store, "within", lambda seconds, probe, otherwise: otherwise)
         address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
-        yield raised(lambda: job_store._reached(address, 1, 4, waited(32, 32.1)))
+        yield raised(lambda: job_store._reach_store(address, 1, 4, waited(32, 32.1)))
 
 
 def of_a_stranger() -> Iterator[str]:

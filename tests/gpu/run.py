@@ -24,7 +24,7 @@ from datetime import date
 from glob import glob
 from pathlib import Path
 
-from shardmesh.mesh.doctor.facts import facts
+from shardmesh.mesh.doctor.facts import collect_facts
 from tests.gpu.page import document
 from tests.gpu.probes import PROBES
 from tests.gpu.steps import Outcome, Step, run, run_probes
@@ -209,7 +209,7 @@ def carry_out(
     """Ask the probes and run the steps, as far as the time goes; write the page after each. Return
     the exit status.
     """
-    start, known = time.monotonic(), facts()
+    start, known = time.monotonic(), collect_facts()
     probes: list[Outcome] = []
     done: list[tuple[Step, Outcome]] = []
 

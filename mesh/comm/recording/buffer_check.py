@@ -60,9 +60,9 @@ class Guarded(Work):
             return self._work.wait()
         if self._is_written(self._x):
             self._error = CollectiveError(
-                f"{self._recorder.described(self._number)}: its buffer was written to while it was "
-                "under way, so that ranks may have received new values in place of the old ones. "
-                "Call wait() first, or write to a clone."
+                f"{self._recorder.call_and_line(self._number)}: its buffer was written to while it "
+                "was under way, so that ranks may have received new values in place of the old "
+                "ones. Call wait() first, or write to a clone."
             )
         self._x = self._before = None
         self._work.wait()

@@ -73,9 +73,7 @@ class CommTag:
     @staticmethod
     @lru_cache(1024)
     def of(text: str) -> CommTag:
-        """Return the tag of this text, the same object each time: for callers that do not
-        keep it.
-        """
+        """Return the one tag of this text, for callers that do not keep it."""
         return CommTag(text)
 
     def __repr__(self) -> str:
@@ -147,7 +145,9 @@ class Recorder:
         "words",
         "world",
     )
-    needs_rendezvous, is_channel, shows_waits = True, False, True
+    needs_rendezvous = True
+    is_channel = False
+    shows_waits = True
 
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
@@ -189,7 +189,8 @@ class Recorder:
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        monitor, words = self.monitor, self.words
+        monitor = self.monitor
+        words = self.words
         if monitor is not None and monitor.alarm[0]:
             monitor = monitor.checked()
         self.tag = tag
@@ -200,7 +201,9 @@ class Recorder:
         self.called = sequence + 1
         # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up
         # the frames is not.)
-        context, line, fingerprint = self._comm_context, 0, call.fingerprint
+        context = self._comm_context
+        line = 0
+        fingerprint = call.fingerprint
         origin = context.origin
         if origin is not None:
             place, step = origin
@@ -238,25 +241,25 @@ class Recorder:
         if row is None:
             return number
         slot = row + (sequence & self._last) * SLOT_WORDS
-        mine = (sequence & 0xFFFF) << 48 | fingerprint
+        own_word = (sequence & 0xFFFF) << 48 | fingerprint
         words[slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
         words[slot + 3] = route
         words[slot + 2] = number
         words[slot + 1] = lineage
-        words[slot] = mine
+        words[slot] = own_word
         words[self._called_at] = sequence + 1
         if monitor is not None:
-            for theirs, start, last, _ in self.others:
+            for other_words, start, last, _ in self.others:
                 slot = start + (sequence & last) * SLOT_WORDS
-                found = theirs[slot]
-                if found != mine:
-                    if not found or found >> 48 != sequence & 0xFFFF:
+                other_word = other_words[slot]
+                if other_word != own_word:
+                    if not other_word or other_word >> 48 != sequence & 0xFFFF:
                         continue
-                    if not same_call(found, mine):
+                    if not same_call(other_word, own_word):
                         monitor.look(self)
                         continue
-                other = theirs[slot + 1]
-                if other != lineage and unlike(other, lineage):
+                other_lineage = other_words[slot + 1]
+                if other_lineage != lineage and unlike(other_lineage, lineage):
                     monitor.look(self)
             if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
                 monitor.rendezvous(self, sequence)
@@ -275,9 +278,8 @@ class Recorder:
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = (
-            1  # from now on other ranks may read them
-        )
+        # from now on other ranks may read them
+        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1
         self.monitor.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
@@ -292,7 +294,7 @@ class Recorder:
         """Return whether the row still has one of the collectives called."""
         return self.row is not None and self.called - sequence <= self._last + 1
 
-    def described(self, number: int) -> str:
+    def call_and_line(self, number: int) -> str:
         """Return the collective of this record and its line, for messages."""
         record = self.buffer.record(number)
         return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
@@ -323,12 +325,12 @@ class Recorder:
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
         neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
-        found = [
+        groups = [
             (buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None
         ]
         self.others = [
             (buffer.words, row_of(at), slots_of(at) - 1, called_at(at))
-            for buffer, at in found
+            for buffer, at in groups
             if at is not None
         ]
 
@@ -353,9 +355,7 @@ class Recorder:
         return call
 
     def _claim_row(self) -> None:
-        """Claim a row in the trace buffer at the first collective: by then the axes of the group
-        are known.
-        """
+        """Claim a row at the first collective: by then the group's axes are known."""
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)
@@ -377,10 +377,8 @@ class Recorder:
         text's place in the trace buffer.
         """
         frame, depth = user_frame(2)
-        call.depth, call.code = (
-            depth - 1,
-            _frame(depth).f_code,
-        )  # seen from `enter`, which is one lower
+        call.depth = depth - 1  # seen from `enter`, which is one lower
+        call.code = _frame(depth).f_code
         call.user, call.instruction = frame.f_code, frame.f_lasti
         call.line = self.buffer.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return call.line
@@ -451,6 +449,7 @@ def differ(
         return False
     if (one ^ other) & _HASH or buffer is None or other_buffer is None:
         return True
-    mine, theirs = buffer.lines(), other_buffer.lines()
-    ours_alone, theirs_alone = (mine & ~theirs).bit_count(), (theirs & ~mine).bit_count()
-    return not ours_alone or not theirs_alone or ours_alone == theirs_alone
+    own_lines, other_lines = buffer.lines(), other_buffer.lines()
+    own_alone = (own_lines & ~other_lines).bit_count()
+    other_alone = (other_lines & ~own_lines).bit_count()
+    return not own_alone or not other_alone or own_alone == other_alone

@@ -46,21 +46,20 @@ class StreamEvents:
         self._marks: deque[Mark] = deque()
 
     def mark(self, number: int, device: torch.device) -> Mark | None:
-        """Record an event in the current stream, behind a collective; None where the device has no
-        streams.
-        """
+        """Record an event behind a collective; None on devices without streams."""
         module = torch.get_device_module(device.type)
         if not hasattr(module, "current_stream"):  # such as torch.mps
             return None
-        stream, event = module.current_stream(device), None
+        stream = module.current_stream(device)
+        event = None
         if len(self._marks) >= MARKS:
             oldest = self._marks.popleft()
             event, oldest.event = oldest.event if oldest.stream[0] == device else None, None
         event = module.Event() if event is None else event
         event.record(stream)
-        made = Mark(number, (device, getattr(stream, "stream_id", None)), event)
-        self._marks.append(made)
-        return made
+        mark = Mark(number, (device, getattr(stream, "stream_id", None)), event)
+        self._marks.append(mark)
+        return mark
 
     def first_pending(self) -> int | None:
         """Return the number of the record of the first collective that has not completed.

@@ -27,19 +27,16 @@ from typing import Any, NamedTuple
 from ...text import printable
 
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
-LONG_ROWS, LONG_SLOTS = (
-    16,
-    1024,
-)  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
+# the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
+LONG_ROWS, LONG_SLOTS = 16, 1024
 RECORDS, RECORD_WORDS = 4096, 8
 HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
 GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3
 SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
 RING = SLOT_AREA + (LONG_ROWS * LONG_SLOTS + (GROUPS - LONG_ROWS) * SLOTS) * SLOT_WORDS
-SPLITS = (
-    RING + RECORDS * RECORD_WORDS
-)  # splits of the last few all_to_alls that no layouts describe
+# splits of the last few all_to_alls that no layouts describe
+SPLITS = RING + RECORDS * RECORD_WORDS
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
@@ -68,26 +65,20 @@ class Header:
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = (
-        9,
-        10,
-    )  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
+    # number of the record that the main thread is blocked in, plus 1; the bits ON_DEVICE, MAY_GO_ON
+    BLOCKED, BLOCKED_SINCE = 9, 10
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
-    PAUSED, STEP = (
-        17,
-        18,
-    )  # PAUSED: how many debuggers it is in, and how many waits of `idle`, each of which counts as IDLE
+    PAUSED = 17  # how many debuggers it is in, and how many waits of `idle`, each counted as IDLE
+    STEP = 18
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it
-    AWARE = (
-        22  # whether the watchdog thread has read the verdict, and so ends the process by itself
-    )
+    # whether the watchdog thread has read the verdict, and so ends the process by itself
+    AWARE = 22
     CHANNELS = 23  # number of channels for messages that the program sends by torch
-    UNMATCHED = (
-        24  # whether some of these are numbered differently than by their sender or receiver
-    )
+    # whether some of these are numbered differently than by their sender or receiver
+    UNMATCHED = 24
     SEED, DRAWN = 25, 26  # of the random number generator, see `sharding/tensor/random.py`
     THREAD_ERROR = 27  # a text: which thread raised what
     RESUMED = 28  # when the last pause ended
@@ -95,9 +86,7 @@ class Header:
 
 
 class RankState:
-    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be
-    reached.
-    """
+    """State of a rank's program. Others set LOST, for a rank on an unreachable host."""
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
 
@@ -138,26 +127,22 @@ class TraceBuffer:
 
     def begin(self, rank: int, size: int) -> None:
         words = self.words
-        words[Header.RANK], words[Header.SIZE], words[Header.TEXT_END] = (
-            rank,
-            size,
-            8,
-        )  # offset 0 means no text
+        words[Header.RANK] = rank
+        words[Header.SIZE] = size
+        words[Header.TEXT_END] = 8  # offset 0 means no text
         self._texts["?"] = self._append(b"?")
         words[Header.MAGIC] = MAGIC
 
     # -- writing, by its own rank ------------------------------------------------------------------
 
     def text(self, value: str) -> int:
-        """Return where the text is, appending it the first time; the place of "?" when there is no
-        room left.
-        """
-        found = self._texts.get(value)
-        if found is None:
-            found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
-            if found != _NO_ROOM:
-                self._texts[value] = found
-        return found
+        """Return where the text is, appended if new; the place of "?" when there is no room."""
+        offset = self._texts.get(value)
+        if offset is None:
+            offset = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
+            if offset != _NO_ROOM:
+                self._texts[value] = offset
+        return offset
 
     def note_line(self, line: int) -> None:
         """Record that a line, given by its hash, has created a sharded tensor."""
@@ -290,9 +275,9 @@ class TraceBuffer:
         """Yield the collectives that are still there, the oldest first."""
         count = self.words[Header.RECORDS]
         for number in range(max(0, count - RECORDS), count):
-            found = self.record(number)
-            if found is not None:
-                yield found
+            record = self.record(number)
+            if record is not None:
+                yield record
 
     @property
     def last(self) -> Record | None:

@@ -13,6 +13,7 @@ stall      one keeps the others waiting too long
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,9 @@ from .members import (
     is_lost,
     lost_ranks,
     may_go_on,
-    members,
     outliers,
     parties,
+    read_members,
 )
 from .votes import minority, worst_correspondent
 
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
 _LOW32 = (1 << 32) - 1
 # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
 _TO_COME_NS = 10_000_000_000
-_TO_END_NS = (
-    500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
-)
+# how long to wait, after one has ended its program, for others to end or arrive
+_TO_END_NS = 500_000_000
 
 
 def diagnose(
@@ -60,24 +60,25 @@ def diagnose(
         is_waiting: whether this rank waits for it; False if it may call other collectives
             meanwhile.
     """
-    found = members(monitor, recorder, sequence)
+    members = read_members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
-    if not agree(found):
+    if not agree(members):
         return (
-            verdict_text.mismatch(recorder, sequence, found, outliers(found))
-            if _is_decided(found, waited)
+            verdict_text.mismatch(recorder, sequence, members, outliers(members))
+            if _is_decided(members, waited)
             else None
         )
+    # what it sent may have been lost
     if any(
-        m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in found
-    ):  # what it sent may have been lost
+        m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in members
+    ):
         return lost(monitor, recorder, sequence)
-    missing = [m for m in found if m.came is False and (m.buffer is not None or monitor.sees_all)]
+    missing = [m for m in members if m.came is False and (m.buffer is not None or monitor.sees_all)]
     if not missing:
         return None
     return (
-        _gone(monitor, recorder, sequence, found, missing, waited)
-        or (_wait_cycle(monitor, found, waited) if is_waiting else None)
+        _gone(monitor, recorder, sequence, members, missing, waited)
+        or (_wait_cycle(monitor, members, waited) if is_waiting else None)
         or _stall(monitor, recorder, sequence, missing, since)
     )
 
@@ -94,26 +95,23 @@ def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -
     return first if recorder.keeps(first) else sequence
 
 
-def _is_decided(found: Sequence[Member], waited: int) -> bool:
+def _is_decided(members: Sequence[Member], waited: int) -> bool:
     """Return True once missing ranks cannot change the majority, will not arrive, or the grace
     period has expired.
     """
-    largest = max(map(len, parties(found)))
-    if have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS:
+    largest = max(map(len, parties(members)))
+    if have_all_come(members) or 2 * largest > len(members) or waited > _TO_COME_NS:
         return True
-    return waited > STABLE_NS and not any(_may_come(m) for m in found if m.came is False)
+    return waited > STABLE_NS and not any(_may_come(m) for m in members if m.came is False)
 
 
 def _may_come(m: Member) -> bool:
-    """Return whether a rank still runs, as far as is known, and is not blocked in another
-    collective.
-    """
+    """Return whether a rank, as far as is known, runs and is not blocked in another collective."""
     if m.buffer is None:
         return True
     words = m.buffer.words
-    is_blocked = (
-        not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None
-    )  # a device may only be slow
+    # a device may only be slow
+    is_blocked = not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None
     return words[Header.STATE] == RankState.RUNNING and not is_blocked and not is_dead(m.buffer)
 
 
@@ -121,7 +119,7 @@ def _gone(
     monitor: Monitor,
     recorder: Recorder,
     sequence: int,
-    found: Sequence[Member],
+    members: Sequence[Member],
     missing: Sequence[Member],
     waited: int,
 ) -> Verdict | None:
@@ -133,20 +131,18 @@ def _gone(
     if not left or (undecided and waited < _TO_END_NS):
         return None
     sequence = first_missed(recorder, sequence, left)
-    found = members(monitor, recorder, sequence)
-    waiting = [m.rank for m in found if m.came]
+    members = read_members(monitor, recorder, sequence)
+    waiting = [m.rank for m in members if m.came]
     return verdict_text.left(
-        recorder, sequence, found, left, minority([waiting, [m.rank for m in left]])
+        recorder, sequence, members, left, minority([waiting, [m.rank for m in left]])
     )
 
 
 def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on all ranks of the job that died or cannot be reached, if there
-    are any.
-    """
+    """Return the verdict on all ranks that died or cannot be reached, if there are any."""
     gone = lost_ranks(monitor.directory)
     return (
-        verdict_text.lost(recorder, sequence, members(monitor, recorder, sequence), gone)
+        verdict_text.lost(recorder, sequence, read_members(monitor, recorder, sequence), gone)
         if gone
         else None
     )
@@ -156,12 +152,12 @@ def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict 
     """Return the verdict on messages of this collective that have no sender or no receiver, among
     the ranks that have arrived.
     """
-    found = members(monitor, recorder, sequence)
-    messages = [(src, dst, _fits(found, src, dst)) for src, dst in _messages(found)]
+    members = read_members(monitor, recorder, sequence)
+    messages = [(src, dst, _fits(members, src, dst)) for src, dst in _messages(members)]
     if all(fits for *_, fits in messages):
         return None
     return verdict_text.wrong_route(
-        recorder, sequence, found, worst_correspondent([m.rank for m in found], messages)
+        recorder, sequence, members, worst_correspondent([m.rank for m in members], messages)
     )
 
 
@@ -169,52 +165,47 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
     """Return the verdict on ranks of this all_to_all that send what others do not expect, among
     those that have arrived.
     """
-    found = members(monitor, recorder, sequence)
+    members = read_members(monitor, recorder, sequence)
     shown = {
-        place: m.buffer.splits(m.number, len(found))
-        for place, m in enumerate(found)
+        place: m.buffer.splits(m.number, len(members))
+        for place, m in enumerate(members)
         if m.came and m.route and m.buffer is not None
     }
-    pairs = [(src, dst, shown[src][0][dst], shown[dst][1][src]) for src in shown for dst in shown]
-    messages = [
-        (src, dst, sent == expected)
-        for src, dst, sent, expected in pairs
-        if sent != expected or (sent and src != dst)
-    ]
+    messages: list[tuple[int, int, bool]] = []
+    for src, dst in itertools.product(shown, repeat=2):
+        sent, expected = shown[src][0][dst], shown[dst][1][src]
+        if sent != expected or (sent and src != dst):
+            messages.append((src, dst, sent == expected))
     if all(fits for *_, fits in messages):
         return None
     return verdict_text.wrong_splits(
-        recorder, sequence, found, shown, worst_correspondent([m.rank for m in found], messages)
+        recorder, sequence, members, shown, worst_correspondent([m.rank for m in members], messages)
     )
 
 
-def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:
-    """Return (place of the sender, place of the receiver), as either end states, where both have
-    arrived.
-    """
+def _messages(members: Sequence[Member]) -> set[tuple[int, int]]:
+    """Return (sender, receiver) by place, as either end states, where both have arrived."""
     said = set()
-    for place, m in enumerate(found):
+    for place, m in enumerate(members):
         if m.came and m.route >> 32:
             said.add((place, (m.route >> 32) - 1))
         if m.came and m.route & _LOW32:
             said.add(((m.route & _LOW32) - 1, place))
-    return {(src, dst) for src, dst in said if found[src].came and found[dst].came}
+    return {(src, dst) for src, dst in said if members[src].came and members[dst].came}
 
 
-def _fits(found: Sequence[Member], src: int, dst: int) -> bool:
+def _fits(members: Sequence[Member], src: int, dst: int) -> bool:
     """Return whether both ends know of the message and agree on its size."""
-    sender, receiver = found[src], found[dst]
+    sender, receiver = members[src], members[dst]
     if sender.route >> 32 != dst + 1 or receiver.route & _LOW32 != src + 1:
         return False
     sent, expected = sender.record, receiver.record
     return sent is None or expected is None or sent.sent == expected.received
 
 
-def _wait_cycle(monitor: Monitor, found: Sequence[Member], waited: int) -> Verdict | None:
-    """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on
-    this rank.
-    """
-    return None if waited < STABLE_NS else _cycle(monitor, [m for m in found if m.came is False])
+def _wait_cycle(monitor: Monitor, members: Sequence[Member], waited: int) -> Verdict | None:
+    """Return the verdict on a deadlock: all missing ranks are blocked, in the end on this one."""
+    return None if waited < STABLE_NS else _cycle(monitor, [m for m in members if m.came is False])
 
 
 def device_cycle(monitor: Monitor) -> Verdict | None:
@@ -239,10 +230,10 @@ def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
         if m.rank in reached:
             continue
         reached.add(m.rank)
-        found = awaited(monitor.directory, m.rank)
-        if not found:
+        awaited_members = awaited(monitor.directory, m.rank)
+        if not awaited_members:
             return None  # it still runs, or nothing is known of it
-        ahead += found
+        ahead += awaited_members
     stuck = [
         (rank, buffer.stuck)
         for rank in sorted(reached)
@@ -261,5 +252,9 @@ def _stall(
         return None
     sequence = first_missed(recorder, sequence, missing)
     return verdict_text.stall(
-        monitor, recorder, sequence, members(monitor, recorder, sequence), monotonic_ns() - since
+        monitor,
+        recorder,
+        sequence,
+        read_members(monitor, recorder, sequence),
+        monotonic_ns() - since,
     )

@@ -24,8 +24,7 @@ _CachedCall = tuple[Record, _Step, int]  # with the key of the group
 
 
 def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the outliers at the first call in which the ranks' histories differ in operation or
-    axes.
+    """Return the outliers at the first call in which the histories differ in operation or axes.
 
     Messages, and calls on groups that the program made of some ranks, are left out: which ranks
     take part in them differs anyway. If nothing else differs, the outliers may be those that alone
@@ -55,13 +54,13 @@ def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int])
 
 
 def _calls(buffer: TraceBuffer, first: int, last: int) -> list[_CachedCall]:
-    found = [
+    records = [
         buffer.record(number)
         for number in range(min(first, last), min(last + 1, buffer.words[Header.RECORDS]))
     ]
     return [
         (record, _step_of(buffer, record), buffer.group_key(record.group))
-        for record in found
+        for record in records
         if record is not None
     ]
 
@@ -91,7 +90,7 @@ def _since_all_met(
         rank: {(key, record.sequence): at for at, (record, _, key) in enumerate(its)}
         for rank, its in calls.items()
     }
-    shared = set.intersection(*(set(found) for found in places.values()))
+    shared = set.intersection(*(set(place_of_call) for place_of_call in places.values()))
     if not shared:
         return dict(calls)
     some = next(iter(places.values()))
@@ -107,18 +106,18 @@ def _outliers(
 ) -> tuple[int, ...] | None:
     """Return the ranks that differ first, none if votes are equal; None if no rank differs."""
     for step in zip(*(calls[rank] for rank in buffers), strict=False):
-        here = dict(zip(buffers, step, strict=True))
-        parties = parties_by(here, lambda rank: here[rank][1])  # noqa: B023
+        calls_of_step = dict(zip(buffers, step, strict=True))
+        parties = parties_by(calls_of_step, lambda rank: calls_of_step[rank][1])  # noqa: B023
         if len(parties) > 1:
             blamed = minority(parties)
             if only_messages and not (
                 len(parties) == 2
-                and any(here[rank][1][0] in MESSAGES for rank in max(parties, key=len))
+                and any(calls_of_step[rank][1][0] in MESSAGES for rank in max(parties, key=len))
             ):
                 return ()
             return (
                 blamed
-                if all(here[rank][0].number >= stuck.get(rank, 0) - 1 for rank in blamed)
+                if all(calls_of_step[rank][0].number >= stuck.get(rank, 0) - 1 for rank in blamed)
                 else ()
             )
     return None

@@ -24,16 +24,15 @@ from ...comm.recording.trace_buffer import (
 from ...settings import monotonic_ns
 from ...text import whole_number
 from ..recording.job_directory import JobDirectory, is_dead
-from .votes import connected, is_divided, minority
+from .votes import connected_components, is_divided, minority
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
 # A device completes one of these only together with those of all ranks of the group.
 _OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-STABLE_NS = (
-    500_000_000  # ranks that have waited on each other for so long are taken to wait for good
-)
+# ranks that have waited on each other for so long are taken to wait for good
+STABLE_NS = 500_000_000
 
 
 class Member(NamedTuple):
@@ -83,28 +82,26 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
     return Member(rank, buffer, None if sequence < called else False)
 
 
-def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return the state of each rank of the group in the collective `sequence`, in the group's
-    order.
-    """
+def read_members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
+    """Return the state of each rank of the group, in order, in the collective `sequence`."""
     return [
         member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
     ]
 
 
-def have_all_come(found: Iterable[Member]) -> bool:
-    return all(m.came is not False for m in found)
+def have_all_come(members: Iterable[Member]) -> bool:
+    return all(m.came is not False for m in members)
 
 
-def parties(found: Iterable[Member]) -> list[list[Member]]:
+def parties(members: Iterable[Member]) -> list[list[Member]]:
     """Return the members that have arrived, grouped by their calls."""
-    come = [m for m in found if m.came]
+    come = [m for m in members if m.came]
     words = _words_in_steps(come)
 
     def alike(one: Member, other: Member) -> bool:
         return words[one.rank] == words[other.rank] and not unlike(one.lineage, other.lineage)
 
-    return connected(come, alike)
+    return connected_components(come, alike)
 
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
@@ -119,9 +116,9 @@ def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
     return words
 
 
-def agree(found: Iterable[Member]) -> bool:
+def agree(members: Iterable[Member]) -> bool:
     """Return whether all members that have arrived call the same."""
-    return not is_divided(parties(found), _differ)
+    return not is_divided(parties(members), _differ)
 
 
 def _differ(one: Member, other: Member) -> bool:
@@ -130,9 +127,9 @@ def _differ(one: Member, other: Member) -> bool:
     )
 
 
-def outliers(found: Iterable[Member]) -> tuple[int, ...]:
+def outliers(members: Iterable[Member]) -> tuple[int, ...]:
     """Return the ranks that call something else than the majority; none if votes are equal."""
-    return minority([[m.rank for m in party] for party in parties(found)])
+    return minority([[m.rank for m in party] for party in parties(members)])
 
 
 def lost_ranks(directory: JobDirectory) -> list[Member]:
@@ -197,9 +194,7 @@ def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
 
 
 def may_go_on(buffer: TraceBuffer | None) -> bool:
-    """Return whether a rank may call other collectives, as far as is known, while its
-    device waits.
-    """
+    """Return whether a rank may call other collectives while its device waits."""
     return buffer is None or bool(buffer.words[Header.BLOCKED] & MAY_GO_ON)
 
 
@@ -212,8 +207,14 @@ def _is_held_up(m: Member) -> bool:
     """
     if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return False
-    first, here = _stuck_for_long(m.buffer), m.record
-    return first is not None and here is not None and 0 < first.end <= here.start and here.end > 0
+    first = _stuck_for_long(m.buffer)
+    called = m.record
+    return (
+        first is not None
+        and called is not None
+        and 0 < first.end <= called.start
+        and called.end > 0
+    )
 
 
 def blocked_for_long(buffer: TraceBuffer) -> Record | None:

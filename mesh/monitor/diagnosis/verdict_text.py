@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 # The fields of a record's call, in order; a broadcast has its source in place of the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
-_FROZEN_NS = (
-    2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
-)
+# a process whose watchdog thread has not run for so long counts as frozen
+_FROZEN_NS = 2_000_000_000
 RULE = "Call the same collectives in the same order on every rank of the group."
 OTHER_VALUES = (
     "Look for a call before that was skipped, repeated or swapped: these look alike, but their "
@@ -63,29 +62,29 @@ def _group_text(text: str) -> str:
 
 
 def mismatch(
-    recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]
+    recorder: Recorder, sequence: int, members: Sequence[Member], outliers: tuple[int, ...]
 ) -> Verdict:
     """Return the verdict on ranks that called different collectives."""
-    here = [m for m in found if m.came]
-    steps = {m.rank: step for m in here if (step := m.step) is not None}
-    field = "step" if len(set(steps.values())) > 1 else _field(here, outliers)
-    seen = _blamed_first([_seen(m.rank, m.record) for m in here], outliers)
+    callers = [m for m in members if m.came]
+    steps = {m.rank: step for m in callers if (step := m.step) is not None}
+    field = "step" if len(set(steps.values())) > 1 else _field(callers, outliers)
+    seen = _blamed_first([_seen(m.rank, m.record) for m in callers], outliers)
     if field == "step":
         seen = [in_step(observation, steps.get(observation.rank)) for observation in seen]
-    rest = [m.rank for m in here if m.rank not in outliers]
+    rest = [m.rank for m in callers if m.rank not in outliers]
     said = (
         f"{ranks_text(outliers)} called another collective than {ranks_text(rest)}"
         if outliers
         else f"{ranks_text(rest)} called different collectives, with equal votes,"
     )
-    late = [m.rank for m in found if m.came is False]
+    late = [m.rank for m in members if m.came is False]
     said = f"{said} as number {sequence} of {group_text(recorder)}: the {_NAMED[field]} differs."
     lines = _table(seen, outliers)
     if late:
         lines.append(f"  {ranks_text(late)}: not there yet")
     advice = RULE
     if field == "lineage":
-        advice = numbers_drawn({m.rank: m.buffer for m in here}) or OTHER_VALUES
+        advice = numbers_drawn({m.rank: m.buffer for m in callers}) or OTHER_VALUES
     if field == "step":
         advice = OTHER_STEPS
     return Verdict("mismatch", outliers, field, tuple(seen), composed(said, advice, lines))
@@ -127,12 +126,12 @@ _NAMED = {
 }
 
 
-def _field(here: Sequence[Member], outliers: Sequence[int]) -> str:
+def _field(callers: Sequence[Member], outliers: Sequence[int]) -> str:
     """Return the first field in which a blamed rank (or any rank, where none is blamed) differs
     from the others.
     """
-    usual = next((m for m in here if m.rank not in outliers), here[0])
-    for m in here:
+    usual = next((m for m in callers if m.rank not in outliers), callers[0])
+    for m in callers:
         pair = [fields_of(x.record.call) for x in (usual, m) if x.record is not None]
         if len(pair) == 2:
             for name, one, other in zip(_FIELDS, *pair, strict=True):
@@ -155,26 +154,20 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
 
 
 def in_step(observation: Observation, step: int | None) -> Observation:
-    """Return what was seen of a rank, with the step in which it called; as it is if that is
-    unknown.
-    """
+    """Return what was seen of a rank, with the step in which it called, if known."""
     if step is None:
         return observation
     return replace(observation, call=f"{observation.call} in step {step}")
 
 
 def died(gone: Sequence[Member]) -> Verdict:
-    """Return the verdict on ranks that are gone, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that are gone, noticed in a collective of the program."""
     ranks = tuple(m.rank for m in gone)
     return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
-    """Return the verdict on ranks that ended the program, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that ended, noticed in a collective of the program."""
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
     said = (
@@ -194,29 +187,29 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 
 
 def lost(
-    recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member]
+    recorder: Recorder, sequence: int, members: Sequence[Member], gone: Sequence[Member]
 ) -> Verdict:
-    """Return the verdict on ranks that died or cannot be reached, while others wait in a
-    collective.
-    """
-    ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
-    waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
+    """Return the verdict on ranks that died or cannot be reached while others wait."""
+    ranks = tuple(m.rank for m in gone)
+    said = _how_they_went(gone)
+    waiting = [rank for rank in _waiting(members) if rank not in ranks] or _waiting(members)
     said = (
         f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of "
         f"{group_text(recorder)}."
     )
-    return _absent("lost", ranks, said, _LOST, found, gone)
+    return _absent("lost", ranks, said, _LOST, members, gone)
 
 
 def left(
     recorder: Recorder,
     sequence: int,
-    found: Sequence[Member],
+    members: Sequence[Member],
     gone: Sequence[Member],
     blamed: tuple[int, ...],
 ) -> Verdict:
     """Return the verdict on ranks that ended the program while others wait in a collective."""
-    ranks, waiting = [m.rank for m in gone], _waiting(found)
+    ranks = [m.rank for m in gone]
+    waiting = _waiting(members)
     said = (
         f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of "
         f"{group_text(recorder)}"
@@ -226,15 +219,15 @@ def left(
             f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the "
             "program has ended there"
         )
-    return _absent("left", blamed, f"{said}.", _LEFT, found, gone)
+    return _absent("left", blamed, f"{said}.", _LEFT, members, gone)
 
 
 def _wait(ranks: Sequence[int]) -> str:
     return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def _waiting(found: Iterable[Member]) -> list[int]:
-    return [m.rank for m in found if m.came]
+def _waiting(members: Iterable[Member]) -> list[int]:
+    return [m.rank for m in members if m.came]
 
 
 def _absent(
@@ -242,10 +235,10 @@ def _absent(
     blamed: tuple[int, ...],
     said: str,
     advice: str,
-    found: Sequence[Member],
+    members: Sequence[Member],
     gone: Sequence[Member],
 ) -> Verdict:
-    seen = [_seen(m.rank, m.record) for m in found if m.came] + [
+    seen = [_seen(m.rank, m.record) for m in members if m.came] + [
         _last_seen(m.rank, m.buffer) for m in gone if m.buffer is not None
     ]
     seen = _blamed_first(seen, blamed)
@@ -290,7 +283,7 @@ def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Ve
 
 
 def wrong_route(
-    recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]
+    recorder: Recorder, sequence: int, members: Sequence[Member], outliers: tuple[int, ...]
 ) -> Verdict:
     """Return the verdict on messages without a matching receive or send."""
     return _unfit(
@@ -298,31 +291,31 @@ def wrong_route(
         recorder,
         sequence,
         outliers,
-        {m: _route_text(recorder, m) for m in found if m.came},
+        {m: _route_text(recorder, m) for m in members if m.came},
     )
 
 
 def wrong_splits(
     recorder: Recorder,
     sequence: int,
-    found: Sequence[Member],
+    members: Sequence[Member],
     shown: Mapping[int, tuple[list[int], list[int]]],
     outliers: tuple[int, ...],
 ) -> Verdict:
     """Return the verdict on an all_to_all in which sender and receiver expect different sizes."""
     texts = {
-        found[place]: f"which sends {sent} elements to the ranks and expects {expected}"
+        members[place]: f"which sends {sent} elements to the ranks and expects {expected}"
         for place, (sent, expected) in shown.items()
     }
     return _unfit("splits", recorder, sequence, outliers, texts)
 
 
-def too_large(recorder: Recorder, sequence: int, found: Sequence[Member]) -> Verdict:
+def too_large(recorder: Recorder, sequence: int, members: Sequence[Member]) -> Verdict:
     """Return the verdict on a message that is larger than the receiver's tensor."""
-    seen = [_seen(m.rank, m.record) for m in found]
+    seen = [_seen(m.rank, m.record) for m in members]
     size = [
         f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected"
-        for m in found
+        for m in members
         if m.record is not None
     ]
     said = f"number {sequence} of the {group_text(recorder)} does not fit: {', '.join(size)}."
@@ -360,7 +353,8 @@ def _unfit(
 
 
 def _route_text(recorder: Recorder, m: Member) -> str:
-    ranks, record = recorder.group.ranks, m.record
+    ranks = recorder.group.ranks
+    record = m.record
     dst, src = (m.route >> 32) - 1, (m.route & 0xFFFF_FFFF) - 1
     sent, received = (0, 0) if record is None else (record.sent, record.received)
     to = f"{sent} bytes to rank {ranks[dst]}" if dst >= 0 else "nothing"
@@ -371,23 +365,23 @@ def _route_text(recorder: Recorder, m: Member) -> str:
 
 
 def stall(
-    monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], waited: int
+    monitor: Monitor, recorder: Recorder, sequence: int, members: Sequence[Member], waited: int
 ) -> Verdict:
     """Return the verdict on ranks that keep the others waiting: those at the end of the chain,
     which do not wait.
     """
-    missing = tuple(m.rank for m in found if m.came is False)
+    missing = tuple(m.rank for m in members if m.came is False)
     blamed = _roots(monitor.directory, missing)
-    here = _waiting(found)
-    have = "has" if len(here) == 1 else "have"
+    waiting = _waiting(members)
+    have = "has" if len(waiting) == 1 else "have"
     call = f"number {sequence} of {group_text(recorder)}"
     said = (
-        f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in "
+        f"{ranks_text(waiting)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in "
         f"{call}."
     )
     where = f"where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}"
     advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
-    seen = [_seen(m.rank, m.record) for m in found if m.came]
+    seen = [_seen(m.rank, m.record) for m in members if m.came]
     seen += [
         _last_seen(rank, monitor.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})
     ]
@@ -403,7 +397,8 @@ def stall(
 
 def _roots(directory: JobDirectory, missing: Iterable[int]) -> tuple[int, ...]:
     reached: set[int] = set()
-    roots, ahead = set(), list(missing)
+    roots = set()
+    ahead = list(missing)
     while ahead:
         rank = ahead.pop()
         if rank in reached:
@@ -450,8 +445,8 @@ def raised(rank: int, kind: str, message: str, traceback: str, buffer: TraceBuff
 
 
 def _buffer(directory: JobDirectory, rank: int) -> TraceBuffer:
-    found = directory.buffer_of(rank)
-    return directory.buffer if found is None else found
+    buffer = directory.buffer_of(rank)
+    return directory.buffer if buffer is None else buffer
 
 
 def _seen(rank: int, record: Record | None) -> Observation:

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
+def connected_components(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
     """Return the connected components of `items` under the relation `alike`.
 
     The relation need not be transitive: two ranks may know a value by different hashes, and a third
@@ -27,25 +27,21 @@ def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
 def is_divided(parties: Sequence[Sequence[T]], differ: Callable[[T, T], bool]) -> bool:
     """Return whether any two items of different parties are known to differ."""
     return any(
-        differ(a, b)
+        any(itertools.starmap(differ, itertools.product(one, other)))
         for one, other in itertools.combinations(parties, 2)
-        for a in one
-        for b in other
     )
 
 
 def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Return the items grouped by their key, in the order in which keys first appear."""
-    found: dict[Hashable, list[T]] = {}
+    parties: dict[Hashable, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
+        parties.setdefault(key(item), []).append(item)
+    return list(parties.values())
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all ranks outside the largest party, in order; none if two parties tie for the
-    largest.
-    """
+    """Return all ranks outside the largest party, in order; none if two parties tie."""
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) < 2 or len(ordered[0]) == len(ordered[1]):
         return ()

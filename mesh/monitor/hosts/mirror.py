@@ -42,23 +42,17 @@ _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
 _HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = (
-    256  # the last ones, of a row as of the ring; earlier ones were sent when they were the last
-)
+# the last ones, of a row as of the ring; earlier ones were sent when they were the last
+_SENT_RECORDS = 256
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
 _ROW_PART_BYTES = SLOTS * SLOT_WORDS * 8
 _REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for this host's own reason
-_OWN = (
-    Header.STACK_WANTED,
-    Header.STACK_GIVEN,
-    Header.PID_SPACE,
-)  # words that belong to this host's copy
+# words that belong to this host's copy
+_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) in bytes of all parts in use, those with references before their
-    targets.
-    """
+    """Yield (start, length) in bytes of all parts in use, references before their targets."""
     words = buffer.words
     groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
@@ -101,9 +95,7 @@ def checked_header(data: bytes, rank: int, size: int) -> None:
 
 
 def _last_parts(count: int, length: int, size: int) -> list[int]:
-    """Return which parts of a ring of this size hold the last of `count` records; each part holds
-    `length`.
-    """
+    """Return which parts, of `length` records each, of a ring hold the last of `count` records."""
     first = max(0, count - min(_SENT_RECORDS, size)) // length
     last = -(-count // length)
     return list(dict.fromkeys(part % (size // length) for part in range(first, last)))
@@ -118,14 +110,15 @@ class BufferSource:
 
     def changed(self) -> dict[int, bytes]:
         """Return the parts that have changed since the last call, by where they start."""
-        found, versions = {}, {}
+        changed_parts = {}
+        versions = {}
         for start, length in parts(self.buffer):
             data = bytes(self.buffer.data[start : start + length])
             versions[start] = zlib.crc32(data)
             if self.versions.get(start) != versions[start]:
-                found[start] = data
+                changed_parts[start] = data
         self.versions = versions
-        return found
+        return changed_parts
 
 
 class BufferCopy:
@@ -142,23 +135,25 @@ class BufferCopy:
             start for start, version in versions.items() if self._versions.get(start) != version
         ]
 
-    def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
+    def write(self, changed_parts: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
         """Write parts: those that others refer to first, the header last."""
-        for start in sorted(found, reverse=True):
+        for start in sorted(changed_parts, reverse=True):
             if start:
-                self.buffer.data[start : start + len(found[start])] = found[start]
+                part = changed_parts[start]
+                self.buffer.data[start : start + len(part)] = part
             self._versions[start] = versions[start]
-        if 0 in found:
-            self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", found[0]))
+        if 0 in changed_parts:
+            self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", changed_parts[0]))
 
-    def _write_header(self, given: tuple[int, ...]) -> None:
-        words, now = self.buffer.words, time.monotonic_ns()
-        blocked_for = max(0, given[Header.HEARTBEAT] - given[Header.BLOCKED_SINCE])
-        for number, value in enumerate(given):
+    def _write_header(self, header: tuple[int, ...]) -> None:
+        words = self.buffer.words
+        now = time.monotonic_ns()
+        blocked_for = max(0, header[Header.HEARTBEAT] - header[Header.BLOCKED_SINCE])
+        for number, value in enumerate(header):
             if number not in (*_OWN, Header.HEARTBEAT, Header.BLOCKED_SINCE):
                 words[number] = value
-        if given[Header.HEARTBEAT] != self._beat:
-            self._beat = given[Header.HEARTBEAT]
+        if header[Header.HEARTBEAT] != self._beat:
+            self._beat = header[Header.HEARTBEAT]
             words[Header.HEARTBEAT] = now
         words[Header.BLOCKED_SINCE] = now - blocked_for
 

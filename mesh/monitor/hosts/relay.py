@@ -71,9 +71,8 @@ _MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
-_ABOUT_TO_GO = (
-    8  # of the fingerprints of a group: the oldest may be overwritten while they are copied
-)
+# of the fingerprints of a group: the oldest may be overwritten while they are copied
+_ABOUT_TO_GO = 8
 
 
 @dataclass
@@ -135,9 +134,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Publish for this host when this rank has to, and compare with the neighbours on other
-    hosts.
-    """
+    """Publish for this host when this rank has to, and compare with neighbours elsewhere."""
 
     def __init__(
         self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
@@ -148,17 +145,15 @@ class Relay:
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
-        self._mine: tuple[int, ...] = ()
+        self._own_ranks: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        self._exchanged = self._felt = self._answered = (
-            0.0  # clocks that stop while this process is stopped
-        )
+        # clocks that stop while this process is stopped
+        self._exchanged = self._felt = self._answered = 0.0
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
-        self._compared: dict[
-            tuple[int, int], int
-        ] = {}  # how many collectives of a group have been compared with a neighbour's copy
+        # how many collectives of a group have been compared with a neighbour's copy
+        self._compared: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardmesh-relay", daemon=True)
 
@@ -185,7 +180,7 @@ class Relay:
     def _run(self) -> None:
         while self._shares_store and not self._over.is_set():
             self._try_to(self._connect)
-        while not self._mine and not self._over.is_set():
+        while not self._own_ranks and not self._over.is_set():
             self._try_to(self._find_hosts)
         while self._others and not self._over.wait(self._pause()):
             if self._is_speaker():
@@ -223,9 +218,9 @@ class Relay:
             Host(parsed(self._key(f"place/{ranks[0]}"), place.encode(), _name_of), tuple(ranks))
             for place, ranks in ranks_of.items()
         ]
-        mine = next(h.ranks for h in hosts if rank in h.ranks)
-        self._others = [h for h in hosts if h.ranks != mine]
-        self._mine = mine
+        own_ranks = next(h.ranks for h in hosts if rank in h.ranks)
+        self._others = [h for h in hosts if h.ranks != own_ranks]
+        self._own_ranks = own_ranks
 
     def _pause(self) -> float:
         waits = any(0 < buffer.words[Header.BLOCKED] < MAY_GO_ON for buffer in self._buffers())
@@ -233,7 +228,9 @@ class Relay:
 
     def _buffers(self) -> list[TraceBuffer]:
         return [
-            buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None
+            buffer
+            for rank in self._own_ranks
+            if (buffer := self._directory.buffer_of(rank)) is not None
         ]
 
     def _living(self) -> list[int]:
@@ -290,8 +287,8 @@ class Relay:
         said: dict[str, Any] = {
             "beat": time.monotonic_ns(),
             "pages": {},
-            "wanted": self._wanted(),
-            "answers": self._given(),
+            "wanted": self._stack_requests(),
+            "answers": self._answered_requests(),
         }
         for buffer in self._buffers():
             rank = buffer.words[Header.RANK]
@@ -300,7 +297,7 @@ class Relay:
             said["pages"][rank] = list(source.versions.items())
         verdict = self._monitor.standing()
         said["verdict"] = None if verdict is None else verdict.to_json()
-        entries[f"head/{self._mine[0]}"] = json.dumps(said).encode()
+        entries[f"head/{self._own_ranks[0]}"] = json.dumps(said).encode()
         self._store.multi_set(list(entries), list(entries.values()))
 
     def _fetch(self, host: Host) -> None:
@@ -317,7 +314,8 @@ class Relay:
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
             if (newer := self._said(host, data))["beat"] != said["beat"]:
-                said, parts = newer, {}
+                said = newer
+                parts = {}
         self._take(host, said, parts)
 
     def _key(self, name: str) -> str:
@@ -334,31 +332,27 @@ class Relay:
         )
 
     def _missing(self, host: Host, said: Any) -> list[str]:
-        found = [
-            f"page/{rank}/{start}"
-            for rank, versions in _versions(said)
-            for start in self._copy(host, rank).missing(versions)
-        ]
-        if found and not self._store.check(
-            found
-        ):  # to ask for a part that is not there waits without end
+        keys: list[str] = []
+        for rank, versions in _versions(said):
+            starts = self._copy(host, rank).missing(versions)
+            keys += [f"page/{rank}/{start}" for start in starts]
+        # to ask for a part that is not there waits without end
+        if keys and not self._store.check(keys):
             raise bad_value(self._key(host.head), "its state", "it names parts that are not there")
-        return found
+        return keys
 
     def _copy(self, host: Host, rank: int) -> BufferCopy:
-        found = host.copies.get(rank)
-        if found is None:
+        copy = host.copies.get(rank)
+        if copy is None:
             try:
-                found = host.copies[rank] = make_copy(self._directory.path(rank))
+                copy = host.copies[rank] = make_copy(self._directory.path(rank))
             except OSError as error:
                 self._monitor.give_up(f"no copies of the files of other hosts can be made: {error}")
                 raise
-        return found
+        return copy
 
     def _check_part(self, key: str, data: bytes, rank: int, start: int) -> None:
-        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace
-        buffer.
-        """
+        """Raise StoreValueError for bytes that do not fit their place in a rank's trace buffer."""
         try:
             if not is_part(start, len(data)):
                 raise ValueError("no trace buffer has such a part")
@@ -374,17 +368,17 @@ class Relay:
             self._check_part(key, data, int(rank), int(start))
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
-            mine = f"page/{rank}/"
+            prefix = f"page/{rank}/"
             self._copy(host, rank).write(
                 {
-                    int(key[len(mine) :]): data
+                    int(key[len(prefix) :]): data
                     for key, data in parts.items()
-                    if key.startswith(mine)
+                    if key.startswith(prefix)
                 },
                 versions,
             )
         self._ask(host, said["wanted"])
-        for rank, count in said["answers"].get(str(self._mine[0]), {}).items():
+        for rank, count in said["answers"].get(str(self._own_ranks[0]), {}).items():
             if int(rank) in host.copies:
                 host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = count
         host.is_notified = said["verdict"] is not None
@@ -393,7 +387,7 @@ class Relay:
 
     # -- questions for stacks ----------------------------------------------------------------------
 
-    def _wanted(self) -> dict[int, int]:
+    def _stack_requests(self) -> dict[int, int]:
         """Return which stacks ranks of this host ask for from other hosts' ranks."""
         words = {
             rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()
@@ -404,15 +398,16 @@ class Relay:
             if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]
         }
 
-    def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
+    def _ask(self, host: Host, requests: Mapping[str, int]) -> None:
         """Pass another host's requests for stacks on to the ranks of this one."""
-        for rank in set(map(int, wanted)) & set(self._mine):
-            buffer, request = self._directory.buffer_of(rank), wanted[str(rank)]
+        for rank in set(map(int, requests)) & set(self._own_ranks):
+            buffer = self._directory.buffer_of(rank)
+            request = requests[str(rank)]
             if buffer is not None and host.asked.get(rank, (0, 0))[1] != request:
                 buffer.words[Header.STACK_WANTED] += 1
                 host.asked[rank] = buffer.words[Header.STACK_WANTED], request
 
-    def _given(self) -> dict[int, dict[int, int]]:
+    def _answered_requests(self) -> dict[int, dict[int, int]]:
         """Return by host and rank which requests have been answered."""
         words = {buffer.words[Header.RANK]: buffer.words for buffer in self._buffers()}
         return {
@@ -440,7 +435,8 @@ class Relay:
                 self._compare(recorder)
 
     def _note_silence(self) -> None:
-        unanswered, store = self._felt - self._answered, f"the store at {self._address}"
+        unanswered = self._felt - self._answered
+        store = f"the store at {self._address}"
         for host in self._others:
             silent = self._exchanged - host.heard
             if unanswered > self.lost_after_s:
@@ -522,21 +518,21 @@ def _first_difference(
     """Return the first collective from `first` on, of those that both have called and still have,
     in which a neighbour differs.
     """
-    theirs, row, last, _ = neighbour
-    ours, start, kept = recorder.words, recorder.row or 0, slots_of(recorder.number)
+    other_words, row, last, _ = neighbour
+    own_words = recorder.words
+    start = recorder.row or 0
+    slots = slots_of(recorder.number)
     for sequence in range(
-        max(first, recorder.called - kept + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both
+        max(first, recorder.called - slots + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both
     ):
-        mine, other = (
-            start + (sequence & (kept - 1)) * SLOT_WORDS,
-            row + (sequence & last) * SLOT_WORDS,
-        )
-        one, two = ours[mine], theirs[other]
+        own_slot = start + (sequence & (slots - 1)) * SLOT_WORDS
+        other_slot = row + (sequence & last) * SLOT_WORDS
+        one, two = own_words[own_slot], other_words[other_slot]
         if (
             one
             and two
             and one >> 48 == two >> 48
-            and (one != two or unlike(ours[mine + 1], theirs[other + 1]))
+            and (one != two or unlike(own_words[own_slot + 1], other_words[other_slot + 1]))
         ):
             return sequence
     return None

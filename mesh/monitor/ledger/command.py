@@ -85,8 +85,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere"
         )
     try:
-        found = Ledger.read(folder)
-        report = StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)
+        ledger = Ledger.read(folder)
+        report = (
+            StragglerReport.of(ledger) if arguments.stragglers else ledger.report(arguments.last)
+        )
     except FileNotFoundError as error:
         parser.error(str(error))
     except _DAMAGE as error:
@@ -96,9 +98,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     print(f"{printable(str(folder))}\n\n{report}")
     try:
         if arguments.trace is not None:
-            found.save_trace(arguments.trace)
+            ledger.save_trace(arguments.trace)
         if arguments.flight_recorder is not None:
-            found.save_flight_recorder(arguments.flight_recorder)
+            ledger.save_flight_recorder(arguments.flight_recorder)
     except OSError as error:
         parser.error(
             f"{shortened(str(error.filename or ''))} cannot be written: {error.strerror or error}"
@@ -107,13 +109,13 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(
             f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})"
         )
-    if found.damage:
-        parser.exit(1, f"{parser.prog}: error: {found.damage}\n")
+    if ledger.damage:
+        parser.exit(1, f"{parser.prog}: error: {ledger.damage}\n")
     return 0
 
 
 def newest_job() -> Path | None:
     """Return the folder of the user's job that began, or ended, last."""
     folders = [one for parent in parent_folders() for one in job_folders(parent)]
-    found = [one for one in folders if not is_being_deleted(one[1]) and trace_files(one[1])]
-    return max(found)[1] if found else None
+    jobs = [one for one in folders if not is_being_deleted(one[1]) and trace_files(one[1])]
+    return max(jobs)[1] if jobs else None

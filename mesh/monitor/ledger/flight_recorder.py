@@ -42,7 +42,7 @@ def dumps(ledger: Ledger) -> dict[int, dict[str, Any]]:
     the ledger does not record it.
     """
     names = _names(ledger)
-    return {rank: _dump(found.entries, names) for rank, found in ledger.ranks.items()}
+    return {rank: _dump(rank_ledger.entries, names) for rank, rank_ledger in ledger.ranks.items()}
 
 
 def _names(ledger: Ledger) -> dict[int, str]:
@@ -50,8 +50,8 @@ def _names(ledger: Ledger) -> dict[int, str]:
     some of them before the first call.
     """
     names: dict[int, str] = {}
-    for found in ledger.ranks.values():
-        for entry in found.entries:
+    for rank_ledger in ledger.ranks.values():
+        for entry in rank_ledger.entries:
             names.setdefault(entry.group_key, entry.group)
     return names
 
@@ -91,8 +91,10 @@ def _status(entries: Iterable[LedgerEntry]) -> dict[str, int]:
 
 
 def _entry(entry: LedgerEntry, group: int, name: str) -> dict[str, Any]:
-    sizes, dtypes = _sizes(entry), [_dtype(entry.dtype)]
-    start, end = int(entry.start * 1e9), None if entry.end is None else int(entry.end * 1e9)
+    sizes = _sizes(entry)
+    dtypes = [_dtype(entry.dtype)]
+    start = int(entry.start * 1e9)
+    end = None if entry.end is None else int(entry.end * 1e9)
     return {
         "record_id": entry.record,
         "pg_id": group,
@@ -128,7 +130,8 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     """Return the flat sizes of input and output; of an all_to_all without the part that stays, so
     that sums over ranks agree.
     """
-    size, n = entry.elements or 0, len(entry.ranks)
+    size = entry.elements or 0
+    n = len(entry.ranks)
     if not _is_known(entry) or entry.elements is None:
         item = _item_bytes(entry.dtype)
         return [entry.bytes_sent // item], [entry.bytes_received // item]

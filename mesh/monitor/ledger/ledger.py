@@ -155,7 +155,8 @@ class RankLedger:
     def _waiting(self) -> list[str]:
         if self.blocked is None or self.blocked_since is None:
             return []
-        entry, waited = self.blocked, max(0.0, self.seen - self.blocked_since)
+        entry = self.blocked
+        waited = max(0.0, self.seen - self.blocked_since)
         return [
             f"waiting for {waited:.1f} s in number {entry.sequence} over {entry.group}: "
             f"{entry.text} at {entry.place}"
@@ -199,14 +200,14 @@ class Ledger:
         Communication: none.
         """
         paths = trace_files(Path(folder))
-        found = {path: buffer for path in paths if (buffer := open_buffer(path)) is not None}
-        if not found:
+        buffers = {path: buffer for path in paths if (buffer := open_buffer(path)) is not None}
+        if not buffers:
             others = " that only you can write" if paths else ""
             raise FileNotFoundError(
                 f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace "
                 f"...){others}: give the folder of a job of yours."
             )
-        ledger = Ledger({buffer.words[Header.RANK]: buffer for buffer in found.values()})
+        ledger = Ledger({buffer.words[Header.RANK]: buffer for buffer in buffers.values()})
         try:
             ledger.verdict = read_verdict(Path(folder))
         except (OSError, ValueError) as error:
@@ -224,14 +225,14 @@ class Ledger:
         Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives
         may be missing. In simulated and null worlds there is only the caller's rank.
         """
-        found = {
+        ledgers = {
             rank: read_buffer(buffer)
             for rank, buffer in sorted(self._buffers.items())
             if rank != self.rank
         }
         if self._own is not None:
-            found[self._own.rank] = self._own
-        return dict(sorted(found.items()))
+            ledgers[self._own.rank] = self._own
+        return dict(sorted(ledgers.items()))
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
@@ -240,25 +241,24 @@ class Ledger:
         """
         if self._own is not None:
             return self._own.entries
-        return tuple(
-            sorted(
-                (e for found in self.ranks.values() for e in found.entries), key=lambda e: e.start
-            )
-        )
+        entries: list[LedgerEntry] = []
+        for rank_ledger in self.ranks.values():
+            entries += rank_ledger.entries
+        return tuple(sorted(entries, key=lambda entry: entry.start))
 
     def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
         """Yield each collective as a dict from rank to its entry, for the ranks that have called
         it.
         """
-        found: dict[tuple[int, int], dict[int, LedgerEntry]] = {}
+        collectives: dict[tuple[int, int], dict[int, LedgerEntry]] = {}
         for rank, its in self.ranks.items():
             for entry in its.entries:
-                found.setdefault((entry.group_key, entry.sequence), {})[rank] = entry
-        return iter(found.values())
+                collectives.setdefault((entry.group_key, entry.sequence), {})[rank] = entry
+        return iter(collectives.values())
 
     def report(self, last: int = _LAST) -> str:
         """Return the state and last collectives of all ranks, and why the job could not go on."""
-        parts = [found.report(last) for found in self.ranks.values()]
+        parts = [rank_ledger.report(last) for rank_ledger in self.ranks.values()]
         if self.verdict is not None:
             parts.append(f"why the job could not go on ({self.verdict.kind}):\n{self.verdict.text}")
         return "\n\n".join(parts)
@@ -392,21 +392,19 @@ def _records(buffer: TraceBuffer) -> list[Record]:
     """Return the records with a call. Copies of other hosts' buffers lack the oldest ones, as does
     a buffer without room for more text.
     """
-    found = list(buffer.records())
+    records = list(buffer.records())
     oldest = buffer.words[Header.RECORDS] - RECORDS
-    kept = [record for record in found if record.number >= oldest and record.call]
-    if len(kept) > 1 and kept[0].start > kept[1].start:  # it is being overwritten
-        return kept[1:]
-    return kept
+    complete = [record for record in records if record.number >= oldest and record.call]
+    if len(complete) > 1 and complete[0].start > complete[1].start:  # it is being overwritten
+        return complete[1:]
+    return complete
 
 
 def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
-    """Return (step, number of its first record, time) of the steps that are still known, the oldest
-    first.
-    """
+    """Return (step, number of its first record, time) of the last steps, the oldest first."""
     words = buffer.words[_MARKS:_MARKS_END].tolist()
-    found = zip(words[::3], words[1::3], words[2::3], strict=True)
-    return sorted((mark for mark in found if mark[2]), key=lambda mark: mark[2])
+    marks = zip(words[::3], words[1::3], words[2::3], strict=True)
+    return sorted((mark for mark in marks if mark[2]), key=lambda mark: mark[2])
 
 
 def _state(buffer: TraceBuffer) -> str:
@@ -461,10 +459,8 @@ class _Reader:
         axes, ranks, key = (
             self._groups[record.group] if record.group < len(self._groups) else _NO_GROUP
         )
-        start, end = (
-            (record.start + self._clock) / 1e9,
-            (record.end + self._clock) / 1e9 if record.end else None,
-        )
+        start = (record.start + self._clock) / 1e9
+        end = (record.end + self._clock) / 1e9 if record.end else None
         return LedgerEntry(
             self._rank,
             record.number,
@@ -483,11 +479,11 @@ class _Reader:
         )
 
     def _call(self, text: str) -> tuple[str, str, str, int | None, str]:
-        found = self._calls.get(text)
-        if found is None:
+        fields = self._calls.get(text)
+        if fields is None:
             op, how, dtype, size, layout = fields_of(text)
-            found = self._calls[text] = (op, how, dtype, whole_number(size), layout)
-        return found
+            fields = self._calls[text] = (op, how, dtype, whole_number(size), layout)
+        return fields
 
     def _step(self, number: int) -> int | None:
         return self._steps[bisect_right(self._firsts, number)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()  # may be entered many times
 
 
-def named(tag: CommTag) -> AbstractContextManager[object]:
+def profiler_range(tag: CommTag) -> AbstractContextManager[object]:
     """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does
     nothing while no profiler runs.
     """

@@ -61,16 +61,16 @@ class Waits:
         return self._sums(1)
 
     def _sums(self, which: int) -> dict[int, float]:
-        found: dict[int, float] = {}
+        sums: dict[int, float] = {}
         for pair, seconds in self.between.items():
-            found[pair[which]] = found.get(pair[which], 0.0) + seconds
-        return dict(sorted(found.items()))
+            sums[pair[which]] = sums.get(pair[which], 0.0) + seconds
+        return dict(sorted(sums.items()))
 
     @property
     def straggler(self) -> int | None:
         """The rank that others waited for longest; None if no rank waited."""
-        found = self.for_rank
-        return max(found, key=lambda rank: found[rank]) if self.total else None
+        seconds_of = self.for_rank
+        return max(seconds_of, key=lambda rank: seconds_of[rank]) if self.total else None
 
 
 class StragglerReport:
@@ -97,19 +97,19 @@ class StragglerReport:
             lines.setdefault(
                 (wait.entry.place, f"{wait.entry.op} over {wait.entry.group}"), Waits()
             ).add(wait)
-        self.lines = dict(sorted(lines.items(), key=lambda found: -found[1].total))
+        self.lines = dict(sorted(lines.items(), key=lambda line: -line[1].total))
 
     @staticmethod
-    def of(found: Ledger) -> StragglerReport:
+    def of(ledger: Ledger) -> StragglerReport:
         waits: list[Wait] = []
         left_out = 0
-        for parts in found.collectives():
+        for parts in ledger.collectives():
             if len(parts) < len(next(iter(parts.values())).ranks):
                 left_out += 1
             else:
                 waits += _waits(parts)
         return StragglerReport(
-            list(found.ranks), sorted(waits, key=lambda wait: wait.entry.start), left_out
+            list(ledger.ranks), sorted(waits, key=lambda wait: wait.entry.start), left_out
         )
 
     def report(self) -> str:
@@ -145,7 +145,8 @@ class StragglerReport:
         return table_lines([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
-        between, shown = self.all.between, self._shown()
+        between = self.all.between
+        shown = self._shown()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
         rows = [
             [f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)]

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry, RankLedger
 
 _STEPS = 0  # thread of a rank's steps; those of groups follow
-_Lane = tuple[
-    int, int
-]  # a group, and which of its threads: collectives that overlap are on several
+# a group, and which of its threads: collectives that overlap are on several
+_Lane = tuple[int, int]
 
 
 def save_trace(ledger: Ledger, path: str | Path) -> None:
@@ -28,9 +27,11 @@ def events(ledger: Ledger) -> list[dict[str, Any]]:
     """Return all ranks' collectives and steps as events of Chrome's trace format; times in
     microseconds since 1970.
     """
-    ranks = {rank: _RankTrace(found) for rank, found in ledger.ranks.items()}
-    found = [event for rank in ranks.values() for event in rank.events()]
-    return found + list(_arrows(ledger, ranks))
+    ranks = {rank: _RankTrace(rank_ledger) for rank, rank_ledger in ledger.ranks.items()}
+    events: list[dict[str, Any]] = []
+    for rank in ranks.values():
+        events += rank.events()
+    return [*events, *_arrows(ledger, ranks)]
 
 
 class _RankTrace:
@@ -61,7 +62,7 @@ class _RankTrace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         its = self._ledger
-        yield self._named(
+        yield self._metadata_event(
             "process_name", 0, f"rank {its.rank} ({its.host or 'simulated'}, {its.state})"
         )
         yield {
@@ -71,12 +72,12 @@ class _RankTrace:
             "args": {"sort_index": its.rank},
         }
         for thread, name in self._names.items():
-            yield self._named("thread_name", thread, name)
+            yield self._metadata_event("thread_name", thread, name)
         for entry in its.entries:
             yield self._event(entry)
         yield from self._steps()
 
-    def _named(self, what: str, thread: int, name: str) -> dict[str, Any]:
+    def _metadata_event(self, what: str, thread: int, name: str) -> dict[str, Any]:
         return {
             "name": what,
             "ph": "M",

@@ -31,15 +31,16 @@ def sweep(parent: Path) -> None:
     """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at
     most about half a second.
     """
-    kept, folders = 0, sorted(job_folders(parent), reverse=True)
+    kept_folders = 0
+    folders = sorted(job_folders(parent), reverse=True)
     began = time.monotonic()
     for changed, folder in folders:
         if time.monotonic() - began > _LONGEST_S:
             return
         if not is_left(folder, changed):
             continue
-        if kept < _KEPT and not is_being_deleted(folder):
-            kept += 1
+        if kept_folders < _KEPT and not is_being_deleted(folder):
+            kept_folders += 1
         else:
             _remove(folder)
 
@@ -53,9 +54,7 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_jobs_of(pids: Collection[int]) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these processes, which
-    have ended.
-    """
+    """Delete the folders of jobs whose ranks on this host were all among these ended processes."""
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
@@ -68,8 +67,7 @@ def remove_jobs_of(pids: Collection[int]) -> None:
 
 
 def is_left(folder: Path, changed: float) -> bool:
-    """Return whether a job has left this folder: it is over, and no rank of it can still be
-    starting.
+    """Return whether a job has left this folder: it is over, and no rank may still be starting.
 
     Args:
         changed: time of the folder's last change, in seconds since 1970.
@@ -96,9 +94,7 @@ def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
 
 
 def _has_left(header: TraceBuffer) -> bool:
-    """Return whether the rank has ended its part in the job; one that has raised may still be
-    ending.
-    """
+    """Return whether the rank has ended its part; one that has raised may still be ending."""
     return header.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
 
 

@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LARGEST_SHARE = (
-    4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
-)
+# a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
+_LARGEST_SHARE = 4
 _GONE = ".gone"  # suffix of a folder that is being deleted
 _NO_FOLLOW = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -31,9 +30,8 @@ _NO_FOLLOW = (
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = re.compile(r"[0-9A-Za-z_-]+(\.gone)?")  # of a job, after the prefix
 _TRACE = re.compile(r"rank[0-9]+\.trace")
-_FILES = re.compile(
-    r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)"
-)  # all that are ever in a job's folder
+# all that are ever in a job's folder
+_FILES = re.compile(r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)")
 _start_folder = os.getcwd()  # a program may change its folder before it makes its first mesh
 
 
@@ -59,10 +57,13 @@ def parent_folders() -> list[Path]:
 
 def _has_room(folder: Path, needed: int) -> bool:
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
     except OSError:
         return False
-    return os.access(folder, os.W_OK) and found.f_bavail * found.f_frsize >= _LARGEST_SHARE * needed
+    return (
+        os.access(folder, os.W_OK)
+        and file_system.f_bavail * file_system.f_frsize >= _LARGEST_SHARE * needed
+    )
 
 
 def folder_prefix() -> str:
@@ -81,8 +82,8 @@ def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = No
     written it.
     """
     file = os.open(path, flags | _NO_FOLLOW, 0o600, dir_fd=folder)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or not is_own(found):
+    stat_result = os.fstat(file)
+    if not stat.S_ISREG(stat_result.st_mode) or not is_own(stat_result):
         os.close(file)
         raise PermissionError(
             errno.EPERM, "it is not a plain file that only this user can write", str(path)
@@ -90,10 +91,10 @@ def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = No
     return file
 
 
-def is_own(found: os.stat_result) -> bool:
+def is_own(stat_result: os.stat_result) -> bool:
     """Return whether a file or folder belongs to this user, and nobody else can write to it."""
     return not hasattr(os, "geteuid") or (
-        found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+        stat_result.st_uid == os.geteuid() and not stat_result.st_mode & _WRITABLE_BY_OTHERS
     )
 
 
@@ -122,10 +123,10 @@ def make_own_folder(path: Path) -> None:
 def is_own_folder(path: Path) -> bool:
     """Return whether this is a folder, and no link to one, that only this user can write to."""
     try:
-        found = os.lstat(path)
+        stat_result = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and is_own(found)
+    return stat.S_ISDIR(stat_result.st_mode) and is_own(stat_result)
 
 
 def remove_folder(path: Path) -> None:
@@ -166,9 +167,9 @@ def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
     for entry in entries:
         if _FOLDER.fullmatch(entry.name.removeprefix(prefix)) and entry.name.startswith(prefix):
             with contextlib.suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode) and is_own(found):
-                    yield found.st_mtime, Path(entry.path)
+                stat_result = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(stat_result.st_mode) and is_own(stat_result):
+                    yield stat_result.st_mtime, Path(entry.path)
 
 
 def is_being_deleted(folder: Path) -> bool:
@@ -190,17 +191,16 @@ def make_file(path: Path, size: int) -> Path:
 
     Raises: OSError where there is no room, or the folder cannot be written to.
     """
-    file = open_own(
-        path, os.O_RDWR | os.O_CREAT
-    )  # never shorter than it was: another rank may have it mapped
+    # never shorter than it was: another rank may have it mapped
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        there = os.fstat(file).st_size
-        if there >= size:
+        current_size = os.fstat(file).st_size
+        if current_size >= size:
             return path
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
         else:  # on macOS
-            os.pwrite(file, bytes(size - there), there)
+            os.pwrite(file, bytes(size - current_size), current_size)
     finally:
         os.close(file)
     return path

@@ -117,17 +117,17 @@ class JobDirectory:
         """An identifier that is equal on two ranks exactly if they see the same files, whatever the
         names of their folders.
         """
-        found = os.fstat(self._alarm_file)
-        return f"{found.st_dev}:{found.st_ino}"
+        stat_result = os.fstat(self._alarm_file)
+        return f"{stat_result.st_dev}:{stat_result.st_ino}"
 
     def buffer_of(self, rank: int) -> TraceBuffer | None:
         """Return the trace buffer of a rank; None as long as there is none."""
-        found = self._buffers.get(rank)
-        if found is None:
-            found = open_buffer(self.path(rank))
-            if found is not None:
-                self._buffers[rank] = found
-        return found
+        buffer = self._buffers.get(rank)
+        if buffer is None:
+            buffer = open_buffer(self.path(rank))
+            if buffer is not None:
+                self._buffers[rank] = buffer
+        return buffer
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make this the verdict of the job, unless there is one; return the one that stands."""
@@ -320,19 +320,19 @@ def _exists(pid: int) -> bool:
 
 
 def born(pid: int) -> int:
-    found = process_state(pid)
-    return 0 if found is None else found[1]
+    state = process_state(pid)
+    return 0 if state is None else state[1]
 
 
 def is_dead(buffer: TraceBuffer) -> bool:
     """Return whether the process of a buffer on this host is gone."""
     if not is_local(buffer) or not _has_own_proc():
         return False
-    found = process_state(buffer.words[Header.PID])
-    return found is None or found[0] in "ZX" or found[1] != buffer.words[Header.BORN]
+    state = process_state(buffer.words[Header.PID])
+    return state is None or state[0] in "ZX" or state[1] != buffer.words[Header.BORN]
 
 
 def is_stopped(buffer: TraceBuffer) -> bool:
     """Return whether the process of a buffer on this host was stopped by a signal."""
-    found = process_state(buffer.words[Header.PID]) if is_local(buffer) else None
-    return found is not None and found[0] in "Tt"
+    state = process_state(buffer.words[Header.PID]) if is_local(buffer) else None
+    return state is not None and state[0] in "Tt"

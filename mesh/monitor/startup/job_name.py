@@ -61,17 +61,15 @@ def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Return whether a process of this host that used the name has ended. Only torchrun uses a
-    store again.
-    """
+    """Return whether a process here that used the name has ended; only torchrun reuses a store."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
-    here = f"{record}/{machine()}"
-    store.append(here, f"{info.rank} ")
-    ranks = parsed(here, store.get(here), rank_list) - {info.rank}
+    host_key = f"{record}/{machine()}"
+    store.append(host_key, f"{info.rank} ")
+    ranks = parsed(host_key, store.get(host_key), rank_list) - {info.rank}
     keys = [f"{record}/rank{rank}" for rank in sorted(ranks)]
     if keys and not store.check(keys):
-        raise bad_value(here, store.get(here), "it names ranks that have not come")
+        raise bad_value(host_key, store.get(host_key), "it names ranks that have not come")
     infos = store.multi_get(keys) if keys else []
     return any(
         parsed(key, text, RankInfo.from_json).is_gone()

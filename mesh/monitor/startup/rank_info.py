@@ -82,18 +82,19 @@ class RankInfo:
     @staticmethod
     def from_json(text: str | bytes) -> RankInfo:
         """Return the rank info in a text that anybody may have written. Raises: ValueError."""
-        found = has_fields(
+        fields = has_fields(
             json_object(text if isinstance(text, str) else text.decode()),
             RankInfo.__dataclass_fields__,
         )
         names = ("host", "machine", "job", "device")
-        texts = {name: shortened(checked(found[name], str)) for name in names}
+        texts = {name: shortened(checked(fields[name], str)) for name in names}
         alike = {
             shortened(key): shortened(checked(value, str))
-            for key, value in checked(found["alike"], dict).items()
+            for key, value in checked(fields["alike"], dict).items()
         }
-        rank, pid = whole(found["rank"], MOST_RANKS - 1), whole(found["pid"], _MOST_PID)
-        numbers = whole(found["born"]), whole(found["start"])
+        rank = whole(fields["rank"], MOST_RANKS - 1)
+        pid = whole(fields["pid"], _MOST_PID)
+        numbers = whole(fields["born"]), whole(fields["start"])
         return RankInfo(
             rank,
             texts["host"],
@@ -120,8 +121,8 @@ class RankInfo:
         """Return whether its process is known to have ended; on other hosts that is unknown."""
         if self.machine != machine():
             return False
-        found = process_state(self.pid)
-        return found is None or found[0] in "ZX" or found[1] != self.born
+        state = process_state(self.pid)
+        return state is None or state[0] in "ZX" or state[1] != self.born
 
 
 def own_rank_info(
@@ -142,17 +143,13 @@ def own_rank_info(
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """Return the launcher's name for the job. torchrun's static rendezvous calls every job
-    "none".
-    """
+    """Return the launcher's name for the job; torchrun's static rendezvous calls each "none"."""
     name = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
 def machine() -> str:
-    """Return a text that is the same for processes that can look each other up by their process
-    numbers.
-    """
+    """Return a text that is equal for processes that see each other's process numbers."""
     return f"{boot_id()}/{pid_space()}"
 
 
@@ -160,10 +157,10 @@ def file_store_fault(store: Any, rank: int) -> str:
     """Return what is wrong if a file store knows another process as this rank (a killed job's, or a
     second one); else "".
     """
-    mine = own_rank_info(rank, {}, 0, os.environ)
+    own_info = own_rank_info(rank, {}, 0, os.environ)
     key = f"shardmesh/file/{rank}"
-    holder = parsed(key, store.compare_set(key, "", mine.to_json()), RankInfo.from_json)
-    if holder.is_same_process(mine):
+    holder = parsed(key, store.compare_set(key, "", own_info.to_json()), RankInfo.from_json)
+    if holder.is_same_process(own_info):
         return ""
     was = (
         "has ended, so the file was left by a job that was killed"
@@ -171,7 +168,7 @@ def file_store_fault(store: Any, rank: int) -> str:
         else "has the same rank"
     )
     return (
-        f"rank {rank} ({mine.place}) is already registered in the file store of "
+        f"rank {rank} ({own_info.place}) is already registered in the file store of "
         f"init_process_group: {holder.place} {was}. Remove the "
         'file before each start, or let torchrun find the ranks (init_method="env://").'
     )
@@ -181,7 +178,7 @@ def what_must_agree(
     size: int, device_type: str, backend: str, env: Mapping[str, str]
 ) -> dict[str, str]:
     """Return name and value of everything that must be the same on all ranks."""
-    found = {
+    values = {
         "WORLD_SIZE": str(size),
         "shardmesh": __version__,
         "torch": torch.__version__,
@@ -192,11 +189,11 @@ def what_must_agree(
     if "nccl" in backend and dist.is_nccl_available():  # often a separate package
         from torch.cuda import nccl
 
-        found["NCCL"] = ".".join(map(str, nccl.version()))
+        values["NCCL"] = ".".join(map(str, nccl.version()))
     names = sorted(
         name for name in env if name in ALIKE or (name.startswith(_OWN) and name not in _PER_HOST)
     )
-    return found | {name: env[name] for name in names if not is_secret(name)}
+    return values | {name: env[name] for name in names if not is_secret(name)}
 
 
 def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:

@@ -109,9 +109,7 @@ class InnerGroup(_ProcessGroup):
         return InnerWork(work)
 
     def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which
-        `wait_tensor` waits.
-        """
+        """Start `all_gather_into_tensor_out`; return `out`, for which `wait_tensor` waits."""
         _register_work(out, self._call("_allgather_base", (out, x)))
         return out
 
@@ -206,32 +204,33 @@ def _kernel(operator: Any, inner_of: Callable[[Any], Any]) -> Callable[..., Any]
     own_key = torch._C.DispatchKey.CompositeExplicitAutograd
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[position]
-        name = given if isinstance(given, str) else given.group_name
+        group_or_name = args[position]
+        name = group_or_name if isinstance(group_or_name, str) else group_or_name.group_name
         real = _c10d._resolve_process_group(name)
         inner = inner_of(real)
         if inner is not real and operator is _gather_out():
             return inner.gather_into(args[0], kwargs["out"])
         if inner is not real:
-            args = (*args[:position], _registered(name, inner), *args[position + 1 :])
+            args = (*args[:position], _register_inner(name, inner), *args[position + 1 :])
         return operator._op_dk(own_key, *args, **kwargs)
 
     return call
 
 
 def _make(real: Any) -> InnerGroup:
-    key, name = id(real), real.group_name
+    key = id(real)
+    name = real.group_name
 
     def forget_one(_: Any) -> None:
         _inner.pop(key, None)
         _unregister(name)
 
-    made = InnerGroup(real)
-    _inner[key] = weakref.ref(real, forget_one), made
-    return made
+    inner = InnerGroup(real)
+    _inner[key] = weakref.ref(real, forget_one), inner
+    return inner
 
 
-def _registered(name: str, inner: InnerGroup) -> str:
+def _register_inner(name: str, inner: InnerGroup) -> str:
     """Return the name by which C++ finds the group that stands in for the one of this name."""
     with _registering:
         if name not in _names:
@@ -247,9 +246,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Restore the operators and forget the groups. C++ code that still holds one continues to use
-    it, unmonitored.
-    """
+    """Restore the operators and forget the groups; C++ that holds one goes on unmonitored."""
     global _kernels
     if _kernels is not None:
         _kernels._destroy()

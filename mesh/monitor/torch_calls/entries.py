@@ -154,7 +154,7 @@ def all_to_all_flat(
     rows = x.shape[0] if x.dim() else 0, out.shape[0] if out.dim() else 0
     both = zip((in_splits, out_splits), rows, strict=True)
     sent, expected = (
-        [*given] if given else [count // recorder.size] * recorder.size for given, count in both
+        [*splits] if splits else [count // recorder.size] * recorder.size for splits, count in both
     )
     number = recorder.enter("all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes)
     recorder.show_splits(number, sent, expected)

@@ -45,9 +45,7 @@ class CreationRecorders:
         self._by_ranks: dict[tuple[int, ...], CreationRecorder] = {}
 
     def of(self, ranks: Sequence[int] | None) -> CreationRecorder | None:
-        """Return the recorder for a new group of these ranks; None if making it waits for nobody,
-        or fails.
-        """
+        """Return the recorder for a new group; None if making it waits for nobody, or fails."""
         directory = self._monitor.directory
         members = tuple(range(directory.size)) if ranks is None else tuple(sorted(ranks))
         if (
@@ -72,9 +70,8 @@ def waiting_for_members(
     """
 
     def new_group_with_tag(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_local = kwargs.get(
-            "use_local_synchronization", False
-        )  # also the library's own groups, which wait by themselves
+        # also the library's own groups, which wait by themselves
+        is_local = kwargs.get("use_local_synchronization", False)
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
         recorder = None if is_local or is_lazy or _settings.mode == "off" else recorders.of(ranks)
         if recorder is None or not recorder.on_cpu:

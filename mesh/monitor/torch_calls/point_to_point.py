@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...comm.recording.recorder import CommTag, Recorder, _CachedCall
 from ...comm.recording.trace_buffer import Header, stable_hash
 from ..diagnosis import verdict_text
-from ..diagnosis.members import member, members
+from ..diagnosis.members import member, read_members
 from ..recording.job_directory import is_near
 from .recorder import _SOON, UNMARKED, TorchRecorder
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
 
 _MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
-_ALIKE = (
-    3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
-)
+# the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
+_ALIKE = 3
 
 
 class MessageRecorder(TorchRecorder):
@@ -76,11 +75,11 @@ class MessageRecorder(TorchRecorder):
         return True
 
     def _has_come(self, monitor: Monitor, sequence: int) -> bool:
-        found = member(monitor.directory, self.key, self.peer, sequence)
+        peer = member(monitor.directory, self.key, self.peer, sequence)
         return (
-            found.came is not False
+            peer.came is not False
             or self._is_unmatched()
-            or (found.buffer is not None and not is_near(found.buffer))
+            or (peer.buffer is not None and not is_near(peer.buffer))
         )
 
     def _is_unmatched(self) -> bool:
@@ -99,11 +98,11 @@ class MessageRecorder(TorchRecorder):
         monitor = self.monitor
         if monitor is None or self._is_unmatched():
             return
-        found = members(monitor, self, sequence)
-        said = {m.rank: m.record for m in found if m.came}
+        members = read_members(monitor, self, sequence)
+        said = {m.rank: m.record for m in members if m.came}
         sent, expected = said.get(self.src), said.get(self.dst)
         if sent is not None and expected is not None and sent.sent > expected.received:
-            raise monitor.failed(verdict_text.too_large(self, sequence, found))
+            raise monitor.failed(verdict_text.too_large(self, sequence, members))
 
     def _new_call(
         self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None

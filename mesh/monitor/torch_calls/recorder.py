@@ -23,7 +23,7 @@ from ...settings import monotonic_ns
 from ..completion import is_done
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
-from ..diagnosis.members import agree, have_all_come, members
+from ..diagnosis.members import agree, have_all_come, read_members
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -34,9 +34,8 @@ _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to report by itself that its time has run out
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
-_NOT_COME = (
-    "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
-)
+# an attribute of errors: the recorder, and the number of the call
+_NOT_COME = "_shardmesh_not_come"
 
 
 class MarkedContext(threading.local):
@@ -106,9 +105,9 @@ class TorchRecorder(Recorder):
             return False
         if work is None:
             return True
-        found = work()
-        if found is not None and not (
-            is_done(found) if self.on_cpu and not self.is_channel else found.is_completed()
+        pending = work()
+        if pending is not None and not (
+            is_done(pending) if self.on_cpu and not self.is_channel else pending.is_completed()
         ):
             return True
         self.end(sequence, number)
@@ -141,14 +140,12 @@ class TorchRecorder(Recorder):
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
-        """Wait until all ranks have made the call; return whether they have, in this time. Raises:
-        WatchError.
-        """
+        """Wait until all ranks have called; return whether they did in time. Raises: WatchError."""
         monitor = self.monitor
         return monitor is None or monitor.wait_until(
             self,
             sequence,
-            lambda: have_all_come(members(monitor, self, sequence)),
+            lambda: have_all_come(read_members(monitor, self, sequence)),
             timeout.total_seconds() * 1e9,
         )
 
@@ -163,7 +160,7 @@ class TorchRecorder(Recorder):
         timeout has expired.
         """
         if self.monitor is not None and any(
-            m.came is False for m in members(self.monitor, self, sequence)
+            m.came is False for m in read_members(self.monitor, self, sequence)
         ):
             error.__dict__[_NOT_COME] = self, sequence
 
@@ -175,7 +172,7 @@ class TorchRecorder(Recorder):
         """
         super().find_neighbours(directory)
         monitor = self.monitor
-        if monitor is not None and not agree(members(monitor, self, self.called - 1)):
+        if monitor is not None and not agree(read_members(monitor, self, self.called - 1)):
             monitor.look(self)
 
     def _name(self) -> str:
@@ -191,11 +188,11 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
     if error is None:
         return None
     recorder, sequence = error.__dict__[_NOT_COME]
-    found = members(monitor, recorder, sequence)
-    record = next((m.record for m in found if m.rank == monitor.directory.rank), None)
-    if record is None or have_all_come(found):
+    members = read_members(monitor, recorder, sequence)
+    record = next((m.record for m in members if m.rank == monitor.directory.rank), None)
+    if record is None or have_all_come(members):
         return None
-    return verdict_text.stall(monitor, recorder, sequence, found, monotonic_ns() - record.start)
+    return verdict_text.stall(monitor, recorder, sequence, members, monotonic_ns() - record.start)
 
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:

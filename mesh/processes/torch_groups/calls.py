@@ -24,9 +24,8 @@ if dist.is_available():
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-_NEW_NAMES = hasattr(
-    getattr(dist, "ProcessGroup", None), "all_gather_single"
-)  # torch 2.13 renamed three methods
+# torch 2.13 renamed three methods
+_NEW_NAMES = hasattr(getattr(dist, "ProcessGroup", None), "all_gather_single")
 
 
 def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
@@ -34,18 +33,22 @@ def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
     CUDA: on the current stream).
     """
     call = group.all_gather_single if _NEW_NAMES else group._allgather_base
-    return _started(call(out, x, _options("AllgatherOptions", async_op)), async_op)
+    return _wait_unless_async(call(out, x, _options("AllgatherOptions", async_op)), async_op)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, op: str, *, group: Any, async_op: bool) -> Any:
     """Start a reduce_scatter, as `all_gather`."""
     call = group.reduce_scatter_single if _NEW_NAMES else group._reduce_scatter_base
-    return _started(call(out, x, _options("ReduceScatterOptions", async_op, op)), async_op)
+    return _wait_unless_async(
+        call(out, x, _options("ReduceScatterOptions", async_op, op)), async_op
+    )
 
 
 def all_reduce(x: Tensor, op: str, *, group: Any, async_op: bool) -> Any:
     """Start an all_reduce, as `all_gather`."""
-    return _started(group.allreduce([x], _options("AllreduceOptions", async_op, op)), async_op)
+    return _wait_unless_async(
+        group.allreduce([x], _options("AllreduceOptions", async_op, op)), async_op
+    )
 
 
 def all_to_all(
@@ -59,7 +62,7 @@ def all_to_all(
 ) -> Any:
     """Start an all_to_all, as `all_gather`."""
     call = group.all_to_all_single if _NEW_NAMES else group.alltoall_base
-    return _started(
+    return _wait_unless_async(
         call(
             out,
             x,
@@ -73,7 +76,9 @@ def all_to_all(
 
 def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
     """Start a broadcast from the rank with this index in the group, as `all_gather`."""
-    return _started(group.broadcast([x], _options("BroadcastOptions", async_op, src=src)), async_op)
+    return _wait_unless_async(
+        group.broadcast([x], _options("BroadcastOptions", async_op, src=src)), async_op
+    )
 
 
 def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
@@ -84,21 +89,21 @@ def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
     options.asyncOp, options.device = async_op, device
     if device.index is not None:
         options.device_ids = [device.index]
-    return _started(group.barrier(opts=options), async_op)
+    return _wait_unless_async(group.barrier(opts=options), async_op)
 
 
 @lru_cache
 def _options(kind: str, async_op: bool, op: str | None = None, src: int | None = None) -> Any:
-    made = getattr(distributed_c10d, kind)()
-    made.asyncOp = async_op
+    options = getattr(distributed_c10d, kind)()
+    options.asyncOp = async_op
     if op is not None:
-        made.reduceOp = _REDUCE_OP[op]
+        options.reduceOp = _REDUCE_OP[op]
     if src is not None:
-        made.rootRank, made.rootTensor = src, 0
-    return made
+        options.rootRank, options.rootTensor = src, 0
+    return options
 
 
-def _started(work: Any, async_op: bool) -> Any:
+def _wait_unless_async(work: Any, async_op: bool) -> Any:
     if async_op or work is None:
         return work
     work.wait()

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_times_made: Counter[tuple[str, tuple[int, ...]]] = (
-    Counter()
-)  # by job, so that a failure in one does not affect the next
+# by job, so that a failure in one does not affect the next
+_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _lock = threading.Lock()
 
 
@@ -47,14 +46,14 @@ def new_group(
     else:
         timeout = options._timeout
     with _lock, _names_from_ranks(job), _no_bound_device():
-        made: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
+        group: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
             list(ranks),
             backend=backends,
             use_local_synchronization=True,
             timeout=timeout,
             pg_options=options,
         )
-    return made
+    return group
 
 
 def _options(backends: str, timeout: timedelta | None) -> Any:
@@ -70,8 +69,7 @@ def _options(backends: str, timeout: timedelta | None) -> Any:
 
 
 def without_host(backends: str) -> str | None:
-    """Return the backends without gloo for the CPU, None if they are not gloo there and others
-    elsewhere.
+    """Return the backends without gloo for the CPU; None unless they are gloo there only.
 
     >>> without_host("cpu:gloo,cuda:nccl"), without_host("gloo"), without_host("cuda:nccl")
     ('cuda:nccl', None, None)
@@ -115,12 +113,12 @@ def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
     Communication: waits for all ranks of the group.
     """
     store = distributed_c10d._world.pg_map[group][1]
-    made = dist.ProcessGroupGloo(
+    gloo = dist.ProcessGroupGloo(
         dist.PrefixStore("cpu/", store), group.rank(), group.size(), timeout
     )
-    made.options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    made.options.group_name = group.group_name
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, made)
+    gloo.options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    gloo.options.group_name = group.group_name
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     configs = distributed_c10d._world.pg_backend_config
     configs[group] = f"cpu:gloo,{configs[group]}"
 

@@ -63,7 +63,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_default_device_does_not_hide_it() -> None:
     group: Any = Alone()
     with PinnedMemory() as mode, torch.device("meta"):  # as under torch.set_default_device
-        found = symmetric_memory._agreed(group, CPU, None)
+        found = symmetric_memory._allocate_on_all(group, CPU, None)
         simulated = simulated_peers(2, 1 << 10, CPU)
     assert mode.pinned == 1
     assert found is not None
@@ -84,7 +84,7 @@ def test_what_prevents_it_is_logged(
     monkeypatch.setitem(symmetric_memory.PROVIDERS, "cpu", refuse)
     group: Any = Alone()
     with caplog.at_level(logging.WARNING, symmetric_memory.__name__):
-        assert symmetric_memory._agreed(group, CPU, None) is None
+        assert symmetric_memory._allocate_on_all(group, CPU, None) is None
     assert caplog.messages == [
         "rank 0: no symmetric memory among ranks (0,) on cpu: no peer-to-peer access"
     ]

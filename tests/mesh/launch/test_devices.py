@@ -124,7 +124,7 @@ def test_ranks_are_numbered_as_the_launcher_does(
     place = Place.of(env)
     assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
     start(monkeypatch, env)
-    assert rank_zero._of_this_host(5) == range(4, 8)
+    assert rank_zero._ranks_of_this_host(5) == range(4, 8)
     process_groups._bind_device("cuda")
     assert machine["current"] == 1
 

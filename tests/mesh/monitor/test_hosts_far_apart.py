@@ -11,7 +11,7 @@ import torch
 
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm.recording.trace_buffer import LONG_ROWS, SLOTS
-from shardmesh.mesh.monitor.diagnosis.members import members
+from shardmesh.mesh.monitor.diagnosis.members import read_members
 from shardmesh.mesh.monitor.hosts.mirror import BufferSource, make_copy
 from shardmesh.mesh.settings import settings
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
@@ -121,7 +121,8 @@ def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(
     directory = four[0].monitor.directory
     directory._buffers[1] = copy.buffer
     came = [
-        members(four[0].monitor, four[0].recorder(), sequence)[1].came for sequence in range(1001)
+        read_members(four[0].monitor, four[0].recorder(), sequence)[1].came
+        for sequence in range(1001)
     ]
     assert False not in came[:1000]
     assert (came[1000], came[999], came[500]) == (False, True, None)

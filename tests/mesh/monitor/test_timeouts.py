@@ -118,12 +118,12 @@ def test_timeouts_are_told() -> None:
     for backend, timeout in (("cpu", timeouts.ON_HOST), ("cuda", STALL_AND_A_MINUTE)):
         group.backends[backend].options = SimpleNamespace(_timeout=timeout)
     assert (
-        timeouts.described(group)
+        timeouts.backends_text(group)
         == "cpu: gloo, waits without limit; cuda: nccl, 360 s; device bound: none"
     )
     group.bound_device_id = torch.device("cuda", 1)
-    assert timeouts.described(group).endswith("; device bound: cuda:1")
-    assert timeouts.described(Group(cpu="fake")) == "cpu: fake; device bound: none"
+    assert timeouts.backends_text(group).endswith("; device bound: cuda:1")
+    assert timeouts.backends_text(Group(cpu="fake")) == "cpu: fake; device bound: none"
 
 
 def test_released_timeouts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 import shardmesh.mesh.doctor.command as command
 from shardmesh.__main__ import main
 from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, TraceBuffer
-from shardmesh.mesh.doctor.devices import Devices, probed
+from shardmesh.mesh.doctor.devices import Devices, parse_probe
 from shardmesh.mesh.doctor.facts import Place
 from shardmesh.mesh.doctor.system import Leftover, Limits, leftovers, limits, meminfo
 from shardmesh.mesh.monitor.recording.files import folder_prefix
@@ -100,16 +100,18 @@ def test_devices_that_cannot_be_queried():
     def hangs():
         raise subprocess.TimeoutExpired([], 60.0)
 
-    assert probed("CUDA 12.8", True, hangs).error == "the driver did not answer within 60 s"
+    assert parse_probe("CUDA 12.8", True, hangs).error == "the driver did not answer within 60 s"
     assert (
-        probed("CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)).error
+        parse_probe(
+            "CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)
+        ).error
         == "RuntimeError: driver too old"
     )
-    assert probed("CUDA 12.8", True, ended("", "", -11)).error == "exit status -11"
+    assert parse_probe("CUDA 12.8", True, ended("", "", -11)).error == "exit status -11"
     printed = json.dumps(
         {"devices": [["H100", 80 * GIB, 79 * GIB]], "no_peers": [[0, 1]], "nccl": "2.27.3"}
     )
-    assert probed("CUDA 12.8", True, ended(printed)) == Devices(
+    assert parse_probe("CUDA 12.8", True, ended(printed)) == Devices(
         "CUDA 12.8", True, (GPU,), ((0, 1),), "2.27.3"
     )
 
@@ -185,7 +187,7 @@ def write_page(folder: Path, pid: int) -> None:
     ],
 )
 def test_invalid_arguments_raise(arguments, said, capsys, monkeypatch):
-    monkeypatch.setattr(command, "facts", facts)
+    monkeypatch.setattr(command, "collect_facts", facts)
     with pytest.raises(SystemExit) as left:
         main(["doctor", *arguments])
     assert left.value.code == 2
@@ -256,7 +258,7 @@ def test_ranks_that_never_connect_time_out():
 
 
 def test_faults_that_prevent_a_rendezvous_skip_it(monkeypatch, capsys):
-    monkeypatch.setattr(command, "facts", lambda: facts({"GLOO_SOCKET_IFNAME": "ib0"}))
+    monkeypatch.setattr(command, "collect_facts", lambda: facts({"GLOO_SOCKET_IFNAME": "ib0"}))
     monkeypatch.setattr(command, "launch", None)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out

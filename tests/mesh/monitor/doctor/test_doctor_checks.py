@@ -16,10 +16,10 @@ from shardmesh.mesh.doctor.checks import (
     device_of_each_rank,
     findings,
     hosts,
-    merged,
     speed,
+    worst_findings,
 )
-from shardmesh.mesh.doctor.command import _over
+from shardmesh.mesh.doctor.command import _mesh_of_size
 from shardmesh.mesh.doctor.findings import fault, ok, size_text, warning
 from shardmesh.mesh.doctor.job_checks import matches
 from shardmesh.mesh.doctor.report import Report
@@ -59,7 +59,7 @@ HEALTHY = {
         found=(GPU,) * 4,
         nccl="2.27.3",
     ),
-    "Debian's name for itself": facts(own=("127.0.1.1",), here=frozenset({"127.0.1.1"})),
+    "Debian's name for itself": facts(own=("127.0.1.1",), local=frozenset({"127.0.1.1"})),
     "a name that GLOO_SOCKET_IFNAME makes good for": facts(
         TWO_HOSTS | {"GLOO_SOCKET_IFNAME": "eth0"}, own=()
     ),
@@ -501,7 +501,7 @@ FAULTY = [
     ),
     (
         "a name for this host alone",
-        facts(TWO_HOSTS, own=("127.0.1.1",), here=frozenset({"127.0.1.1"})),
+        facts(TWO_HOSTS, own=("127.0.1.1",), local=frozenset({"127.0.1.1"})),
         "hostname",
         "fault",
         "other hosts cannot reach",
@@ -588,15 +588,15 @@ def test_equal_reports_are_printed_once_and_others_are_named():
         {"a": ok("fine"), "b": fault("broken", "mend it")},
         {"a": warning("slow", "hurry"), "b": fault("broken", "mend it")},
     )
-    assert merged([same, same]) == same
-    assert merged([same, other, same, other]) == {
+    assert worst_findings([same, same]) == same
+    assert worst_findings([same, other, same, other]) == {
         "a": warning("ranks 1, 3: slow", "hurry"),
         "b": fault("broken", "mend it"),
     }
 
 
 def test_ranks_with_different_faults_are_listed_separately():
-    found = merged(
+    found = worst_findings(
         [{"a": ok("fine")}, {"a": fault("no x", "get x")}, {"a": fault("no y", "get y")}]
     )
     assert found == {"a": fault("rank 1: no x; rank 2: no y", "get x")}
@@ -649,7 +649,7 @@ def test_ranks_that_share_a_device_are_named():
     ],
 )
 def test_collectives_are_tried_on_gpus_where_each_rank_has_one(env, count, expected):
-    assert _over(None, 4, facts(env, found=(GPU,) * count)).device_type == expected
+    assert _mesh_of_size(None, 4, facts(env, found=(GPU,) * count)).device_type == expected
 
 
 def row(op: str = "all_reduce", gigabytes: float = 10.0, correct: bool = True) -> Bandwidth:

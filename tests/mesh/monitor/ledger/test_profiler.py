@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardmesh as sm
 from shardmesh.mesh import init_device_mesh, null_world
 from shardmesh.mesh.comm.recording.recorder import CommTag
-from shardmesh.mesh.monitor.ledger.profiler import named
+from shardmesh.mesh.monitor.ledger.profiler import profiler_range
 
 
 def test_each_redistribution_has_a_name() -> None:
@@ -36,5 +36,5 @@ def test_each_redistribution_has_a_name() -> None:
 
 
 def test_without_a_profiler_no_events_are_created() -> None:
-    with named(CommTag("a")) as first, named(CommTag("b")) as second:
+    with profiler_range(CommTag("a")) as first, profiler_range(CommTag("b")) as second:
         assert first is second is None

@@ -20,7 +20,7 @@ from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.recording.recorder import CommTag
 from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, LONG_SLOTS, RECORDS, Header, Record
 from shardmesh.mesh.comm.world import World
-from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
+from shardmesh.mesh.monitor.diagnosis.members import agree, member, read_members
 from shardmesh.mesh.settings import collective_check, settings
 from tests.faults.random_programs import MORE_MESHES, RandomProgram, healthy_program, mesh_of, run
 from tests.mesh.monitor.driven_ranks import driven_ranks
@@ -134,14 +134,17 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
     records = list(buffer.records())
     assert [record.sequence for record in records] == list(range(count - RECORDS, count))
     for sequence in (count - 1, count - LONG_SLOTS):
-        found = members(ranks[0].monitor, ranks[0].recorder(), sequence)
+        found = read_members(ranks[0].monitor, ranks[0].recorder(), sequence)
         assert all(m.came for m in found)
         assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
     assert [
-        m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)
+        m.came for m in read_members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)
     ] == [None, None]
-    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count)] == [False, False]
+    assert [m.came for m in read_members(ranks[0].monitor, ranks[0].recorder(), count)] == [
+        False,
+        False,
+    ]
 
 
 def test_end_of_an_overwritten_record_is_dropped(world: World, group: Group) -> None:
