@@ -43,10 +43,10 @@ _settings = settings()
 
 
 def _joined(*hashes: int) -> int:
-    found = 0
+    joined = 0
     for one in hashes:
-        found = found << 64 | one
-    return found
+        joined = joined << 64 | one
+    return joined
 
 
 _PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
@@ -160,8 +160,8 @@ def _line(file: str, line: int) -> str:
 
 
 def _count(counts: dict[Any, Any], key: Any) -> int:
-    found = counts[key] = counts.get(key, 0) + 1
-    return found
+    count = counts[key] = counts.get(key, 0) + 1
+    return count
 
 
 def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:

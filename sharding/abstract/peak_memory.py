@@ -54,17 +54,17 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = {storage._cdata: storage for storage in self._storages((args, kwargs))}
-        for key, storage in given.items():
+        inputs = {storage._cdata: storage for storage in self._storages((args, kwargs))}
+        for key, storage in inputs.items():
             if key not in self._bytes and func is not _DETACH:
                 self._add(storage, made_before=func not in _CONSTANTS)
-        made = func(*args, **kwargs)
-        for storage in self._storages(made):
+        result = func(*args, **kwargs)
+        for storage in self._storages(result):
             if storage._cdata in self._bytes:
                 self._resized(storage)
-            elif storage._cdata not in given:
-                self._add(storage, stand_in=self._is_stand_in(given))
-        return made
+            elif storage._cdata not in inputs:
+                self._add(storage, stand_in=self._is_stand_in(inputs))
+        return result
 
     def of(self, tree: Any) -> int:
         """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared
@@ -102,12 +102,12 @@ class PeakMemory(TorchDispatchMode):
         self.live -= self._bytes.pop(key)
         self._stand_ins.discard(key)
 
-    def _is_stand_in(self, given: Collection[int]) -> bool:
+    def _is_stand_in(self, inputs: Collection[int]) -> bool:
         """Return whether the result of an operator is a stand-in: all its arguments are, or the
         code that makes them is running.
         """
         if self._device_type != "meta":
             return False
-        if given and self._stand_ins.issuperset(given):
+        if inputs and self._stand_ins.issuperset(inputs):
             return True
         return thread_context.on_stand_ins or thread_context.outside_mesh

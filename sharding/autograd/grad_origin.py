@@ -57,11 +57,11 @@ class _OriginRecord(NamedTuple):
 
 def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -> Origin:
     """Return the origin of a gradient laid out as `layout`; the gradient itself if it has none."""
-    found: _OriginRecord | None = getattr(grad, "_origin", None)
-    if found is None or (grad._version, found.origin.tensor._version) != found.versions:
+    record: _OriginRecord | None = getattr(grad, "_origin", None)
+    if record is None or (grad._version, record.origin.tensor._version) != record.versions:
         return Origin(grad, layout, grad_layout)
-    origin, dtype = found.origin, layout.dtype
-    if found.layout is not layout.replace(dtype=found.layout.dtype):
+    origin, dtype = record.origin, layout.dtype
+    if record.layout is not layout.replace(dtype=record.layout.dtype):
         return Origin(grad, layout, grad_layout)
     return (
         origin

@@ -68,10 +68,10 @@ class Axes:
 
     def cached(self, make: Any, *key: Any) -> Any:
         """Return `make(axes, *key)`, made once."""
-        found = self.ops.get((make, *key))
-        if found is None:
-            found = self.ops[make, *key] = make(self, *key)
-        return found
+        op = self.ops.get((make, *key))
+        if op is None:
+            op = self.ops[make, *key] = make(self, *key)
+        return op
 
     def place_in_group(self, place: int) -> int:
         """Return the group index of the rank at a place along the axes."""
@@ -90,8 +90,8 @@ class GroupedAxes(Axes):
     """
 
     def __init__(self, axes: Axes, groups: tuple[tuple[int, ...], ...]) -> None:
-        mine = next(group for group in groups if axes.index in group)
-        name, ranks = "_".join(axes.mesh.axis_names), axes.mesh.ranks.flatten()[list(mine)]
+        own_group = next(group for group in groups if axes.index in group)
+        name, ranks = "_".join(axes.mesh.axis_names), axes.mesh.ranks.flatten()[list(own_group)]
         super().__init__(DeviceMesh(axes.mesh.device_type, ranks, axis_names=(name,)), (name,))
         self.names, self.sizes = axes.names, tuple(map(len, groups))
 
@@ -140,20 +140,20 @@ class AxisEnv:
         Raises: as `axes`; ValueError for groups that do not contain each place once.
         """
         axes = self.axes(name)
-        given = tuple(tuple(map(int, group)) for group in groups)
-        if sorted(place for group in given for place in group) != list(range(axes.size)) or not all(
-            given
-        ):
-            shown = list(map(list, given))
+        place_groups = tuple(tuple(map(int, group)) for group in groups)
+        if sorted(place for group in place_groups for place in group) != list(
+            range(axes.size)
+        ) or not all(place_groups):
+            shown = list(map(list, place_groups))
             raise ValueError(
                 f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} "
                 "must be in one group, once"
             )
-        key = axes.names, given
-        found = self._axes.get(key)
-        if found is None:
-            found = self._axes[key] = GroupedAxes(axes, given)
-        return found  # type: ignore[return-value]
+        key = axes.names, place_groups
+        grouped_axes = self._axes.get(key)
+        if grouped_axes is None:
+            grouped_axes = self._axes[key] = GroupedAxes(axes, place_groups)
+        return grouped_axes  # type: ignore[return-value]
 
     def _key(self, name: Any) -> Any:
         if isinstance(name, str) or (

@@ -131,20 +131,20 @@ def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
     """Return the description of the state that all ranks need: shapes and dtypes by name, and
     values.
     """
-    found = {name_of(path): leaf for path, leaf in leaves(state)}
-    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    by_name = {name_of(path): leaf for path, leaf in leaves(state)}
+    tensors = {name: leaf for name, leaf in by_name.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
     if sharded:
         raise ValueError(
             f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use "
             "sm.checkpoint.load_state_dict"
         )
-    values = {name: leaf for name, leaf in found.items() if name not in tensors}
+    values = {name: leaf for name, leaf in by_name.items() if name not in tensors}
     entries = {
         name: StoredLeaf(leaf.shape, leaf.dtype)
         if isinstance(leaf, Tensor)
         else StoredLeaf(None, None)
-        for name, leaf in found.items()
+        for name, leaf in by_name.items()
     }
     return Stored(Path("the state that was given"), entries, structure_of(state), {}, None), values
 

@@ -212,9 +212,11 @@ def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
     """
     if step is None and os.path.lexists(dir / folders.METADATA):
         return dir, None
-    found = folders.complete(dir)
-    step = max(found, default=None) if step is None else step
-    return (None, None) if step is None or step not in found else (found[step].path, step)
+    checkpoints = folders.complete(dir)
+    step = max(checkpoints, default=None) if step is None else step
+    return (
+        (None, None) if step is None or step not in checkpoints else (checkpoints[step].path, step)
+    )
 
 
 def _warn_of_newer(dir: Path, step: int | None) -> None:

@@ -45,16 +45,16 @@ class WriteItem:
 
 def make_write_plan(leaves: Mapping[str, Any], world: World) -> list[WriteItem]:
     """Return all pieces, in the order of the leaves; the same list on every rank."""
-    found: list[WriteItem] = []
+    items: list[WriteItem] = []
     load, boxes = [0] * world.size, {}
     for name, leaf in leaves.items():
         if isinstance(leaf, PerRank):
-            found += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
+            items += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
         elif isinstance(leaf, Tensor):
-            found += _pieces(name, leaf, _held(leaf, world, boxes), load)
+            items += _pieces(name, leaf, _held(leaf, world, boxes), load)
         else:
-            found.append(WriteItem(name, None, 0))
-    return found
+            items.append(WriteItem(name, None, 0))
+    return items
 
 
 def own_name(name: str, rank: int) -> str:

@@ -117,8 +117,8 @@ def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, A
         for name, leaf in state.leaves.items()
         if isinstance(leaf, PerRank)
     }
-    mine = {piece.name for piece in plan if piece.rank == rank}
-    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
+    names = {piece.name for piece in plan if piece.rank == rank}
+    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in names}
 
 
 def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
@@ -195,24 +195,24 @@ def state_of(tree: Any, world: World) -> SaveState:
         raise TypeError(
             f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"
         )
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     paths: dict[str, TreePath] = {}
     for path, leaf in leaves(tree):
         name = name_of(path)
-        if name in found:
+        if name in by_name:
             both = f"{list(paths[name])} and {list(path)}"
             raise ValueError(
                 f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; "
                 "rename one"
             )
-        found[name], paths[name] = leaf, path
-    lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
+        by_name[name], paths[name] = leaf, path
+    lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(by_name, world).items()}
     structure = structure_of(tree)
     try:
         check_structure(structure)
     except Damage as error:
         raise ValueError(f"save: {error}, which could not be loaded") from error
-    return SaveState(found, structure, lines)
+    return SaveState(by_name, structure, lines)
 
 
 def _line(name: str, leaf: Any, world: World) -> str:

@@ -123,9 +123,11 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     """
     world = current_world()
     group = all_ranks(world)
-    found: list[tuple[Stored, dict[str, _FileOffset]]] = []
-    run_on_all_ranks(group, lambda: found.append(_headers(Path(path), ties(like, of_leaves=True))))
-    ((stored, places),) = found
+    headers: list[tuple[Stored, dict[str, _FileOffset]]] = []
+    run_on_all_ranks(
+        group, lambda: headers.append(_headers(Path(path), ties(like, of_leaves=True)))
+    )
+    ((stored, places),) = headers
     tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     for name, want in wants.items():
@@ -176,10 +178,10 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
                 "write the model again"
             )
     for group in [*_groups(aliases), *_groups(tied)]:
-        for kept in [name for name in group if name in entries][:1]:
+        for stored_name in [name for name in group if name in entries][:1]:
             for name in group:
-                entries.setdefault(name, entries[kept])
-                places.setdefault(name, places[kept])
+                entries.setdefault(name, entries[stored_name])
+                places.setdefault(name, places[stored_name])
     return Stored(path, entries, {"dict": [[name, name] for name in entries]}, {}, None), places
 
 
@@ -209,12 +211,12 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice)[
-            "weight_map"
-        ]
-        for file in found.values():
+        weight_map = json.loads(
+            read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice
+        )["weight_map"]
+        for file in weight_map.values():
             check_file_name(file)
-        return found
+        return weight_map
     except OSError as error:
         problem = brief(error)
     except (ValueError, RecursionError) as error:
@@ -232,7 +234,7 @@ def _aliases(metadata: Any) -> dict[str, str]:
     the name that is stored.
     """
     return (
-        {name: kept for name, kept in metadata.items() if name != "format"}
+        {name: stored_name for name, stored_name in metadata.items() if name != "format"}
         if isinstance(metadata, dict)
         else {}
     )
@@ -241,8 +243,8 @@ def _aliases(metadata: Any) -> dict[str, str]:
 def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
     """Return the names that stand for one tensor, group by group."""
     groups: dict[str, list[str]] = {}
-    for name, kept in aliases.items():
-        groups.setdefault(kept, [kept]).append(name)
+    for name, stored_name in aliases.items():
+        groups.setdefault(stored_name, [stored_name]).append(name)
     return list(groups.values())
 
 
@@ -285,10 +287,10 @@ def _opened_path(path: Path, file: io.FileIO) -> Path:
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return mapping
 
 
 def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
@@ -437,7 +439,7 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
 
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
-    aliases = {name: kept for name, kept in tied.items() if kept in tensors}
+    aliases = {name: stored_name for name, stored_name in tied.items() if stored_name in tensors}
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", **aliases}
     }  # transformers asks for this format

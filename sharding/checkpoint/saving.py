@@ -69,16 +69,17 @@ class SaveJob:
         """Write and sync this rank's pieces, then their list."""
         if self.ready is not None:
             self.ready()
-        mine = [
+        own_pieces = [
             (number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank
         ]
         path = self.unfinished / _file(self.rank)
         try:
             written = []
-            if mine:
+            if own_pieces:
                 with Sink(path) as sink:
                     written = [
-                        [number, *_write_piece(sink, self._data(piece))] for number, piece in mine
+                        [number, *_write_piece(sink, self._data(piece))]
+                        for number, piece in own_pieces
                     ]
                     sink.sync()
             path = self.unfinished / _part(self.rank)

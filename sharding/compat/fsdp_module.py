@@ -396,13 +396,13 @@ def set_class(modules: Iterable[nn.Module], base: type[FSDPModule]) -> None:
 
 
 def _class_of(base: type, own: type) -> type:
-    made = _classes.get((base, own))
-    if made is None:
+    cls = _classes.get((base, own))
+    if cls is None:
         prefix = base.__name__.removesuffix("Module")
-        made = _classes[base, own] = type(
+        cls = _classes[base, own] = type(
             f"{prefix}{own.__name__}", (base, own), {"__module__": own.__module__}
         )
-    return made
+    return cls
 
 
 def _restore(base: type, own: type, *args: Any) -> Any:

@@ -210,9 +210,9 @@ def _check_result(
     call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Raise BadValueError for a bad result that is not a view of an argument."""
-    given = pytree.tree_leaves((args, kwargs))
-    if call.is_bad(x, lambda: (leaf for leaf in given if leaf is not x)) and not any(
-        _is_view(x, leaf) for leaf in given
+    arguments = pytree.tree_leaves((args, kwargs))
+    if call.is_bad(x, lambda: (leaf for leaf in arguments if leaf is not x)) and not any(
+        _is_view(x, leaf) for leaf in arguments
     ):
         raise _notified(
             _error(
@@ -294,15 +294,15 @@ class _Ends:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: dict[str, Any]) -> _Ends:
-        found = _Ends()
+        ends = _Ends()
         for x in tensors_in((args, kwargs)):
             is_sharded = isinstance(x, ShardedTensor)
             local, layout = (x._local, x._layout) if is_sharded else (x, None)
             if local.grad_fn is not None:
-                found.nodes[local.grad_fn] = layout
+                ends.nodes[local.grad_fn] = layout
             elif local.requires_grad:
-                found.leaves[id(local)] = layout
-        return found
+                ends.leaves[id(local)] = layout
+        return ends
 
     def layout_at(self, node: Any) -> Layout | None:
         """Return the layout of the argument whose gradient goes to this node."""

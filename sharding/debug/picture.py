@@ -76,15 +76,15 @@ class Panel:
         """The boxes that can be seen, each once, in mesh order of their first holders; no empty
         ones.
         """
-        found: dict[Box, DrawnBox] = {}
+        by_box: dict[Box, DrawnBox] = {}
         for coordinate, box in self.layout.boxes():
             if box_size(box) and self._is_visible(box):
                 rank = int(self.layout.mesh.ranks[coordinate])
-                known = found.get(box)
-                found[box] = DrawnBox(
+                known = by_box.get(box)
+                by_box[box] = DrawnBox(
                     box, self._label(coordinate), min(rank, known.first) if known else rank
                 )
-        return tuple(found.values())
+        return tuple(by_box.values())
 
     @cached_property
     def empty(self) -> int:
@@ -225,8 +225,8 @@ def page_panels(layout: Layout) -> list[Panel]:
         layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'"
     )
     dims = shown_dims(layout)
-    found = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
-    return [Panel(layout, dims, tuple(index)) for index in found] or [Panel(layout, dims)]
+    indices = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
+    return [Panel(layout, dims, tuple(index)) for index in indices] or [Panel(layout, dims)]
 
 
 def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> Figure:

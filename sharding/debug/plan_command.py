@@ -179,14 +179,14 @@ def parse_dtype(text: str) -> torch.dtype:
     short = {
         dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
     }
-    found = (by_name | short).get(text.removeprefix("torch."))
-    if found is None:
+    parsed = (by_name | short).get(text.removeprefix("torch."))
+    if parsed is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
         raise ValueError(
             f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of "
             "another torch dtype"
         )
-    return found
+    return parsed
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -238,11 +238,11 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
     if not all(keyword.arg for keyword in node.keywords):
         raise _not_a_spec(text)
     try:
-        given = [ast.literal_eval(part) for part in node.args]
+        args = [ast.literal_eval(part) for part in node.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise _not_a_spec(text) from None
-    return known[node.func.id](*given, **named)
+    return known[node.func.id](*args, **named)
 
 
 def _not_a_spec(text: str) -> ValueError:

@@ -213,7 +213,7 @@ class Layout:
         """Per dim the cut into parts of given sizes, if any, and the index and size of each axis
         that chunks those further.
         """
-        found = []
+        per_dim = []
         for cuts in self.spec.cuts:
             axes = [
                 tuple((self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes)
@@ -223,8 +223,10 @@ class Layout:
             sized = (
                 None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
             )
-            found.append((sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:]))))
-        return tuple(found)
+            per_dim.append(
+                (sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:])))
+            )
+        return tuple(per_dim)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """Yield `(coordinate, box)` of every rank, in mesh order."""
@@ -427,12 +429,12 @@ def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
 
 def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> None:
     axes, sizes = spec.cuts[dim][0]
-    given, count = len(sizes or ()), mesh.size(axes)
+    size_count, part_count = len(sizes or ()), mesh.size(axes)
     where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
-    if given != count:
+    if size_count != part_count:
         raise ValueError(
-            f"{spec} gives {given} sizes for dim {dim}, but ({where}) cuts it into {count} parts; "
-            f"write {count} sizes, one for each rank of the axis (of several axes, for each "
+            f"{spec} gives {size_count} sizes for dim {dim}, but ({where}) cuts it into {part_count} parts; "
+            f"write {part_count} sizes, one for each rank of the axis (of several axes, for each "
             "combination of their ranks), 0 for an empty part"
         )
     if sum(sizes or ()) != shape[dim]:

@@ -46,11 +46,11 @@ class MeshLayouts:
     @staticmethod
     def of(mesh: AbstractMesh) -> MeshLayouts:
         """Return the layouts of a mesh, the same object at every call and in every thread."""
-        found: Any = mesh.cache
-        if found is None:
+        layouts: Any = mesh.cache
+        if layouts is None:
             with _lock:
-                found = mesh.cache = mesh.cache or MeshLayouts()
-        return found
+                layouts = mesh.cache = mesh.cache or MeshLayouts()
+        return layouts
 
     def forget_plans(self) -> None:
         """Drop what was computed from the layouts and the mesh's topology: compiled plans above

@@ -133,14 +133,14 @@ class P:
     @cached_property
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
         """Per dim the cuts of its interval, one inside the other, outermost first."""
-        found = []
+        per_dim = []
         for axes in self.dims:
             sized, sizes = next(
                 (pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ())
             )
             chunked = [Cut((axis,)) for axis in axes[len(sized) :]]
-            found.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
-        return tuple(found)
+            per_dim.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
+        return tuple(per_dim)
 
     @classmethod
     def of_cuts(cls, cuts: Iterable[Iterable[Cut]], unreduced: Mapping[str, str]) -> Self:
@@ -305,8 +305,8 @@ def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
         )
     return tuple(
         sorted(
-            (_axes_of(axes), lengths_of(given, f"sizes of {axes!r}"))
-            for axes, given in sizes.items()
+            (_axes_of(axes), lengths_of(lengths, f"sizes of {axes!r}"))
+            for axes, lengths in sizes.items()
         )
     )
 

@@ -40,12 +40,12 @@ def intervals(layout: Layout, dim: int) -> list[Interval]:
     """Return the parts of one dim, ascending, including empty ones."""
     axes, mesh, origin = layout.spec.dims[dim], layout.mesh, [0] * layout.mesh.ndim
     numbers = [mesh.axis_index(axis) for axis in axes]
-    found = []
+    parts = []
     for indices in itertools.product(*[range(mesh.size(axis)) for axis in axes]):
         for number, index in zip(numbers, indices, strict=True):
             origin[number] = index
-        found.append(Interval(*layout.box_at(origin)[dim], tuple(zip(axes, indices, strict=True))))
-    return found
+        parts.append(Interval(*layout.box_at(origin)[dim], tuple(zip(axes, indices, strict=True))))
+    return parts
 
 
 def parts(layout: Layout, dim: int) -> list[Interval]:

@@ -90,14 +90,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the matrices of these groups."""
 
-    def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+    def _split(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the group split into one of matrices and one of other parameters, without empty
         ones.
         """
-        params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
-        rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
+        params = (
+            [param_group["params"]]
+            if isinstance(param_group["params"], Tensor)
+            else list(param_group["params"])
+        )
+        rest: Mapping[str, Any] = {
+            name: value for name, value in param_group.items() if name != "params"
+        }
         matrices, others = (
-            [p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False)
+            [p for p in params if self._is_matrix(p) == is_matrix] for is_matrix in (True, False)
         )
         rate = {} if self._adamw_lr is None else {"lr": self._adamw_lr}
         groups = [
@@ -106,8 +112,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
         return [group for group in groups if group["params"]] or groups[:1]
 
-    def _is_matrix(self, given: Tensor | tuple[str, Tensor]) -> bool:
-        name, x = given if isinstance(given, tuple) else ("", given)
+    def _is_matrix(self, parameter: Tensor | tuple[str, Tensor]) -> bool:
+        name, x = parameter if isinstance(parameter, tuple) else ("", parameter)
         hits = [pattern for pattern in self._patterns if name and fnmatchcase(name, pattern)]
         self._matched.update(hits)
         return self._has_dims(x) and not hits
@@ -126,8 +132,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group["params"] = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         )
-        for given in group["params"]:
-            name, x = given if isinstance(given, tuple) else ("a parameter", given)
+        for parameter in group["params"]:
+            name, x = parameter if isinstance(parameter, tuple) else ("a parameter", parameter)
             if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
                 stacked = " or a stack of them" if self.most_dims is None else ""
                 raise ValueError(
@@ -138,19 +144,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:
-        found = {}
+        grads = {}
         for g, group in enumerate(self.param_groups):
             names = group.get("param_names") or [
                 f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
             ]
-            found.update(
+            grads.update(
                 {
                     f"{name}.grad": p.grad
                     for name, p in zip(names, group["params"], strict=True)
                     if p.grad is not None
                 }
             )
-        return found
+        return grads
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

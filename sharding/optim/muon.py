@@ -151,15 +151,17 @@ class Muon(MatrixOptimizer):
                 (p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []
             ).append((p, group))
         for (mesh, dtype), some in places.items():
-            given, settings = [updates[p] for p, _ in some], [group for _, group in some]
+            momenta, settings = [updates[p] for p, _ in some], [group for _, group in some]
             if mesh is None:
-                found: Sequence[Tensor] = [
+                directions: Sequence[Tensor] = [
                     _each_orthogonal(x.to(dtype), group)
-                    for x, group in zip(given, settings, strict=True)
+                    for x, group in zip(momenta, settings, strict=True)
                 ]
             else:
-                found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
-            for (p, group), direction in zip(some, found, strict=True):
+                directions = (
+                    _by_owners(momenta, settings, dtype) if mesh.coordinate is not None else momenta
+                )
+            for (p, group), direction in zip(some, directions, strict=True):
                 rate = as_number(group["lr"])
                 p.mul_(1 - rate * group["weight_decay"])
                 p.add_(
@@ -186,10 +188,10 @@ class Muon(MatrixOptimizer):
             [self.state[p]["momentum_buffer"] for p in params],
         )
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        found = (
+        momenta = (
             torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
         )
-        return dict(zip(params, found, strict=True))
+        return dict(zip(params, momenta, strict=True))
 
 
 def _by_owners(

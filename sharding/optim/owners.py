@@ -160,14 +160,14 @@ def _held_parts(
     layouts: Sequence[Layout], units: Sequence[MatrixUnit], places: Sequence[Sequence[int]]
 ) -> list[Pieces]:
     """Return for each unit the part that each rank has; computed once per layout and box."""
-    found: dict[tuple[Layout, Box], Pieces] = {}
+    parts: dict[tuple[Layout, Box], Pieces] = {}
     for unit in units:
         layout = layouts[unit.tensor]
-        if (layout, unit.box) not in found:
-            found[layout, unit.box] = [
+        if (layout, unit.box) not in parts:
+            parts[layout, unit.box] = [
                 intersect(layout.box_at(place), unit.box) for place in places
             ]
-    return [found[layouts[unit.tensor], unit.box] for unit in units]
+    return [parts[layouts[unit.tensor], unit.box] for unit in units]
 
 
 def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
@@ -211,13 +211,13 @@ def _transfers_to_owner(
     for rank, piece in enumerate(pieces):
         if piece is not None:
             holders.setdefault(piece, []).append(rank)
-    found = []
+    transfers = []
     for box, ranks in holders.items():
         if owner not in ranks:
             sender = min(ranks, key=lambda rank: (nodes[rank] != nodes[owner], loads[rank]))
             loads[sender] += box_size(box)
-            found.append(Transfer(sender, owner, box))
-    return found
+            transfers.append(Transfer(sender, owner, box))
+    return transfers
 
 
 def _transfers_from_owner(owner: int, pieces: Pieces) -> list[Transfer]:

@@ -118,8 +118,8 @@ class Shampoo(MatrixOptimizer):
         """
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in zip(saved, mine, strict=True):
+        own_params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, own_params, strict=True):
             for name, x in state_dict["state"].get(index, {}).items():
                 if name.startswith(_SIDES):
                     self.state[p][name] = x.to(
@@ -136,12 +136,12 @@ class Shampoo(MatrixOptimizer):
             )
         for (mesh, dtype), some in places.items():
             if mesh is None:
-                found = [self._alone(p, group, dtype) for p, group in some]
+                directions = [self._alone(p, group, dtype) for p, group in some]
             elif mesh.coordinate is None:
-                found = [p.grad for p, _ in some]
+                directions = [p.grad for p, _ in some]
             else:
-                found = self._by_owners(some, mesh, dtype)
-            for (p, group), direction in zip(some, found, strict=True):
+                directions = self._by_owners(some, mesh, dtype)
+            for (p, group), direction in zip(some, directions, strict=True):
                 self._apply(p, group, direction)
 
     def _begin(self, p: Any) -> None:
@@ -228,13 +228,13 @@ class Shampoo(MatrixOptimizer):
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )
-        found = {}
+        parts = {}
         for i, name in enumerate(names):
             n, layout = box_shape(box)[i % 2], None if at is None else at[i % 2]
             key = f"{name}_{b}"
-            kept = self.state[p].get(key)
-            if kept is None:
-                kept = _identity(
+            matrix = self.state[p].get(key)
+            if matrix is None:
+                matrix = _identity(
                     n,
                     group["epsilon"],
                     dtype,
@@ -242,14 +242,14 @@ class Shampoo(MatrixOptimizer):
                     layout,
                 )
             elif layout is not None and not isinstance(
-                kept, ShardedTensor
+                matrix, ShardedTensor
             ):  # loaded whole on every rank
-                kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
-            elif layout is not None and kept._layout is not layout:
-                kept = kept.redistribute(p.mesh, layout.spec)
-            self.state[p][key] = kept
-            found[name] = kept if layout is None else kept._local  # type: ignore[attr-defined]
-        return found
+                matrix = distribute_tensor(matrix, p.mesh, layout.spec, src_data_rank=None)
+            elif layout is not None and matrix._layout is not layout:
+                matrix = matrix.redistribute(p.mesh, layout.spec)
+            self.state[p][key] = matrix
+            parts[name] = matrix if layout is None else matrix._local  # type: ignore[attr-defined]
+        return parts
 
     def _renews(self, p: Tensor, group: dict[str, Any]) -> bool:
         return (int(self.state[p]["step"]) - 1) % group["update_freq"] == 0

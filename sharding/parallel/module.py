@@ -164,9 +164,9 @@ def _tied_places(module: nn.Module) -> list[Places]:
             for name, tensor in table.items():
                 places.setdefault(id(tensor), []).append((table, name))
     return [
-        found
-        for found in places.values()
-        if len(found) > 1 and found[0][0][found[0][1]] is not None
+        tensor_places
+        for tensor_places in places.values()
+        if len(tensor_places) > 1 and tensor_places[0][0][tensor_places[0][1]] is not None
     ]
 
 

@@ -20,9 +20,9 @@ def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> 
         for i, (x, target) in enumerate(zip(tensors, targets, strict=True))
         if x._layout is not target
     ]
-    found = list(tensors)
+    results = list(tensors)
     if moving:
         moved = redistribute_many([tensors[i] for i in moving], [targets[i].spec for i in moving])
         for i, x in zip(moving, moved, strict=True):
-            found[i] = x
-    return found
+            results[i] = x
+    return results

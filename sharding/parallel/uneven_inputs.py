@@ -200,29 +200,29 @@ def _turns(loader: Iterable[Any], samples_of: Callable[[Any], int]) -> Iterator[
 
 
 def _steps(turns: Iterator[_Turn], exchange: _StepExchange, mode: str) -> Iterator[Any]:
-    mine = next(turns)
-    exchange.send(mine)
+    turn = next(turns)
+    exchange.send(turn)
     stand_in: Any = None
     try:
         for step in count_up():
             received = exchange.read()
-            _check(exchange, mine, received, step)
+            _check(exchange, turn, received, step)
             if _is_over(exchange, received, mode, step):
                 return
             if step == 0 and mode != "stop":
-                stand_in = _make_stand_in(_first_batch(exchange, mine, received), mode)
-            given = _given(mine, received, mode, stand_in)
-            mine = next(turns)
-            exchange.send(mine)
-            yield given
+                stand_in = _make_stand_in(_first_batch(exchange, turn, received), mode)
+            item = _given(turn, received, mode, stand_in)
+            turn = next(turns)
+            exchange.send(turn)
+            yield item
     finally:
         exchange.leave()
 
 
-def _given(mine: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
+def _given(turn: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
     """Return what the loop's body receives."""
-    batch = mine.batch if mine.state == _HAS else pytree.tree_map(_copied, stand_in)
-    return (batch, _weight(mine.samples, received)) if mode == "shadow" else batch
+    batch = turn.batch if turn.state == _HAS else pytree.tree_map(_copied, stand_in)
+    return (batch, _weight(turn.samples, received)) if mode == "shadow" else batch
 
 
 def _weight(samples: int, received: np.ndarray) -> float:
@@ -270,8 +270,8 @@ class _StepExchange:
         """Wait for all ranks; return state and samples of each, in group order."""
         with self._stream:
             self._wait()
-            received, mine = self._received.cpu().numpy(), self._mine.cpu().numpy()
-        received[received[:, 0] == 0] = mine  # ranks of a null world: like this one
+            received, own = self._received.cpu().numpy(), self._mine.cpu().numpy()
+        received[received[:, 0] == 0] = own  # ranks of a null world: like this one
         return received
 
     def leave(self) -> None:
@@ -303,12 +303,12 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
     return True
 
 
-def _check(exchange: _StepExchange, mine: _Turn, received: np.ndarray, step: int) -> None:
+def _check(exchange: _StepExchange, turn: _Turn, received: np.ndarray, step: int) -> None:
     """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same
     batch do not.
     """
     if (received[:, 0] == _RAISED).any():
-        _raise(exchange, mine, step)
+        _raise(exchange, turn, step)
     grid = received[exchange.places]
     for axis in exchange.replicated:
         unlike = (grid != grid.take([0], axis)).any(-1)
@@ -339,17 +339,17 @@ def _words(state: int, samples: int) -> str:
     return f"a batch of {samples} samples" if samples else "a batch"
 
 
-def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
+def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
     received = exchange.group.all_gather_object(
-        None if mine.error is None else _seen(exchange, mine.error)
+        None if turn.error is None else _seen(exchange, turn.error)
     )
-    if mine.error is not None:
-        mine.error.add_note(
+    if turn.error is not None:
+        turn.error.add_note(
             f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch "
             "raise PeerError"
         )
-        raise mine.error
+        raise turn.error
     raise _peer_error([one for one in received if one is not None], step)
 
 
@@ -420,19 +420,19 @@ def _has_rows(leaf: Any, rows: int) -> bool:
     return _is_array(leaf) and len(leaf) == rows
 
 
-def _first_batch(exchange: _StepExchange, mine: _Turn, received: np.ndarray) -> Any:
+def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> Any:
     """Return this rank's first batch; if it has none, one like that of the first rank that has one.
 
     Communication: if a rank has none, an all_gather of one row.
     """
     has = received[:, 0] == _HAS
     if has.all():
-        return mine.batch
+        return turn.batch
     sender = int(has.argmax())
     packed = exchange.group.all_gather_object(
-        _packed(mine.batch) if exchange.group.rank == sender else None
+        _packed(turn.batch) if exchange.group.rank == sender else None
     )[sender]
-    return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
+    return turn.batch if turn.state == _HAS else _unpacked(packed, exchange.mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

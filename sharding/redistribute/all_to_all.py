@@ -42,9 +42,9 @@ class TensorShare:
 
 def sent_to_self(share: TensorShare, me: int) -> TensorShare:
     """Return the share with the boxes that the rank keeps sent to itself."""
-    kept = [share.kept] if share.kept is not None else []
-    sends = [kept if p == me else boxes for p, boxes in enumerate(share.sends)]
-    recvs = [kept if p == me else boxes for p, boxes in enumerate(share.recvs)]
+    kept_boxes = [share.kept] if share.kept is not None else []
+    sends = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.sends)]
+    recvs = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.recvs)]
     return TensorShare(share.have, share.want, sends, recvs, None)
 
 
@@ -78,16 +78,17 @@ def _packings(
             (box_size(box) for peer in by_peer for boxes in peer for box in boxes), initial=0
         )
     )
-    found: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
+    packings: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
     for peer in by_peer:
-        for (boxes, offsets), mine, (local, _) in zip(found, peer, tensors, strict=True):
-            for box in mine:
+        for (boxes, offsets), peer_boxes, (local, _) in zip(packings, peer, tensors, strict=True):
+            for box in peer_boxes:
                 boxes.append(shift(box, box_origin(local)))
                 offsets.append(next(starts))
     if len(tensors) == 1:  # one after the other, which is the default
-        return [make(box_shape(tensors[0][0]), found[0][0])], splits
+        return [make(box_shape(tensors[0][0]), packings[0][0])], splits
     return [
-        make(box_shape(local), *packing) for (local, _), packing in zip(tensors, found, strict=True)
+        make(box_shape(local), *packing)
+        for (local, _), packing in zip(tensors, packings, strict=True)
     ], splits
 
 
@@ -167,8 +168,8 @@ class AllToAllReduce(Collective):
         self.packs, self.in_splits = _packs(shares)
         stacks, self.out_splits = _stacks(shares)
         self.combines = [
-            compile_combine(box_shape(share.want), found, kind)
-            for share, found in zip(shares, stacks, strict=True)
+            compile_combine(box_shape(share.want), starts, kind)
+            for share, starts in zip(shares, stacks, strict=True)
         ]
         self.total = sum(self.out_splits)
 
@@ -194,16 +195,16 @@ def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], 
     """Return for each tensor, box of its result -> where its contributions start in the buffer, in
     group order; and the splits.
     """
-    found: list[dict[Box, list[int]]] = [{} for _ in shares]
+    per_tensor: list[dict[Box, list[int]]] = [{} for _ in shares]
     start, splits = 0, []
     for peer in range(len(shares[0].recvs)):
         begin = start
-        for stacks, share in zip(found, shares, strict=True):
+        for stacks, share in zip(per_tensor, shares, strict=True):
             for box in share.recvs[peer]:
                 stacks.setdefault(shift(box, box_origin(share.want)), []).append(start)
                 start += box_size(box)
         splits.append(start - begin)
-    return found, splits
+    return per_tensor, splits
 
 
 class CollectivePermute(Collective):

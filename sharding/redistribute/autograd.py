@@ -110,10 +110,12 @@ def start_redistribute(
         for i in nonlinear
     }
     rest = [i for i in range(len(tensors)) if i not in results]
-    given = [tensors[i] for i in rest]
+    linear_tensors = [tensors[i] for i in rest]
     tensors.clear()
     wait = (
-        start_linear(given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options)
+        start_linear(
+            linear_tensors, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
+        )
         if rest
         else list
     )

@@ -143,10 +143,10 @@ class Executor:
         depth = max(map(len, segments))
         self.stages = [
             _Stage(
-                [found[k] if k < len(found) else () for found in segments],
+                [plan_segments[k] if k < len(plan_segments) else () for plan_segments in segments],
                 [
-                    k == len(found) - 1 and not rest
-                    for found, rest in zip(segments, last, strict=True)
+                    k == len(plan_segments) - 1 and not rest
+                    for plan_segments, rest in zip(segments, last, strict=True)
                 ],
             )
             for k in range(depth)
@@ -251,7 +251,7 @@ class Executor:
             is_new[i] = is_new[i] or stage.makes_new[i]
         launched: Launched = []
         for bucket in stage.buckets:
-            given = [parts[i] for i in bucket.members]
+            inputs = [parts[i] for i in bucket.members]
             for i in bucket.members:
                 parts[i] = None  # so that its memory can be freed as soon as it is packed
             donated = (donate or bucket.is_all_reduce) and all(is_new[i] for i in bucket.members)
@@ -259,29 +259,29 @@ class Executor:
                 [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
             )
             launched.append(
-                (bucket, bucket.collective.launch(given, donate=donated, outs=into, tag=tag))
+                (bucket, bucket.collective.launch(inputs, donate=donated, outs=into, tag=tag))
             )
         return launched
 
     def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:
-        found = []
+        results = []
         for i, (part, runs, dtype) in enumerate(zip(parts, self.after, self._dtypes, strict=True)):
             for run in runs:
                 part = run(part)
             if outs is not None and part is not outs[i]:
                 part = outs[i].copy_(part.view_as(outs[i]))
-            found.append(part if part.dtype is dtype else part.to(dtype))
-        return found
+            results.append(part if part.dtype is dtype else part.to(dtype))
+        return results
 
 
 def _segments(steps: Sequence[Step]) -> tuple[list[list[Step]], list[Step]]:
     """Return the steps up to and including each collective, and those after the last one."""
-    found: list[list[Step]] = [[]]
+    segments: list[list[Step]] = [[]]
     for step in steps:
-        found[-1].append(step)
+        segments[-1].append(step)
         if not step.is_local:
-            found.append([])
-    return found[:-1], found[-1]
+            segments.append([])
+    return segments[:-1], segments[-1]
 
 
 def _finish(launched: Launched, parts: list[Any], is_new: list[bool]) -> None:

@@ -107,16 +107,16 @@ class IntervalExchange:
 
     def batched(self, count: int) -> IntervalExchange:
         """Return the same exchange for parts with a batch dim of this length at the end."""
-        found = self._batched.get(count)
-        if found is None:
+        exchange = self._batched.get(count)
+        if exchange is None:
             layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
-            found = keep(
+            exchange = keep(
                 self._batched,
                 count,
                 IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim),
                 HEAVY_LIMIT,
             )
-        return found
+        return exchange
 
     # -- which rank sends what to which ------------------------------------------------------------
 
@@ -148,15 +148,15 @@ class IntervalExchange:
     def _sources_of(self, number: int) -> list[SourceInterval]:
         box = self.dst.box_at(self._peers[number])
         interval = (0, 0) if self.dst_dim is None else box[self.dst_dim]
-        found: list[SourceInterval] = []
+        sources: list[SourceInterval] = []
         offset = 0
         for start, stop in self.wanted(*interval):
             while start < stop:
                 owner = self._owner(start, number)
                 end = min(stop, self._held[owner][1])
-                found.append(SourceInterval(owner, start, end, offset))
+                sources.append(SourceInterval(owner, start, end, offset))
                 start, offset = end, offset + end - start
-        return found
+        return sources
 
     def _owner(self, index: int, wanter: int) -> int:
         """Return the rank that sends an element: the wanting rank itself if it holds it, else the

@@ -68,16 +68,16 @@ def start_linear(
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
-    given = list(tensors)
+    inputs = list(tensors)
     tensors.clear()
-    ready = executor_of_many(pairs, **options).start([x.detach() for x in given])
+    ready = executor_of_many(pairs, **options).start([x.detach() for x in inputs])
 
     def wait() -> list[
         Tensor
     ]:  # one node for all: those that did not require grad before do not after
-        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
+        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, inputs)
         return [
-            out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)
+            out if x.requires_grad else out.detach() for x, out in zip(inputs, results, strict=True)
         ]
 
     return wait
@@ -217,16 +217,19 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [
+        indexed_grads = [
             (i, grad)
             for i, grad in enumerate(grads)
             if grad is not None and ctx.needs_input_grad[i + 3]
         ]
-        found: list[Tensor | None] = [None] * len(grads)
-        moves = [_backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype) for i, grad in given]
+        input_grads: list[Tensor | None] = [None] * len(grads)
+        moves = [
+            _backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype)
+            for i, grad in indexed_grads
+        ]
         world = ctx.ends[0][0].mesh.world
-        if len(given) == 1:
-            (_, grad), (src, dst, src_grad, dst_grad) = given[0], moves[0]
+        if len(indexed_grads) == 1:
+            (_, grad), (src, dst, src_grad, dst_grad) = indexed_grads[0], moves[0]
             if (
                 ctx.path is not None
                 and src.replicated_axes == ctx.ends[0][1].replicated_axes
@@ -235,16 +238,17 @@ class _Redistribute(torch.autograd.Function):
                 check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
             with backward_comm_context(world, ctx.lineage):
                 moved = [redistribute_grad(with_memory(grad), src, dst, src_grad, dst_grad)]
-        elif given:
+        elif indexed_grads:
             with backward_comm_context(world, ctx.lineage):
                 moved = redistribute_grads(
-                    [with_memory(grad) for _, grad in given], [(src, dst) for src, dst, *_ in moves]
+                    [with_memory(grad) for _, grad in indexed_grads],
+                    [(src, dst) for src, dst, *_ in moves],
                 )
         else:
             moved = []
-        for (i, _), grad in zip(given, moved, strict=True):
-            found[i] = cast(grad, ctx.dtypes[i])
-        return None, None, None, *found
+        for (i, _), grad in zip(indexed_grads, moved, strict=True):
+            input_grads[i] = cast(grad, ctx.dtypes[i])
+        return None, None, None, *input_grads
 
 
 def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:

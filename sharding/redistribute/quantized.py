@@ -125,10 +125,12 @@ class QuantizedAllToAll(Quantized):
         recvs, self.out_splits = _records(shares, lambda share: share.recvs)
         self.bytes_sent, self.bytes_received = sum(self.in_splits), sum(self.out_splits)
         self.quantizes = [
-            _quantize(share, found, transport) for share, found in zip(shares, sends, strict=True)
+            _quantize(share, records, transport)
+            for share, records in zip(shares, sends, strict=True)
         ]
         self.combines = [
-            _dequantize(share, found, transport) for share, found in zip(shares, recvs, strict=True)
+            _dequantize(share, records, transport)
+            for share, records in zip(shares, recvs, strict=True)
         ]
 
     def send(
@@ -150,16 +152,16 @@ def _records(
 
     In the buffer the records of one rank are consecutive.
     """
-    found: list[list[_Record]] = [[] for _ in shares]
+    per_tensor: list[list[_Record]] = [[] for _ in shares]
     start, splits = 0, []
     for peer in range(len(peers(shares[0]))):
         begin = start
-        for records, share in zip(found, shares, strict=True):
+        for records, share in zip(per_tensor, shares, strict=True):
             for box in peers(share)[peer]:
                 records.append((box, start))
                 start += record_bytes(box_size(box))
         splits.append(start - begin)
-    return found, splits
+    return per_tensor, splits
 
 
 def _quantize(share: TensorShare, records: Sequence[_Record], transport: str) -> Quantize:

@@ -262,8 +262,8 @@ def _dtype(steps: Sequence[Step]) -> torch.dtype:
 
 def _peers(step: Step) -> list[Coordinate]:
     """Return the coordinates of the group's ranks, in group order (ascending global rank)."""
-    found = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
-    return [c for c in found if c is not None]
+    coordinates = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
+    return [c for c in coordinates if c is not None]
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
@@ -288,10 +288,10 @@ def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShar
 def _by_peer(peers: RankBoxes, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
     """Return the boxes by the other rank's index in the group."""
     index = {rank: i for i, rank in enumerate(group.ranks)}
-    found: list[list[Box]] = [[] for _ in group.ranks]
+    by_index: list[list[Box]] = [[] for _ in group.ranks]
     for coordinate, box in peers:
-        found[index[int(mesh.ranks[coordinate])]].append(box)
-    return found
+        by_index[index[int(mesh.ranks[coordinate])]].append(box)
+    return by_index
 
 
 # -- several collectives for one step --------------------------------------------------------------
@@ -305,13 +305,13 @@ def _sequence(steps: Sequence[Step]) -> Collective:
         whole = sent_to_self(first, group.rank)
         rounds = [_round(whole, i, step.rounds) for i in range(step.rounds)]
         if step.transport is not None:
-            made: list[Collective] = [
+            collectives: list[Collective] = [
                 QuantizedAllToAll(group, dtype, step.transport, [share]) for share in rounds
             ]
         else:
-            made = [AllToAllReduce(group, step.kind, dtype, [share]) for share in rounds]
+            collectives = [AllToAllReduce(group, step.kind, dtype, [share]) for share in rounds]
         return CollectiveSequence(
-            dtype, box_shape(first.want), [_fill(collective) for collective in made]
+            dtype, box_shape(first.want), [_fill(collective) for collective in collectives]
         )
     fills: list[FillResult] = [keep_local(first)]
     fills += [
@@ -341,23 +341,23 @@ def _round(share: TensorShare, index: int, rounds: int) -> TensorShare:
 
 
 def _pieces(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
-    found = []
+    pieces = []
     for box in boxes:
         dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0], default=None)
         if dim is None:
-            found += [box] * (index == 0)
+            pieces += [box] * (index == 0)
             continue
         piece = (*box[:dim], chunk(*box[dim], rounds, index), *box[dim + 1 :])
-        found += [piece] * (box_size(piece) > 0)
-    return found
+        pieces += [piece] * (box_size(piece) > 0)
+    return pieces
 
 
 def _inside_node(step: Step, group: Group, share: TensorShare) -> tuple[Group, TensorShare]:
     """Return the ranks of the group in this rank's node, and the transfers between them."""
     mesh = device_mesh(step.src)
     nodes = (step.topology or mesh.topology).node_ids(mesh)
-    here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
-    sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
-    return mesh.world.group([group.ranks[i] for i in here]), TensorShare(
+    node_indices = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
+    sends, recvs = ([peers[i] for i in node_indices] for peers in (share.sends, share.recvs))
+    return mesh.world.group([group.ranks[i] for i in node_indices]), TensorShare(
         share.have, share.want, sends, recvs, None
     )

@@ -128,9 +128,9 @@ def _compare(prefix: str, trees: Sequence[Any], mesh: DeviceMesh | None) -> None
         return
     world = current_world()
     group = world.group(range(world.size)) if mesh is None else mesh.group()
-    found = replica_leaves(leaves, group.ranks)
-    compare(prefix, found, group)
-    for leaf in found:
+    replicas = replica_leaves(leaves, group.ranks)
+    compare(prefix, replicas, group)
+    for leaf in replicas:
         if not leaf.can_be_compared:
             raise TypeError(
                 f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor "

@@ -110,13 +110,13 @@ def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
     for i, x in hashes.items():
         on_device[x.device].append(i)
     values = {
-        device: torch.stack([hashes[i] for i in found]).tolist()
-        for device, found in on_device.items()
+        device: torch.stack([hashes[i] for i in indices]).tolist()
+        for device, indices in on_device.items()
     }
     return {
         i: value
-        for device, found in on_device.items()
-        for i, value in zip(found, values[device], strict=True)
+        for device, indices in on_device.items()
+        for i, value in zip(indices, values[device], strict=True)
     }
 
 
@@ -137,17 +137,20 @@ def _by_holders(
     for leaf, hash_ in zip(leaves, hashes, strict=True):
         if leaf.holders:
             shared[leaf.holders].append(hash_)
-    return {_digest(holders): (len(holders), _digest(found)) for holders, found in shared.items()}
+    return {
+        _digest(holders): (len(holders), _digest(shared_hashes))
+        for holders, shared_hashes in shared.items()
+    }
 
 
 def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
     """Return whether all ranks of each set have an entry for it, with the same hash."""
-    found: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
+    by_holders: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
     for shared in everyone:
         for holders, entry in shared.items():
-            found[holders].append(entry)
+            by_holders[holders].append(entry)
     return all(
-        len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in found.values()
+        len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in by_holders.values()
     )
 
 
@@ -156,10 +159,10 @@ def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
 
 def _equal_ranks(values: Iterable[tuple[int, Any]]) -> EqualRanks:
     """Group ranks by their value, given as `(rank, value)` with ascending ranks."""
-    found: dict[Any, list[int]] = defaultdict(list)
+    by_value: dict[Any, list[int]] = defaultdict(list)
     for rank, value in values:
-        found[value].append(rank)
-    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
+        by_value[value].append(rank)
+    return sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def _is_tie(groups: EqualRanks) -> bool:
@@ -223,10 +226,10 @@ def _other_trees(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> Re
 
 def _kinds(leaves: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return name -> kind, or kinds if several leaves have the same name."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_path: dict[str, list[str]] = defaultdict(list)
     for path, kind in leaves:
-        found[path].append(kind)
-    return {path: " and ".join(kinds) for path, kinds in found.items()}
+        by_path[path].append(kind)
+    return {path: " and ".join(kinds) for path, kinds in by_path.items()}
 
 
 def _difference(
@@ -267,11 +270,11 @@ def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) ->
     """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
     rank first.
     """
-    found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
+    by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in zip(ranks, row, strict=True):
         if holders:
-            found[holders].append((rank, hash_))
-    return [groups for groups in map(_equal_ranks, found.values()) if len(groups) > 1]
+            by_holders[holders].append((rank, hash_))
+    return [groups for groups in map(_equal_ranks, by_holders.values()) if len(groups) > 1]
 
 
 def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
@@ -281,7 +284,7 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     everyone = group.all_gather_object([leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
-        found = next(
+        pair = next(
             (
                 (rank, other)
                 for rank in group.ranks
@@ -290,8 +293,8 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
             ),
             None,
         )
-        if found is not None:
-            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
+        if pair is not None:
+            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
             return ReplicaError(
                 f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on "
                 "all ranks",
@@ -328,9 +331,9 @@ def _first_difference(
     )
 
 
-def _of_pair(mine: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
+def _of_pair(own: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
     """Return the objects of two of the ranks, on all ranks."""
-    everyone = group.all_gather_object(mine if group.world.rank in pair else None)
+    everyone = group.all_gather_object(own if group.world.rank in pair else None)
     return everyone[group.ranks.index(pair[0])], everyone[group.ranks.index(pair[1])]
 
 
@@ -339,12 +342,12 @@ def _narrowed(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, i
     low, high = 0, _of_pair(flat.numel(), pair, group)[0]
     while high - low > _PARTS:
         step = -(-(high - low) // _PARTS)
-        mine = (
+        own_parts = (
             [flat[i : min(i + step, high)] for i in range(low, high, step)]
             if group.world.rank in pair
             else []
         )
-        one, other = _of_pair([int(bit_hash(part)) for part in mine], pair, group)
+        one, other = _of_pair([int(bit_hash(part)) for part in own_parts], pair, group)
         part = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         low, high = low + part * step, min(high, low + (part + 1) * step)
     return low, high

@@ -45,9 +45,9 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     Example:
         >>> y = sm.with_sharding_constraint(x, P("dp"))
     """
-    found = list(constrained_leaves(x, spec, "with_sharding_constraint"))
-    moving = [(i, leaf, where) for i, (leaf, where) in enumerate(found) if leaf is not None]
-    out = [leaf for leaf, _ in found]
+    leaves = list(constrained_leaves(x, spec, "with_sharding_constraint"))
+    moving = [(i, leaf, where) for i, (leaf, where) in enumerate(leaves) if leaf is not None]
+    out = [leaf for leaf, _ in leaves]
     if len(moving) == 1:
         laid = [redistribute(moving[0][1], moving[0][2])]
     else:
@@ -91,7 +91,7 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
     spec = where.spec if isinstance(where, Sharding) and where.mesh == x.mesh else where
     if not isinstance(spec, P) or UNCONSTRAINED not in spec.dims:
         return where
-    spec, named, here = spec.padded(x.ndim), spec.axes, x.spec
+    spec, named, current = spec.padded(x.ndim), spec.axes, x.spec
     cuts = list(spec.cuts)
     for dim, entry in enumerate(spec.dims):
         if entry is UNCONSTRAINED:
@@ -99,7 +99,7 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
                 [Cut((a,)) for a in cut.axes if a not in named]
                 if set(cut.axes) & set(named)
                 else [cut]
-                for cut in here.cuts[dim]
+                for cut in current.cuts[dim]
             ]
             cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
@@ -138,8 +138,8 @@ def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Return the children of the root of the tree, each with its key as text, and the structure of
     that level.
     """
-    found, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return [(pytree.keystr(keys), child) for keys, child in found], shape
+    entries, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return [(pytree.keystr(keys), child) for keys, child in entries], shape
 
 
 def _at(path: str) -> str:
@@ -147,5 +147,5 @@ def _at(path: str) -> str:
 
 
 def _with_keys(children: list[tuple[str, Any]], specs: list[tuple[str, Any]]) -> str:
-    there, given = [key for key, _ in children], [key for key, _ in specs]
-    return "" if there == given else f" ({', '.join(given)} for {', '.join(there)})"
+    tree_keys, spec_keys = [key for key, _ in children], [key for key, _ in specs]
+    return "" if tree_keys == spec_keys else f" ({', '.join(spec_keys)} for {', '.join(tree_keys)})"

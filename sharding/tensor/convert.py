@@ -189,9 +189,9 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
             r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))]
             for r in group.ranks
         }
-        given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
+        parts_by_rank = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
         raise ValueError(
-            f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} "
+            f"run_check: by rank the parts are {parts_by_rank}, and {layout.spec} of {list(layout.shape)} "
             f"requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]

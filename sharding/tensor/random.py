@@ -144,12 +144,12 @@ def check_rng_state(mesh: Any) -> None:
     state, group = mesh.world.state(RandomStream), mesh.group(mesh.axis_names)
     states = group.all_gather_object((state.seed, state.drawn))
     if len(set(states)) > 1:
-        found = ", ".join(
+        by_rank = ", ".join(
             f"rank {r}: seed {seed}, {n} drawn"
             for r, (seed, n) in zip(group.ranks, states, strict=True)
         )
         raise RuntimeError(
-            f"the ranks of {mesh} would draw different random numbers ({found}); call "
+            f"the ranks of {mesh} would draw different random numbers ({by_rank}); call "
             "sm.random.manual_seed with the same seed on every rank, and draw the same tensors on "
             "every rank"
         )

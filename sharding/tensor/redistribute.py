@@ -190,7 +190,7 @@ def _start(
     the result.
     """
     _check_writable(x, target, donate, out)
-    kept, lineage = None if donate else tensors[0], x._lineage
+    source, lineage = None if donate else tensors[0], x._lineage
     into = None if out is None else [known_local(out)]
     if donate:
         DonatedTensor.take(x)
@@ -199,7 +199,7 @@ def _start(
 
     def finish() -> ShardedTensor:
         (moved,) = wait()
-        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        result = out if out is not None else ShardedTensor._make(_unshared(moved, source), target)
         result._lineage = lineage
         return result
 
@@ -265,7 +265,7 @@ def redistribute_many(
         _check_writable(x, target, donate, None)
     if donate and len({id(x) for x in tensors}) < len(tensors):
         raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
-    kept = [None if donate else local for local in locals_]
+    sources = [None if donate else local for local in locals_]
     lineages = [x._lineage for x in tensors]
     with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
@@ -274,7 +274,9 @@ def redistribute_many(
 
     def finish() -> list[ShardedTensor]:
         results = []
-        for moved, local, lineage, (_, target) in zip(wait(), kept, lineages, pairs, strict=True):
+        for moved, local, lineage, (_, target) in zip(
+            wait(), sources, lineages, pairs, strict=True
+        ):
             results.append(ShardedTensor._make(_unshared(moved, local), target))
             results[-1]._lineage = lineage
         return results
@@ -324,9 +326,9 @@ def _mesh_and_placements(
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
     if placements is None and to is not x.mesh:
-        here, there = distinct_mesh_names(x.mesh, to)
+        src_mesh, dst_mesh = distinct_mesh_names(x.mesh, to)
         raise ValueError(
-            f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, "
+            f"{x._layout} on {src_mesh} has no placements on {dst_mesh}; write x.redistribute(mesh, "
             "placements)"
         )
     return to, x._layout.spec if placements is None else placements
@@ -334,12 +336,14 @@ def _mesh_and_placements(
 
 def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     """Raise a ValueError for an option that a redistribution to another mesh does not support."""
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if given:
-        here, there = distinct_mesh_names(layout.mesh, target.mesh)
+    option_names = [
+        name for name, value in options.items() if value is not None and value is not False
+    ]
+    if option_names:
+        src_mesh, dst_mesh = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
-            f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to "
-            f"{there}; leave it out, and redistribute on one of the meshes with it"
+            f"{option_names[0]}= is for a redistribution on one mesh, and {layout} goes from {src_mesh} to "
+            f"{dst_mesh}; leave it out, and redistribute on one of the meshes with it"
         )
 
 

@@ -129,13 +129,13 @@ class EMA:
         Communication: for averages with another layout, their redistribution; else none.
         """
         self._refuse_swapped("load_state_dict")
-        given: Mapping[str, Tensor] = state["average"]
-        _check_same(given, self.average)
-        for path, mine in self.average.items():
-            theirs = given[path]
-            if isinstance(theirs, ShardedTensor) and isinstance(mine, ShardedTensor):
-                theirs = theirs.redistribute(mine.mesh, mine.spec)
-            mine.copy_(theirs)
+        averages: Mapping[str, Tensor] = state["average"]
+        _check_same(averages, self.average)
+        for path, own in self.average.items():
+            loaded = averages[path]
+            if isinstance(loaded, ShardedTensor) and isinstance(own, ShardedTensor):
+                loaded = loaded.redistribute(own.mesh, own.spec)
+            own.copy_(loaded)
         self.decay = state["decay"]
         self._updates.fill_(state["updates"])
 
@@ -181,23 +181,23 @@ def _layout_key(x: Tensor) -> Any:
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors that one `foreach` operator can process."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
-        found.setdefault((x.device, x.dtype, isinstance(x, ShardedTensor)), []).append(i)
-    return list(found.values())
+        groups.setdefault((x.device, x.dtype, isinstance(x, ShardedTensor)), []).append(i)
+    return list(groups.values())
 
 
-def _check_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check_same(loaded: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Raise a ValueError if paths or shapes differ."""
-    missing, unknown = [p for p in own if p not in given], [p for p in given if p not in own]
+    missing, unknown = [p for p in own if p not in loaded], [p for p in loaded if p not in own]
     if missing or unknown:
         raise ValueError(
             f"EMA.load_state_dict: the state lacks averages of {missing or 'nothing'}, and has "
             f"averages of {unknown or 'nothing'}, which the model does not have; it has {list(own)}"
         )
     for path, x in own.items():
-        if given[path].shape != x.shape:
+        if loaded[path].shape != x.shape:
             raise ValueError(
-                f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the "
+                f"EMA.load_state_dict: the average of {path} is {list(loaded[path].shape)}, the "
                 f"parameter {list(x.shape)}"
             )

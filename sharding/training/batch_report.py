@@ -64,8 +64,8 @@ class BatchReport:
         """
         if self.before is None:
             return self.accumulation
-        found, rest = divmod(self.before.effective, self.per_rank * self.ranks)
-        return None if rest or not found else found
+        micro_batches, rest = divmod(self.before.effective, self.per_rank * self.ranks)
+        return None if rest or not micro_batches else micro_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers for a checkpoint, without `before`. `batch_report(before=...)` accepts

@@ -88,10 +88,10 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     home = next(
         root for root in roots if ranks[0] in root.ranks
     )  # its first rank counts plain tensors
-    found = [(home, ()) if split is None else split for split in splits]
+    roots_and_axes = [(home, ()) if split is None else split for split in splits]
     counted = [
         i
-        for i, (root, split) in enumerate(found)
+        for i, (root, split) in enumerate(roots_and_axes)
         if _counts(root, split, root.axis_names, i * (splits[i] is not None))
     ]
     return Tally(world.group(ranks), tuple(counted), device)

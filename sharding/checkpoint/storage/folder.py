@@ -59,19 +59,19 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
         >>> found = sm.checkpoint.latest("checkpoints")
         >>> start = 0 if found is None else found.step + 1
     """
-    found = complete(Path(dir))
-    return found[max(found)] if found else None
+    checkpoints = complete(Path(dir))
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def complete(folder: Path) -> dict[int, Checkpoint]:
     """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the
     new one is renamed.
     """
-    found: dict[int, Checkpoint] = {}
+    checkpoints: dict[int, Checkpoint] = {}
     for step, state, path in sorted(_entries(folder), key=lambda entry: entry[1] == "old"):
-        if state in ("", "old") and step not in found and (path / MANIFEST).is_file():
-            found[step] = Checkpoint(step, path)
-    return found
+        if state in ("", "old") and step not in checkpoints and (path / MANIFEST).is_file():
+            checkpoints[step] = Checkpoint(step, path)
+    return checkpoints
 
 
 def without_manifest(folder: Path) -> dict[int, Path]:
@@ -131,9 +131,10 @@ def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
     Return the renamed ones.
     """
     others = sorted(
-        (found for found in complete(folder).values() if found.step != step), reverse=True
+        (checkpoint for checkpoint in complete(folder).values() if checkpoint.step != step),
+        reverse=True,
     )
-    return [mark_for_removal(found.path) for found in others[keep - 1 :]]
+    return [mark_for_removal(checkpoint.path) for checkpoint in others[keep - 1 :]]
 
 
 def mark_for_removal(path: Path) -> Path:

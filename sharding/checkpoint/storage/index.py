@@ -338,14 +338,14 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, item in _pairs(value, what):
         if type(key) is not str:
             raise Damage(f"{what} has {brief(_kind(key))} in the place of a name")
-        if key in found:
+        if key in mapping:
             raise Damage(f"{what} has {_quoted(key)} twice")
-        found[key] = item
-    return found
+        mapping[key] = item
+    return mapping
 
 
 def _pairs(value: Any, what: str) -> Iterator[tuple[Any, Any]]:

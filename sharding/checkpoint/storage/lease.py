@@ -148,13 +148,13 @@ def take_lease(folder: Path, kept: bool) -> Lease:
     """
     folder = folder.resolve()
     with _lock:
-        mine = _held.get(folder)
-    if mine is None or mine._pid != os.getpid() or mine.saving or not _is_valid(mine):
-        mine = _wait_for(Lease(folder, _self(), kept))
+        lease = _held.get(folder)
+    if lease is None or lease._pid != os.getpid() or lease.saving or not _is_valid(lease):
+        lease = _wait_for(Lease(folder, _self(), kept))
         with _lock:
-            _held[folder] = mine
-    mine.begin()
-    return mine
+            _held[folder] = lease
+    lease.begin()
+    return lease
 
 
 def _is_valid(lease: Lease) -> bool:
@@ -176,22 +176,22 @@ def _is_valid(lease: Lease) -> bool:
     return False
 
 
-def _wait_for(mine: Lease) -> Lease:
-    deadline, observer = time.monotonic() + _WAIT_S, _OwnerObserver(mine)
+def _wait_for(lease: Lease) -> Lease:
+    deadline, observer = time.monotonic() + _WAIT_S, _OwnerObserver(lease)
     while True:
-        number, owner = _newest(mine.folder)
-        if observer.is_free(number, owner) and mine.claim(number):
-            return mine
+        number, owner = _newest(lease.folder)
+        if observer.is_free(number, owner) and lease.claim(number):
+            return lease
         if time.monotonic() > deadline:
-            raise CheckpointError(_in_use_text(mine, owner))
+            raise CheckpointError(_in_use_text(lease, owner))
         time.sleep(_POLL_S * (0.5 + os.urandom(1)[0] / 256))  # jitter
 
 
 class _OwnerObserver:
     """Observes a folder's owner while a job waits for it."""
 
-    def __init__(self, mine: Lease) -> None:
-        self._mine = mine
+    def __init__(self, lease: Lease) -> None:
+        self._mine = lease
         self._seen: tuple[int, int] | None = None
         self._since = time.monotonic()
 
@@ -301,15 +301,15 @@ def _create(temporary: Path, path: Path) -> None:
             file.write(temporary.read_text())
 
 
-def _in_use_text(mine: Lease, owner: Owner | None) -> str:
-    same = owner is not None and owner.card.is_same_process(mine.owner.card)
+def _in_use_text(lease: Lease, owner: Owner | None) -> str:
+    same = owner is not None and owner.card.is_same_process(lease.owner.card)
     who = (
         "another save of this process"
         if same
         else f"another job ({owner or 'its file cannot be read'})"
     )
     return (
-        f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at "
+        f"save: {who} saves into {lease.folder} and did not end within {_WAIT_S:.0f} s; one job at "
         "a time can save into a folder: end the other job, or use another folder"
     )
 

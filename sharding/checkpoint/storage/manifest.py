@@ -260,10 +260,10 @@ def _no_constant(text: str) -> Any:
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return mapping
 
 
 def check_structure(structure: Any, depth: int = 0) -> None:

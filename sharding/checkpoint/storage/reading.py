@@ -95,7 +95,7 @@ def plan_reads(
     """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values`
     with the ranks that need them.
     """
-    load, boxes, found = dict.fromkeys(ranks, 0), {}, []
+    load, boxes, reads = dict.fromkeys(ranks, 0), {}, []
     for name, layout in wanted.items():
         entry = stored.entries[name]
         key = layout or entry.shape
@@ -105,11 +105,11 @@ def plan_reads(
                 for rank in ranks
             }
         for piece in entry.pieces:
-            found += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
+            reads += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
     for name, needing in values.items():
         for piece in stored.entries[name].pieces:
-            found += _reading(piece, None, {rank: None for rank in needing if rank in load}, load)
-    return found
+            reads += _reading(piece, None, {rank: None for rank in needing if rank in load}, load)
+    return reads
 
 
 def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:

@@ -75,12 +75,12 @@ class Durations:
     def _rate(self, node: fx.Node) -> float:
         if not isinstance(self._flops, Mapping):
             return float(self._flops)
-        found = next(
+        dtype = next(
             (x.meta["val"][2] for x in (node, *node.all_input_nodes) if "val" in x.meta),
             torch.float32,
         )
         return float(
-            self._flops.get(found, self._flops.get(torch.float32, min(self._flops.values())))
+            self._flops.get(dtype, self._flops.get(torch.float32, min(self._flops.values())))
         )
 
     def collective(self, start: fx.Node) -> float:
@@ -125,16 +125,16 @@ def moved_bytes(node: fx.Node) -> int:
         else ""
     )
     written, inputs = writes(node), list(node.all_input_nodes)
-    made = 0 if written or owner_of(node) is not None else bytes_of(node)
+    result_bytes = 0 if written or owner_of(node) is not None else bytes_of(node)
     if "empty" in name:
         return 0
     if name.startswith(_READ_PARTS):
-        return 2 * made
+        return 2 * result_bytes
     if name.startswith("new_") or name.endswith("_like"):
         inputs = []
     elif name in _OVERWRITE:
         inputs = [x for x in inputs if x not in written]
-    return made + sum(map(_touched, written)) + sum(map(_touched, inputs))
+    return result_bytes + sum(map(_touched, written)) + sum(map(_touched, inputs))
 
 
 def _touched(node: fx.Node) -> int:

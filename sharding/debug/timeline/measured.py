@@ -60,13 +60,13 @@ class _Stopwatch:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         self._marks.clear()
         self._mark(-1)
-        found = self._run(*inputs)
+        results = self._run(*inputs)
         first = self._marks[0][1]
         ends = [(i, moment - first) for i, moment in self._marks]
         self.times = {
             self._nodes[i]: (start, end) for (_, start), (i, end) in itertools.pairwise(ends)
         }
-        return found
+        return results
 
     def _mark(self, number: int) -> None:
         if self._is_cuda:

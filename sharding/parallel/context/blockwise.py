@@ -44,8 +44,8 @@ class OnlineSoftmaxState:
         rows = slice(start, stop)
         before = self.lse[..., rows]
         total = torch.logaddexp(before, lse)
-        kept = self.out[..., rows, :] * (before - total).exp()[..., None]
-        self.out[..., rows, :] = kept + out * (lse - total).exp()[..., None]
+        rescaled = self.out[..., rows, :] * (before - total).exp()[..., None]
+        self.out[..., rows, :] = rescaled + out * (lse - total).exp()[..., None]
         self.lse[..., rows] = total
 
 
@@ -105,12 +105,12 @@ def attend_grads(
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         parts = _parts(block, q, k, v)
         back = (kernel_for(*parts, block.diagonal) or _MATMUL).backward
-        found = back(
+        grads = back(
             grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal
         )
-        into.q[..., rows, :] += found[0]
-        into.k[..., keys, :] += found[1]
-        into.v[..., keys, :] += found[2]
+        into.q[..., rows, :] += grads[0]
+        into.k[..., keys, :] += grads[1]
+        into.v[..., keys, :] += grads[2]
 
 
 def _parts(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

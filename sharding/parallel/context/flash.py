@@ -63,8 +63,8 @@ class _Operators(NamedTuple):
 
 
 def _operators(name: str) -> _Operators:
-    found = [getattr(torch.ops.aten, name + end, None) for end in ("", "_backward")]
-    return _Operators(*found if None not in found else (None, None))
+    operators = [getattr(torch.ops.aten, name + end, None) for end in ("", "_backward")]
+    return _Operators(*operators if None not in operators else (None, None))
 
 
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")

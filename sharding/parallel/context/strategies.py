@@ -67,9 +67,9 @@ def choose_attention_strategy(
     q = _cut(q, q.spec.cuts[:WIDTH])
     k = _cut(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
     v = _cut(v, k.spec.cuts[:WIDTH])
-    made = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
+    out = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
     return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](
-        q, k, v, made, options
+        q, k, v, out, options
     )
 
 
@@ -106,12 +106,12 @@ def _scale(q: Layout, options: AttentionOptions) -> float:
 
 
 def _ring(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     mesh: Any = q.mesh
     runs = _runs(q, options), _runs(k, options)
     if mesh.coordinate is None or not splitting_axes(k, len(k.shape) + SEQUENCE):
-        return _with_all_keys(q, k, v, made, options)
+        return _with_all_keys(q, k, v, out, options)
     group, ranks = mesh.group(options.axes), _in_order(mesh, options.axes)
     position, count = ranks.index(mesh.world.rank), len(ranks)
     blocks = tuple(
@@ -128,36 +128,36 @@ def _ring(
         blocks,
         _scale(q, options),
     )
-    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
+    return AttentionStrategy((q, k, v), out, out, _with_heads(ring, q, k))
 
 
 def _all_gather(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     whole_k, whole_v = (with_dim(x, len(x.shape) + SEQUENCE, (), x.shape[SEQUENCE]) for x in (k, v))
-    return _with_all_keys(q, whole_k, whole_v, made, options, _runs(k, options))
+    return _with_all_keys(q, whole_k, whole_v, out, options, _runs(k, options))
 
 
 def _with_all_keys(
     q: Layout,
     k: Layout,
     v: Layout,
-    made: Layout,
+    out: Layout,
     options: AttentionOptions,
     of_keys: Sequence[Runs] | None = None,
 ) -> AttentionStrategy:
     """Return the strategy in which each rank has all keys, in the order of `of_keys`."""
     mesh: Any = q.mesh
     if mesh.coordinate is None:
-        return AttentionStrategy((q, k, v), made, made, _outside_mesh)
+        return AttentionStrategy((q, k, v), out, out, _outside_mesh)
     ranks = _in_order(mesh, options.axes)
     of_keys = _runs(k, options) if of_keys is None else of_keys
-    mine = _runs(q, options)[
+    own_runs = _runs(q, options)[
         ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0
     ]
-    blocks = (_blocks(mine, tuple(run for runs in of_keys for run in runs), options),)
+    blocks = (_blocks(own_runs, tuple(run for runs in of_keys for run in runs), options),)
     ring = Ring(mesh.world, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
-    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
+    return AttentionStrategy((q, k, v), out, out, _with_heads(ring, q, k))
 
 
 def _outside_mesh(*_: Tensor) -> Tensor:
@@ -205,17 +205,17 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
 
 
 def _all_to_all(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     """Return the strategy in which every rank has a share of the heads with the whole sequence."""
     group, shares = _group(q, k), _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
     targets = [
         _by_heads(x, axes, [n * times for n in shares])
-        for x, times in ((q, group), (k, 1), (v, 1), (made, group))
+        for x, times in ((q, group), (k, 1), (v, 1), (out, group))
     ]
     attend = partial(_attend_whole, _runs(q, options), _runs(k, options), options, group)
-    return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], made, attend)
+    return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], out, attend)
 
 
 def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> Layout:
@@ -287,10 +287,10 @@ def _positions(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
 def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
     for other in (k, v):
         if other.mesh is not q.mesh:
-            here, there = distinct_mesh_names(q.mesh, other.mesh)
+            query_mesh, other_mesh = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
-                f"context_parallel_attention: query, key and value are on two meshes, {here} and "
-                f"{there}; move them to one mesh first"
+                f"context_parallel_attention: query, key and value are on two meshes, {query_mesh} and "
+                f"{other_mesh}; move them to one mesh first"
             )
     why = _shape_error(q, k, v)
     if why:
@@ -332,28 +332,30 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
     sizes.
     """
     mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
-    given = "context_parallel_attention: "
+    prefix = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]
     if unknown or not options.axes:
-        raise ValueError(f"{given}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}")
+        raise ValueError(
+            f"{prefix}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}"
+        )
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
-        wanted = [
+        target_cuts = [
             cuts if d != dim else [Cut((a,)) for a in options.axes]
             for d, cuts in enumerate(_without(layout, options.axes))
         ]
         raise ValueError(
-            f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no "
-            f"other axis; redistribute it to {P.of_cuts(wanted, {})} first"
+            f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no "
+            f"other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
         )
     if options.balanced and options.is_causal:
-        sizes, wanted_sizes = (
+        sizes, target_sizes = (
             tuple(part_sizes(layout, dim)),
             balanced_sizes(layout.shape[dim], mesh.size(options.axes)),
         )
-        if sizes != wanted_sizes:
+        if sizes != target_sizes:
             raise ValueError(
-                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} "
-                f"positions, but balanced parts have {wanted_sizes}; make it with "
+                f"{prefix}balanced=True for {layout}, whose parts of the sequence have {sizes} "
+                f"positions, but balanced parts have {target_sizes}; make it with "
                 f"sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True "
                 "out"
             )

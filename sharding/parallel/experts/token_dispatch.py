@@ -145,8 +145,8 @@ class TokenDispatch:
 
     @property
     def _send_sizes(self) -> list[int]:
-        mine = self.counts[self.peers.me]
-        return [sum(mine[start:stop]) for start, stop in self.peers.experts]
+        own_counts = self.counts[self.peers.me]
+        return [sum(own_counts[start:stop]) for start, stop in self.peers.experts]
 
     @property
     def _recv_sizes(self) -> list[int]:
@@ -204,8 +204,8 @@ def make_dispatch(
     before = _before(table, runs)
     taken = (capacity - before).clamp(min=0).minimum(table).sum((1, 2))
     wait = _start_to_host(torch.cat([taken, wrong[:, None]], 1))
-    kept = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
-    sent = torch.where(kept, valid, peers.count).flatten()  # others are sorted to the end
+    fits = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
+    sent = torch.where(fits, valid, peers.count).flatten()  # others are sorted to the end
     return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers, drops=True)
 
 

@@ -99,14 +99,14 @@ class InputHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        wanted = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
-        wanted += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
+        inputs = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
+        inputs += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
         laid = redistribute_activations(
-            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted]
+            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in inputs]
         )
-        found = {key: value for (key, *_), value in zip(wanted, laid, strict=True)}
-        return tuple([found.get(i, x) for i, x in enumerate(args)]), {
-            name: found.get(name, x) for name, x in kwargs.items()
+        by_key = {key: value for (key, *_), value in zip(inputs, laid, strict=True)}
+        return tuple([by_key.get(i, x) for i, x in enumerate(args)]), {
+            name: by_key.get(name, x) for name, x in kwargs.items()
         }
 
 
@@ -138,20 +138,20 @@ class OutputHook:
                 self.site, module, [("the output", output, self.lays[0])]
             )[0]
         if not isinstance(output, (tuple, list)) or len(output) != len(self.lays):
-            found = (
+            actual = (
                 f"{len(output)} of them"
                 if isinstance(output, (tuple, list))
                 else f"one {type(output).__name__}"
             )
             raise ValueError(
                 f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned "
-                f"{found}; give one for each, or one for all"
+                f"{actual}; give one for each, or one for all"
             )
-        wanted = [
+        outputs = [
             (f"output {i}", x, lay)
             for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))
         ]
-        laid = redistribute_activations(self.site, module, wanted)
+        laid = redistribute_activations(self.site, module, outputs)
         return output._make(laid) if hasattr(output, "_make") else type(output)(laid)  # type: ignore[attr-defined]
 
 
@@ -296,16 +296,18 @@ def along(layout: Layout, where: P | Placement, axis: str) -> P:
     )
     named = {axis, *spec.axes}
     cuts = [
-        _merged(_without(own, named, layout), given, own)
-        for own, given in zip(layout.spec.cuts, spec.cuts, strict=True)
+        _merged(_without(own, named, layout), new, own)
+        for own, new in zip(layout.spec.cuts, spec.cuts, strict=True)
     ]
     pending = {a: kind for a, kind in layout.pending.items() if a not in named}
     return P.of_cuts(cuts, {**pending, **dict(spec.unreduced)})
 
 
-def _merged(kept: Sequence[Cut], given: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
-    same = {a for cut in own for a in cut.axes} == {a for cut in (*kept, *given) for a in cut.axes}
-    return own if same and not any(cut.sizes for cut in given) else (*kept, *given)
+def _merged(remaining: Sequence[Cut], new: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
+    same = {a for cut in own for a in cut.axes} == {
+        a for cut in (*remaining, *new) for a in cut.axes
+    }
+    return own if same and not any(cut.sizes for cut in new) else (*remaining, *new)
 
 
 def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
@@ -316,12 +318,12 @@ def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
 
 
 def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
-    kept = tuple(a for a in cut.axes if a not in named)
-    if cut.sizes is None or not kept or kept == cut.axes:
-        return cut._replace(axes=kept)
+    axes = tuple(a for a in cut.axes if a not in named)
+    if cut.sizes is None or not axes or axes == cut.axes:
+        return cut._replace(axes=axes)
     grid = np.reshape(cut.sizes, [layout.mesh.size(a) for a in cut.axes])
     gone = tuple(i for i, a in enumerate(cut.axes) if a in named)
-    return Cut(kept, tuple(int(n) for n in grid.sum(axis=gone).flat))
+    return Cut(axes, tuple(int(n) for n in grid.sum(axis=gone).flat))
 
 
 # -- plain tensors ---------------------------------------------------------------------------------

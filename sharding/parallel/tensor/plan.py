@@ -248,8 +248,8 @@ def _uses(
     tensors: Mapping[str, Tensor],
     matches: Matches,
 ) -> Iterator[_StyleUse]:
-    for pattern, given in plan.items():
-        for style in given if isinstance(given, (list, tuple)) else [given]:
+    for pattern, entry in plan.items():
+        for style in entry if isinstance(entry, (list, tuple)) else [entry]:
             yield from _uses_of(pattern, _style(style, pattern), mesh, named, tensors, matches)
 
 
@@ -289,21 +289,21 @@ def _uses_of(
         )
 
 
-def _style(given: Any, pattern: str) -> Style:
+def _style(entry: Any, pattern: str) -> Style:
     """Return our style for an entry of a plan: a style of ours or torch's, or a spec for
     parameters.
 
     Raises:
         TypeError: something else.
     """
-    if isinstance(given, (P, Placement)):
+    if isinstance(entry, (P, Placement)):
         return shard_params(
-            given, axis=next(iter(given.axes), None) if isinstance(given, P) else None
+            entry, axis=next(iter(entry.axes), None) if isinstance(entry, P) else None
         )
-    style = given if isinstance(given, Style) else own_style(given)
+    style = entry if isinstance(entry, Style) else own_style(entry)
     if style is None:
         raise TypeError(
-            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), "
+            f"plan[{pattern!r}] is {entry!r}; write a style (colwise(), rowwise(), "
             "sequence_parallel(1), prepare_inputs(...), prepare_outputs(...), shard_params(...)), "
             "a list of styles, or for parameters P(...)"
         )
@@ -365,14 +365,14 @@ def _layouts(
     for use in uses:
         for path, spec in _own(use):
             tensor = tensors[path]
-            found = _PlannedLayout(
+            planned = _PlannedLayout(
                 _layout(mesh, tensor, spec, f"{use.site} at {path!r}", use.site.axis),
                 path,
                 use.pattern,
             )
-            before = placed.setdefault(id(tensor), found)
-            if before.layout is not found.layout:
-                raise ValueError(_two_ways(before, found))
+            before = placed.setdefault(id(tensor), planned)
+            if before.layout is not planned.layout:
+                raise ValueError(_two_ways(before, planned))
     return placed
 
 
@@ -475,7 +475,7 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
     Raises:
         ValueError: two patterns give layouts for the inputs, or the outputs, of one module.
     """
-    found: dict[tuple[int, str], tuple[_StyleUse, InputHook | OutputHook]] = {}
+    hooks: dict[tuple[int, str], tuple[_StyleUse, InputHook | OutputHook]] = {}
     for use in uses:
         if use.module is None:
             continue
@@ -483,15 +483,15 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
             ("inputs", use.style.inputs(use.site, use.module)),
             ("outputs", use.style.outputs(use.site, use.module)),
         ):
-            before = found.get((id(use.module), name))
+            before = hooks.get((id(use.module), name))
             if hook is not None and before is not None:
                 raise ValueError(
                     f"{use.site.path!r}: {before[0].site.style} and {use.site.style} both give "
                     f"layouts for its {name}; leave one out"
                 )
             if hook is not None:
-                found[id(use.module), name] = use, hook
-    return [(use.module, hook) for use, hook in found.values() if use.module is not None]
+                hooks[id(use.module), name] = use, hook
+    return [(use.module, hook) for use, hook in hooks.values() if use.module is not None]
 
 
 def _register(module: nn.Module, hook: InputHook | OutputHook) -> None:

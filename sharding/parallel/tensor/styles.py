@@ -60,12 +60,14 @@ class _StyleWithRepr(Style):
     """A style whose `repr` shows the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
-        given = [
+        arguments = [
             (f.name, getattr(self, f.name))
             for f in fields(self)  # type: ignore[arg-type]
             if getattr(self, f.name) != f.default
         ]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments)})"
+        )
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -448,18 +450,16 @@ def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
     Raises:
         ValueError: the mesh does not have it, or the mesh has several axes and none is "tp".
     """
-    given = getattr(style, "axis", None)
+    axis = getattr(style, "axis", None)
     names: Sequence[str] = mesh.axis_names
-    if given in names:
-        return given
-    if given is None and ("tp" in names or len(names) == 1):
+    if axis in names:
+        return axis
+    if axis is None and ("tp" in names or len(names) == 1):
         return "tp" if "tp" in names else names[0]
-    wanted = (
-        f"is for axis {given!r}"
-        if given is not None
-        else "has no axis=, and no axis is called 'tp'"
+    problem = (
+        f"is for axis {axis!r}" if axis is not None else "has no axis=, and no axis is called 'tp'"
     )
     raise ValueError(
-        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose "
+        f"plan[{pattern!r}]: {style!r} {problem}; {mesh} has {', '.join(map(repr, names))}: choose "
         f"with axis={names[-1]!r}, or parallelize on mesh[{names[-1]!r}] alone"
     )

@@ -113,10 +113,10 @@ class _TorchStyle(ParallelStyle):
         return True
 
     def __repr__(self) -> str:
-        given = [
+        arguments = [
             f"{name}={value!r}" for name, value in self._arguments.items() if value is not None
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class _LinearStyle(_TorchStyle):
@@ -415,10 +415,10 @@ class PrepareModuleInput(_TorchStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.with_kwargs = input_kwarg_layouts is not None
         self.use_local_output = use_local_output
-        given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        if set(given) != set(desired):
+        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        if set(layouts) != set(desired):
             raise ValueError(
-                f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts "
+                f"input_kwarg_layouts has {sorted(layouts)}, desired_input_kwarg_layouts "
                 f"{sorted(desired)}; give both for each"
             )
         _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
@@ -426,10 +426,10 @@ class PrepareModuleInput(_TorchStyle):
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         local, desired = self.use_local_output, self.desired_input_kwarg_layouts
         pairs = _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
-        given = self.input_kwarg_layouts
+        layouts = self.input_kwarg_layouts
         named = {
             name: (as_axis_layout(x, name), as_axis_layout(desired[name], name))
-            for name, x in given.items()
+            for name, x in layouts.items()
         }
         lays = {
             name: ActivationLayout(to, plain, local)
@@ -637,21 +637,21 @@ def _laid_out(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bo
     return y.to_local() if use_local else y
 
 
-def _pairs(name: str, given: Any, desired: Any) -> list[tuple[AxisLayout, AxisLayout]]:
+def _pairs(name: str, actual: Any, desired: Any) -> list[tuple[AxisLayout, AxisLayout]]:
     """Return each layout with the desired one.
 
     Raises:
         ValueError: their numbers differ.
     """
-    layouts, wanted = _as_sequence(given), _as_sequence(desired)
-    if len(layouts) != len(wanted):
+    layouts, desired_layouts = _as_sequence(actual), _as_sequence(desired)
+    if len(layouts) != len(desired_layouts):
         raise ValueError(
-            f"{name} has {len(layouts)} placements and desired_{name} {len(wanted)}; give one of "
+            f"{name} has {len(layouts)} placements and desired_{name} {len(desired_layouts)}; give one of "
             "each per tensor, None to leave it"
         )
     return [
         (as_axis_layout(one, name), as_axis_layout(other, f"desired_{name}"))
-        for one, other in zip(layouts, wanted, strict=True)
+        for one, other in zip(layouts, desired_layouts, strict=True)
     ]
 
 
@@ -691,27 +691,27 @@ def own_style(given: Any) -> Style | None:
     return read(given)
 
 
-def _read_input(given: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
+def _read_input(style: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
     return {
-        "input_layouts": given.input_layouts,
-        "desired_input_layouts": given.desired_input_layouts,
-        "input_kwarg_layouts": given.input_kwarg_layouts,
-        "desired_input_kwarg_layouts": given.desired_input_kwarg_layouts,
-        use_local_output: given.use_local_output,
+        "input_layouts": style.input_layouts,
+        "desired_input_layouts": style.desired_input_layouts,
+        "input_kwarg_layouts": style.input_kwarg_layouts,
+        "desired_input_kwarg_layouts": style.desired_input_kwarg_layouts,
+        use_local_output: style.use_local_output,
     }
 
 
-def _read_output(given: Any) -> dict[str, Any]:
+def _read_output(style: Any) -> dict[str, Any]:
     return {
-        "output_layouts": given.output_layouts,
-        "desired_output_layouts": given.desired_output_layouts,
-        "use_local_output": given.use_local_output,
+        "output_layouts": style.output_layouts,
+        "desired_output_layouts": style.desired_output_layouts,
+        "use_local_output": style.use_local_output,
     }
 
 
-def _read_linear(kind: Any, given: Any) -> Style:
-    (taken,), (out,) = given.input_layouts, given.output_layouts
-    return kind(input_layouts=taken, output_layouts=out, use_local_output=given.use_local_output)
+def _read_linear(kind: Any, style: Any) -> Style:
+    (taken,), (out,) = style.input_layouts, style.output_layouts
+    return kind(input_layouts=taken, output_layouts=out, use_local_output=style.use_local_output)
 
 
 _READ: dict[str, Any] = {

@@ -148,22 +148,22 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         ("shape", "pass a layout of the tensor's own shape"),
         ("dtype", "write x.to(dtype) first"),
     ):
-        ours, theirs = getattr(src, name), getattr(dst, name)
-        if ours != theirs:
+        src_value, dst_value = getattr(src, name), getattr(dst, name)
+        if src_value != dst_value:
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and "
-                f"{theirs}; {remedy}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} and "
+                f"{dst_value}; {remedy}"
             )
-    here, there = distinct_mesh_names(src.mesh, dst.mesh)
+    src_mesh, dst_mesh = distinct_mesh_names(src.mesh, dst.mesh)
     if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are on different kinds of "
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are on different kinds of "
             "devices; redistribute to a mesh of the same kind, and move the parts themselves with "
             "x.to_local().to(device)"
         )
     if _root(src.mesh) is _root(dst.mesh) and set(src.mesh.ranks.flat) != set(dst.mesh.ranks.flat):
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are parts of one mesh, and "
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are parts of one mesh, and "
             "the same words mean another mesh on ranks in other parts; move between layouts on one "
             "mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, ranks, "
             "axis_names=names of its own), or give every part a copy with "
@@ -264,9 +264,9 @@ def _without_pending(layout: Layout, axes: Sequence[str]) -> list[Layout]:
     """
     replicated = with_pending(layout, dict.fromkeys(layout.pending))
     extra = tuple(Cut((a,)) for a in axes if layout.mesh.size(a) > 1)
-    found = [replicated]
+    layouts = [replicated]
     for dim in range(len(layout.shape)) if extra else ():
         cuts = list(replicated.spec.cuts)
         cuts[dim] = (*cuts[dim], *extra)
-        found.append(replicated.replace(P.of_cuts(cuts, {})))
-    return found
+        layouts.append(replicated.replace(P.of_cuts(cuts, {})))
+    return layouts

@@ -83,19 +83,19 @@ def _all_to_all_buffers(step: Step) -> int:
         moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
         # What stays on a rank may go through the buffers as well, see `AllToAllV`.
         return max(
-            there + 2 * here * step.src.dtype.itemsize
-            for there, here in zip(moved, common, strict=True)
+            exchanged + 2 * staying * step.src.dtype.itemsize
+            for exchanged, staying in zip(moved, common, strict=True)
         )
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
 
 
 def _round_numel(step: Step, coordinate: Coordinate) -> int:
     common = intersect(step.src.box_at(coordinate), step.dst.box_at(coordinate))
-    kept = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
+    own_boxes = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
     return max(
         sum(
             _largest_piece(box, step.rounds)
-            for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *kept)
+            for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *own_boxes)
         )
         for route in routes(step, coordinate)
     )

@@ -147,16 +147,16 @@ def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> li
     for rank, box in enumerate(have):
         if box_size(box):
             holders.setdefault(box, []).append(rank)
-    found = []
+    transfers = []
     for box, owners in holders.items():
         load = dict.fromkeys(owners, 0)
-        for rank, wanted in enumerate(want):
-            common = None if rank in load else intersect(box, wanted)
+        for rank, target in enumerate(want):
+            common = None if rank in load else intersect(box, target)
             if common is not None:
                 sender = min(owners, key=_distance(rank, nodes, load, len(have)))
                 load[sender] += box_size(common)
-                found.append(Transfer(sender, rank, common))
-    return sorted(found, key=lambda t: (t.sender, t.receiver))
+                transfers.append(Transfer(sender, rank, common))
+    return sorted(transfers, key=lambda t: (t.sender, t.receiver))
 
 
 def _distance(
@@ -186,7 +186,7 @@ def is_node_replicated(step: Step) -> bool:
     nodes = step.topology.node_ids(mesh)
     corners = [tuple(0 for _ in mesh.shape), tuple(n - 1 for n in mesh.shape)]
     groups = [[int(nodes[c]) for c in members_along(step.src, outer, corner)] for corner in corners]
-    return all(len(set(found)) == len(found) for found in groups)
+    return all(len(set(group_nodes)) == len(group_nodes) for group_nodes in groups)
 
 
 def _inner(step: Step) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
     there) and inside the node.
     """
     peers = members_along(step.src, _inner(step), me)
-    mine = peers.index(me)
+    own_index = peers.index(me)
     recvs = [
         (c, box)
         for c, box in ranks_overlapping(step.src, step.dst.box_at(me), me, _outer(step))
@@ -218,12 +218,12 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
         cut = [(c, _piece(box, len(peers), index)) for c, box in boxes]
         return [(c, box) for c, box in cut if box_size(box)]
 
-    mine_received = [box for _, box in pieces(recvs, mine)]
-    passed_on = [(peer, box) for peer in peers if peer != me for box in mine_received]
+    own_pieces = [box for _, box in pieces(recvs, own_index)]
+    passed_on = [(peer, box) for peer in peers if peer != me for box in own_pieces]
     from_peers = [
         (peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(recvs, i)
     ]
-    return Route(pieces(sends, mine), pieces(recvs, mine)), Route(passed_on, from_peers)
+    return Route(pieces(sends, own_index), pieces(recvs, own_index)), Route(passed_on, from_peers)
 
 
 MAX_CELLS = (
@@ -252,19 +252,23 @@ def hierarchical(
     sent, received, sent_inside = [0] * len(have), [0] * len(have), [0] * len(have)
     for cell, holders, wanters in _cells(have, want):
         for node in dict.fromkeys(nodes[r] for r in wanters):
-            here = [r for r in wanters if nodes[r] == node and r not in holders]
+            receivers = [r for r in wanters if nodes[r] == node and r not in holders]
             inside = [r for r in holders if nodes[r] == node]
             if inside:
-                second += [Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in here]
+                second += [
+                    Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in receivers
+                ]
                 continue
-            here.sort(key=lambda r: received[r])
+            receivers.sort(key=lambda r: received[r])
             pieces = [
-                piece for i in range(len(here)) if box_size(piece := _piece(cell, len(here), i))
+                piece
+                for i in range(len(receivers))
+                if box_size(piece := _piece(cell, len(receivers), i))
             ]
-            for rank, piece in zip(here, pieces, strict=False):
+            for rank, piece in zip(receivers, pieces, strict=False):
                 first.append(Transfer(_take(sorted(holders), sent, piece), rank, piece))
                 received[rank] += box_size(piece)
-                second += [Transfer(rank, other, piece) for other in here if other != rank]
+                second += [Transfer(rank, other, piece) for other in receivers if other != rank]
     return sorted(first, key=lambda t: (t.sender, t.receiver)), sorted(
         second, key=lambda t: (t.sender, t.receiver)
     )

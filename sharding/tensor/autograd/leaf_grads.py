@@ -187,9 +187,13 @@ def start(
     world = leaves[0].mesh.world
     reducer = world.state(_GradReducer)
     for members in buckets.values():
-        mine, given = zip(*members, strict=True)
+        bucket_leaves, bucket_grads = zip(*members, strict=True)
         reducer.started.append(
-            (mine, _start_bucket(mine, given, tag, donate), unpacked(world.comm_context.lineage))
+            (
+                bucket_leaves,
+                _start_bucket(bucket_leaves, bucket_grads, tag, donate),
+                unpacked(world.comm_context.lineage),
+            )
         )
     reducer.flush_at_end()
 
@@ -280,8 +284,8 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
 
     A gradient whose reduction fails stays pending.
     """
-    there = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
-    for (_, axes, _, together), members in _buckets(there).items():
+    pending = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
+    for (_, axes, _, together), members in _buckets(pending).items():
         if not axes:
             reduced = [grad for _, grad in members]
         elif together:
@@ -306,10 +310,10 @@ def _buckets(
     pairs: Iterable[tuple[ShardedTensor, Tensor]],
 ) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
     """Group the leaves and gradients that are reduced together."""
-    found: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
+    buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
-        found.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
-    return found
+        buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
+    return buckets
 
 
 def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
@@ -388,18 +392,18 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     before = [] if old is None else [old]
     if old is None:
         layout = leaf._layout.grad
-        kept = leaf._reduced_grad = _gradient_of(
+        reduced = leaf._reduced_grad = _gradient_of(
             leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype)
         )
     elif grad.requires_grad or old._local.requires_grad:
-        kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
+        reduced = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:
         old._local += grad
-        kept = old
+        reduced = old
     if not _without_copies(
         leaf
     ):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
-        kept._lineage = mixed(lineage, [leaf, *before])
+        reduced._lineage = mixed(lineage, [leaf, *before])
 
 
 # -- `.grad` ---------------------------------------------------------------------------------------
@@ -426,8 +430,8 @@ def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
     """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
     anew.
     """
-    made = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
-    return made
+    grad = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    return grad
 
 
 def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
@@ -444,9 +448,9 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
             f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}"
         )
     if value is not None and value.mesh != x.mesh:
-        there, here = distinct_mesh_names(value.mesh, x.mesh)
+        grad_mesh, leaf_mesh = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
-            f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the "
+            f"a gradient on {grad_mesh} for a tensor on {leaf_mesh}; place value.full_tensor() on the "
             "tensor's mesh"
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
