@@ -283,9 +283,9 @@ class _Inside:
         if part is None:
             root_mesh, other_mesh = distinct_mesh_names(self.abstract, mesh)
             raise ValueError(
-                f"eval_shape runs on {root_mesh}, but an argument is on {other_mesh}, whose axes are not "
-                "among these; give mesh=, one that has all the axes, and arguments on it or on "
-                "parts of it such as mesh['tp']"
+                f"eval_shape runs on {root_mesh}, but an argument is on {other_mesh}, whose axes "
+                "are not among these; give mesh=, one that has all the axes, and arguments on it "
+                "or on parts of it such as mesh['tp']"
             )
         return part
 

@@ -440,9 +440,8 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
     aliases = {name: stored_name for name, stored_name in tied.items() if stored_name in tensors}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **aliases}
-    }  # transformers asks for this format
+    # transformers asks for this format
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
     at = 0
     for name, leaf in tensors.items():
         stop = at + leaf.numel() * leaf.dtype.itemsize
@@ -476,10 +475,8 @@ def _write(
     index = path.with_name(path.name + _INDEX)
     created: list[Path] = []
     try:
-        with (
-            removed_on_error(created),
-            contextlib.ExitStack() as sinks,
-        ):  # open, and so locked, until all are renamed
+        # open, and so locked, until all are renamed
+        with removed_on_error(created), contextlib.ExitStack() as sinks:
             for file in [*files, index]:
                 remove_left_over(file)
             for file, data in zip(temporary, parts, strict=True):

@@ -171,10 +171,8 @@ class SaveJob:
                 )
                 _, pieces = files.get(_file(rank), (0, []))
                 pieces.append((offset, length, crc))
-                files[_file(rank)] = (
-                    offset + length,
-                    pieces,
-                )  # a rank writes its pieces in the order of the plan
+                # a rank writes its pieces in the order of the plan
+                files[_file(rank)] = (offset + length, pieces)
         return entries, files
 
     def _error_text(self, path: Path, error: OSError) -> str:

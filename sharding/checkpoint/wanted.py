@@ -62,10 +62,8 @@ class StoredValue(Leaf):
 
 Want = Layout | WholeTensor | StoredValue
 _MOST_DIMS = 64  # that are shown
-_COMPARED, _LONGEST_NAME = (
-    2000,
-    200,
-)  # names, and characters of a name, that are compared for one that is missing
+# names, and characters of a name, that are compared for one that is missing
+_COMPARED, _LONGEST_NAME = 2000, 200
 
 
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:

@@ -239,8 +239,8 @@ class _Block:
                 else f"attn_mask of shape {list(attn_mask.shape)}"
             )
             raise ValueError(
-                f"scaled_dot_product_attention in context_parallel: {unsupported}; keys of other ranks "
-                "are processed with is_causal or no mask, without dropout"
+                f"scaled_dot_product_attention in context_parallel: {unsupported}; keys of other "
+                "ranks are processed with is_causal or no mask, without dropout"
             )
         if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise ValueError(

@@ -270,9 +270,8 @@ class Layout:
         """Whether the box of some rank has no elements."""
         if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
             return any(box_size(box) == 0 for _, box in self.boxes())
-        return (
-            box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
-        )  # no part is smaller than the last
+        # no part is smaller than the last
+        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
 
     @cached_property
     def nbytes(self) -> int:
@@ -433,9 +432,9 @@ def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> No
     where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     if size_count != part_count:
         raise ValueError(
-            f"{spec} gives {size_count} sizes for dim {dim}, but ({where}) cuts it into {part_count} parts; "
-            f"write {part_count} sizes, one for each rank of the axis (of several axes, for each "
-            "combination of their ranks), 0 for an empty part"
+            f"{spec} gives {size_count} sizes for dim {dim}, but ({where}) cuts it into "
+            f"{part_count} parts; write {part_count} sizes, one for each rank of the axis (of "
+            "several axes, for each combination of their ranks), 0 for an empty part"
         )
     if sum(sizes or ()) != shape[dim]:
         raise ValueError(

@@ -194,8 +194,8 @@ def _joint_sizes(
         axis_sizes = [placements[axis].sizes for axis in sized]
         if len(set(axis_sizes)) > 1:
             raise ValueError(
-                f"the axes {sized} that split dim {dim} have sizes {axis_sizes}, but axes with sizes "
-                "cut the dim jointly; give each of them the same sizes, one length for each "
+                f"the axes {sized} that split dim {dim} have sizes {axis_sizes}, but axes with "
+                "sizes cut the dim jointly; give each of them the same sizes, one length for each "
                 "combination of their ranks, or sizes to the first only"
             )
         if sized:

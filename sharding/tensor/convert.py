@@ -127,9 +127,8 @@ def from_local(
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if (
-        grad_layout is layout.dual and not local_tensor.is_leaf
-    ):  # the gradient passes through unchanged
+    # the gradient passes through unchanged
+    if grad_layout is layout.dual and not local_tensor.is_leaf:
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
     return ShardedTensor._make_guarded(_FromLocal.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
@@ -191,8 +190,8 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
         }
         parts_by_rank = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
         raise ValueError(
-            f"run_check: by rank the parts are {parts_by_rank}, and {layout.spec} of {list(layout.shape)} "
-            f"requires {held}"
+            f"run_check: by rank the parts are {parts_by_rank}, and {layout.spec} of "
+            f"{list(layout.shape)} requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
@@ -271,9 +270,8 @@ def to_local(
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if (captures := current_captures()) is not None and captures.is_foreign(
-        x
-    ):  # a mapped function closes over x
+    # a mapped function closes over x
+    if (captures := current_captures()) is not None and captures.is_foreign(x):
         return captures.local(x)
     layout, local = x._layout, known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]

@@ -27,9 +27,8 @@ from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
-_PLACEMENTS = frozenset(
-    {P, list, tuple}
-)  # as the only positional argument: placements on the tensor's own mesh
+# as the only positional argument: placements on the tensor's own mesh
+_PLACEMENTS = frozenset({P, list, tuple})
 
 
 class Resharding(TensorHandle):
@@ -328,8 +327,8 @@ def _mesh_and_placements(
     if placements is None and to is not x.mesh:
         src_mesh, dst_mesh = distinct_mesh_names(x.mesh, to)
         raise ValueError(
-            f"{x._layout} on {src_mesh} has no placements on {dst_mesh}; write x.redistribute(mesh, "
-            "placements)"
+            f"{x._layout} on {src_mesh} has no placements on {dst_mesh}; write "
+            "x.redistribute(mesh, placements)"
         )
     return to, x._layout.spec if placements is None else placements
 
@@ -342,8 +341,8 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     if option_names:
         src_mesh, dst_mesh = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
-            f"{option_names[0]}= is for a redistribution on one mesh, and {layout} goes from {src_mesh} to "
-            f"{dst_mesh}; leave it out, and redistribute on one of the meshes with it"
+            f"{option_names[0]}= is for a redistribution on one mesh, and {layout} goes from "
+            f"{src_mesh} to {dst_mesh}; leave it out, and redistribute on one of the meshes with it"
         )
 
 
@@ -359,9 +358,8 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     if local is None:
         shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
     else:
-        before = (
-            local.untyped_storage()
-        )  # a storage without memory (empty, or on "meta") is known by its object
+        # a storage without memory (empty, or on "meta") is known by its object
+        before = local.untyped_storage()
         shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
 

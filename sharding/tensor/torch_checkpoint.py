@@ -115,9 +115,10 @@ def register() -> None:
     """
     utils: Any = sys.modules[_UTILS]
     with _lock:
+        # still being imported
         if "__hash__" not in vars(ShardedTensor) or not hasattr(
             utils, _distribute_state_dict.__name__
-        ):  # still being imported
+        ):
             return
         del ShardedTensor.__hash__  # from now on that of torch
     for adapted in (

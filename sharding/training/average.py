@@ -50,10 +50,8 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
-        self.decay, self._updates = (
-            decay,
-            torch.zeros((), dtype=torch.int64),
-        )  # a tensor, so that a graph of `sm.jit` can count
+        # a tensor, so that a graph of `sm.jit` can count
+        self.decay, self._updates = decay, torch.zeros((), dtype=torch.int64)
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(

@@ -110,9 +110,8 @@ class Batches:
             own_rows = sizes[sampler.rank]
             batch = next(coming) if own_rows else _without_rows(self.loader, batch)
             sharded = self._to_sharded(batch, sizes, own_rows)
-            sampler.finish() if step == len(rows) - 1 else sampler.advance(
-                sum(sizes)
-            )  # before the loop's body, which may save it
+            # before the loop's body, which may save it
+            sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))
             yield sharded
 
     def _rows(self) -> list[tuple[int, ...]]:
@@ -151,8 +150,8 @@ class Batches:
             if len(x) != own_rows:
                 raise ValueError(
                     f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} "
-                    f"rows, but this rank's batch has {own_rows} samples; make the loader's collate_fn "
-                    "return one row per sample along dim 0"
+                    f"rows, but this rank's batch has {own_rows} samples; make the loader's "
+                    "collate_fn return one row per sample along dim 0"
                 )
             dims = self.spec.dims[: x.ndim]
             where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)

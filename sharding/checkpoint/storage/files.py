@@ -34,9 +34,8 @@ _TOKEN_BYTES = 8  # of the random part of a temporary name
 # a temporary file of this age that nobody has locked was left by a process that was killed
 _LEFT_S = 60.0
 _LONGEST_NAME = 255  # bytes, of a file's name
-_COMBINED = (
-    1 << 16
-)  # from this number of bytes on, combining checksums is faster than computing one
+# from this number of bytes on, combining checksums is faster than computing one
+_COMBINED = 1 << 16
 
 
 class Sink:

@@ -25,10 +25,8 @@ from . import files
 from .manifest import Stored, StoredPiece
 
 _HEAD_BYTES = 4096  # more than what torch.save writes before the elements
-_RECORD, _RECORD_BYTES = (
-    b"PK\x03\x04",
-    30,
-)  # the signature of a record in the container, and the bytes before its name
+# the signature of a record in the container, and the bytes before its name
+_RECORD, _RECORD_BYTES = b"PK\x03\x04", 30
 
 
 def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:
@@ -59,9 +57,8 @@ def read_tensor(
     """
     head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
     box = piece.box or ()
-    start = (
-        None if piece.crc is None else _start_of_elements(head)
-    )  # without a CRC another program wrote it, maybe in another form
+    # without a CRC another program wrote it, maybe in another form
+    start = None if piece.crc is None else _start_of_elements(head)
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
@@ -98,13 +95,11 @@ def _start_of_elements(head: bytes) -> int | None:
     """
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
-    if (
-        record < 0 or sys.byteorder.encode() not in head[:record]
-    ):  # the content of the record "byteorder"
+    # the content of the record "byteorder"
+    if record < 0 or sys.byteorder.encode() not in head[:record]:
         return None
-    lengths = head[
-        record + _RECORD_BYTES - 4 : record + _RECORD_BYTES
-    ]  # of the record's name and of its padding
+    # of the record's name and of its padding
+    lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]
     return (
         record
         + _RECORD_BYTES

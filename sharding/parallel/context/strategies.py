@@ -289,8 +289,8 @@ def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
         if other.mesh is not q.mesh:
             query_mesh, other_mesh = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
-                f"context_parallel_attention: query, key and value are on two meshes, {query_mesh} and "
-                f"{other_mesh}; move them to one mesh first"
+                f"context_parallel_attention: query, key and value are on two meshes, {query_mesh} "
+                f"and {other_mesh}; move them to one mesh first"
             )
     why = _shape_error(q, k, v)
     if why:
@@ -344,8 +344,8 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
             for d, cuts in enumerate(_without(layout, options.axes))
         ]
         raise ValueError(
-            f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no "
-            f"other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
+            f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and "
+            f"no other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
         )
     if options.balanced and options.is_causal:
         sizes, target_sizes = (

@@ -243,8 +243,8 @@ class _Mixture(NamedTuple):
         result = self.expert(rows, pytree.tree_unflatten(params, self.structure))
         if result.ndim != 2 or len(result) != len(rows):
             raise ValueError(
-                f"moe: an expert returned {list(result.shape)} for rows {list(rows.shape)}; it must "
-                "map [n d] -> [n f] for any n"
+                f"moe: an expert returned {list(result.shape)} for rows {list(rows.shape)}; it "
+                "must map [n d] -> [n f] for any n"
             )
         return result
 
@@ -306,8 +306,8 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
             )
     if len(set(sizes_by_name.values())) > 1:
         raise ValueError(
-            f"moe: the experts are split over {axes} into parts of {sizes_by_name}; split all parameters "
-            "in the same way"
+            f"moe: the experts are split over {axes} into parts of {sizes_by_name}; split all "
+            "parameters in the same way"
         )
     return (
         Cut(axes, next(iter(sizes_by_name.values())))
@@ -379,8 +379,8 @@ def _check_one_mesh(tensors: dict[str, Any]) -> None:
         if x.mesh is not first.mesh:
             first_mesh, other_mesh = distinct_mesh_names(first.mesh, x.mesh)
             raise ValueError(
-                f"moe: {name} is on {first_mesh}, but {other} on {other_mesh}; redistribute all to one mesh "
-                "first"
+                f"moe: {name} is on {first_mesh}, but {other} on {other_mesh}; redistribute all to "
+                "one mesh first"
             )
 
 

@@ -114,9 +114,8 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
         matched = (
             _matched(pattern, entry, modules, tensors) if pattern in strings else {pattern: entry}
         )
-        styles |= matched or (
-            {} if pattern in own else {pattern: _OF_MODULES[entry](None)}
-        )  # raises later, with similar names
+        # raises later, with similar names
+        styles |= matched or ({} if pattern in own else {pattern: _OF_MODULES[entry](None)})
     return styles
 
 

@@ -646,8 +646,8 @@ def _pairs(name: str, actual: Any, desired: Any) -> list[tuple[AxisLayout, AxisL
     layouts, desired_layouts = _as_sequence(actual), _as_sequence(desired)
     if len(layouts) != len(desired_layouts):
         raise ValueError(
-            f"{name} has {len(layouts)} placements and desired_{name} {len(desired_layouts)}; give one of "
-            "each per tensor, None to leave it"
+            f"{name} has {len(layouts)} placements and desired_{name} {len(desired_layouts)}; give "
+            "one of each per tensor, None to leave it"
         )
     return [
         (as_axis_layout(one, name), as_axis_layout(other, f"desired_{name}"))

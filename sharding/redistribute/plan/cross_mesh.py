@@ -28,10 +28,8 @@ from .routes import Transfer, direct
 from .steps import Plan
 from .traffic import plan_bytes_received
 
-_WITH_NEUTRAL_ELEMENT = (
-    "sum",
-    "product",
-)  # pending kinds of which an element may be on one rank alone
+# pending kinds of which an element may be on one rank alone
+_WITH_NEUTRAL_ELEMENT = "sum", "product"
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,22 +149,22 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         src_value, dst_value = getattr(src, name), getattr(dst, name)
         if src_value != dst_value:
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} and "
-                f"{dst_value}; {remedy}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} "
+                f"and {dst_value}; {remedy}"
             )
     src_mesh, dst_mesh = distinct_mesh_names(src.mesh, dst.mesh)
     if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
-            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are on different kinds of "
-            "devices; redistribute to a mesh of the same kind, and move the parts themselves with "
-            "x.to_local().to(device)"
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are on different kinds "
+            "of devices; redistribute to a mesh of the same kind, and move the parts themselves "
+            "with x.to_local().to(device)"
         )
     if _root(src.mesh) is _root(dst.mesh) and set(src.mesh.ranks.flat) != set(dst.mesh.ranks.flat):
         raise ValueError(
-            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are parts of one mesh, and "
-            "the same words mean another mesh on ranks in other parts; move between layouts on one "
-            "mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, ranks, "
-            "axis_names=names of its own), or give every part a copy with "
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are parts of one mesh, "
+            "and the same words mean another mesh on ranks in other parts; move between layouts on "
+            "one mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, "
+            "ranks, axis_names=names of its own), or give every part a copy with "
             "distribute_tensor(x.full_tensor(), mesh, placements)"
         )
 

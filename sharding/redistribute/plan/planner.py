@@ -95,8 +95,8 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
                 else (src_value, dst_value)
             )
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} and "
-                f"{dst_value}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} "
+                f"and {dst_value}"
             )
     separate = [
         axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH

@@ -400,9 +400,8 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     else:
         old._local += grad
         reduced = old
-    if not _without_copies(
-        leaf
-    ):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    if not _without_copies(leaf):
         reduced._lineage = mixed(lineage, [leaf, *before])
 
 
@@ -450,8 +449,8 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     if value is not None and value.mesh != x.mesh:
         grad_mesh, leaf_mesh = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
-            f"a gradient on {grad_mesh} for a tensor on {leaf_mesh}; place value.full_tensor() on the "
-            "tensor's mesh"
+            f"a gradient on {grad_mesh} for a tensor on {leaf_mesh}; place value.full_tensor() on "
+            "the tensor's mesh"
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
     whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)
