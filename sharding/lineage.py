@@ -42,20 +42,20 @@ _KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
 _settings = settings()
 
 
-def _joined(*hashes: int) -> int:
+def _concatenate(*hashes: int) -> int:
     joined = 0
     for one in hashes:
         joined = joined << 64 | one
     return joined
 
 
-_PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
-_ALL = _joined(*[_ONE] * _HASHES)
+_PIECE = _concatenate(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
+_ALL = _concatenate(*[_ONE] * _HASHES)
 
 
 def seed_of(name: str) -> int:
     """Return the hash that an operator of this name adds to lineages."""
-    return _joined(*[zlib.crc32(name.encode())] * _HASHES)
+    return _concatenate(*[zlib.crc32(name.encode())] * _HASHES)
 
 
 def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
@@ -127,7 +127,7 @@ def root(layout: Layout) -> int:
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
         world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
-    return _joined(
+    return _concatenate(
         *(
             zlib.crc32(repr(known).encode())
             for known in (
@@ -184,7 +184,7 @@ def packed(lineage: int) -> int:
 
 def unpacked(lineage: int) -> int:
     """Return a packed lineage as one that can be mixed with others."""
-    return _joined(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
+    return _concatenate(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
 
 
 class comm_context:

@@ -132,7 +132,7 @@ def eval_shape(
             argument_bytes = memory.live
             memory.peak = argument_bytes
             with comm_report() as report:
-                result = _called(function, args, kwargs)
+                result = _call_without_values(function, args, kwargs)
             sizes = memory.peak, argument_bytes, memory.of(_tensors_of(result))
         return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank)
 
@@ -352,7 +352,7 @@ def _like(x: Tensor) -> Tensor:
 # -- the call --------------------------------------------------------------------------------------
 
 
-def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_without_values(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return f(*args, **kwargs)
     except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError

@@ -60,7 +60,7 @@ class PeakMemory(TorchDispatchMode):
         result = func(*args, **kwargs)
         for storage in self._storages(result):
             if storage._cdata in self._bytes:
-                self._resized(storage)
+                self._on_resize(storage)
             elif storage._cdata not in inputs:
                 self._add(storage, stand_in=self._is_stand_in(inputs))
         return result
@@ -84,20 +84,20 @@ class PeakMemory(TorchDispatchMode):
         self._bytes[key] = count
         if stand_in:
             self._stand_ins.add(key)
-        weakref.finalize(storage, self._freed, key).atexit = False
+        weakref.finalize(storage, self._on_free, key).atexit = False
         self._grow(count, made_before)
 
     def _grow(self, count: int, made_before: bool = False) -> None:
         self.live += count
         self.peak = self.peak + count if made_before else max(self.peak, self.live)
 
-    def _resized(self, storage: Any) -> None:
+    def _on_resize(self, storage: Any) -> None:
         key = storage._cdata
         if key not in self._stand_ins and storage.nbytes() != self._bytes[key]:
             self._grow(storage.nbytes() - self._bytes[key])
             self._bytes[key] = storage.nbytes()
 
-    def _freed(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         self.live -= self._bytes.pop(key)
         self._stand_ins.discard(key)
 

@@ -129,10 +129,10 @@ class AxisEnv:
         none; TypeError for other objects.
         """
         key = name if type(name) is str else self._key(name)
-        found = self._axes.get(key)
-        if found is None:
-            found = self._axes[key] = Axes(self.root, self._checked(key))
-        return found
+        axes = self._axes.get(key)
+        if axes is None:
+            axes = self._axes[key] = Axes(self.root, self._checked_names(key))
+        return axes
 
     def grouped(self, name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
         """Return this rank's group of the ranks along the axes.
@@ -166,7 +166,7 @@ class AxisEnv:
             "tensor use x.sum(dim)"
         )
 
-    def _checked(self, name: Any) -> tuple[str, ...]:
+    def _checked_names(self, name: Any) -> tuple[str, ...]:
         names = (name,) if isinstance(name, str) else name
         for one in names:
             if one not in self.names:

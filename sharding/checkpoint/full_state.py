@@ -177,7 +177,7 @@ def _receive(
         return values[name]
     entry = described.entries[name]
     if isinstance(want, Layout):
-        return _scattered(whole.get(name), want, rank, world)
+        return _scatter(whole.get(name), want, rank, world)
     device = want.device if isinstance(want, WholeTensor) else torch.device("cpu")
     x = (
         whole[name].detach().to(device).contiguous()
@@ -188,7 +188,7 @@ def _receive(
     return x
 
 
-def _scattered(whole: Tensor | None, layout: Layout, rank: int, world: World) -> ShardedTensor:
+def _scatter(whole: Tensor | None, layout: Layout, rank: int, world: World) -> ShardedTensor:
     target: Any = layout.mesh
     source = Layout.of(_mesh_of(rank, target.device_type), P(), layout.shape, layout.dtype)
     local = (

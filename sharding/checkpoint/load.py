@@ -179,7 +179,7 @@ def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
         nonlocal text
         if group.rank != 0:
             return None
-        path, named = _found(dir, step)
+        path, named = _locate(dir, step)
         if path is None:
             return _Index(problem=_no_checkpoint(dir, step))
         if step is None:
@@ -205,7 +205,7 @@ def _broadcast(group: Group, text: bytes, length: int) -> bytes:
     return bytes(data.cpu().numpy())
 
 
-def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
+def _locate(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
     """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its
     name does not matter.
     """

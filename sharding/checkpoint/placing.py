@@ -50,7 +50,7 @@ def make_write_plan(leaves: Mapping[str, Any], world: World) -> list[WriteItem]:
         if isinstance(leaf, PerRank):
             items += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
         elif isinstance(leaf, Tensor):
-            items += _pieces(name, leaf, _held(leaf, world, boxes), load)
+            items += _pieces(name, leaf, _holders_by_box(leaf, world, boxes), load)
         else:
             items.append(WriteItem(name, None, 0))
     return items
@@ -61,7 +61,9 @@ def own_name(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
-def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
+def _holders_by_box(
+    leaf: Tensor, world: World, known: dict[Layout, Any]
+) -> dict[Box, Sequence[int]]:
     """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all
     ranks.
     """

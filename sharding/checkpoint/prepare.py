@@ -73,7 +73,7 @@ def prepare_save(
     assert collected is not None  # noqa: S101
     state = _reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
-    held, ready = _held(state, plan, world.rank), None
+    held, ready = _leaves_to_write(state, plan, world.rank), None
     if copies:
         copied, failure = attempt(lambda: copy_leaves(held, world))
         held, ready = copied or ({}, None)
@@ -110,7 +110,7 @@ def _is_lost(world: World, rank: int) -> bool:
     )
 
 
-def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
+def _leaves_to_write(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
     """Return the leaves of which this rank writes a piece."""
     own = {
         own_name(name, rank): leaf.value
@@ -142,7 +142,7 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
 
 
 def _begin(
-    group: Group, dir: Path, step: int | None, kept: bool, failure: Exception | None
+    group: Group, dir: Path, step: int | None, keep_lease: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
     """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0
     makes them.
@@ -159,7 +159,7 @@ def _begin(
         if group.rank != 0:
             return None
         dir.mkdir(parents=True, exist_ok=True)
-        lease = take_lease(dir, kept)
+        lease = take_lease(dir, keep_lease)
         folders.clean_up(dir)
         newest = folders.latest(dir)
         number = step if step is not None else 0 if newest is None else newest.step + 1
@@ -277,13 +277,13 @@ def _reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
     return state._replace(
         leaves={
-            name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf
+            name: _without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
             for name, leaf in state.leaves.items()
         }
     )
 
 
-def _reduced(leaf: ShardedTensor) -> ShardedTensor:
+def _without_pending(leaf: ShardedTensor) -> ShardedTensor:
     return (
         redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
     )

@@ -314,7 +314,7 @@ def _read(
     if box is None:
         part = torch.empty(0, dtype=dtype)
     else:
-        part = _mapped(places[name], shape, dtype)[slices(box)].clone(
+        part = _mapped_tensor(places[name], shape, dtype)[slices(box)].clone(
             memory_format=torch.contiguous_format
         )
     if isinstance(want, Layout):
@@ -323,7 +323,7 @@ def _read(
     return part.to(want.device if isinstance(want, WholeTensor) else "cpu")
 
 
-def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _mapped_tensor(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a memory-mapped tensor of a file; only used parts are read."""
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
@@ -369,7 +369,7 @@ def save_safetensors(
         >>> sm.checkpoint.save_safetensors(model, "llama", max_shard_size="5GB")
     """
     world, path, tied = current_world(), Path(path), ties(tree)
-    tensors = {name: leaf for name, leaf in _named(tree) if name not in tied}
+    tensors = {name: leaf for name, leaf in _named_tensors(tree) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))
     parts = [
         chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values()))
@@ -385,7 +385,7 @@ def save_safetensors(
     run_on_all_ranks(all_ranks(world), write)
 
 
-def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a tree by name.
 
     Raises:

@@ -336,12 +336,12 @@ def context_parallel_unshard(
             "one dim for each"
         )
     return [
-        _unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
+        _whole_buffer(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
         for buffer, dim in zip(buffers, seq_dims, strict=True)
     ]
 
 
-def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
+def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
     group = mesh.group()
     lengths = group.all_gather_object(part.shape[dim])
     sizes = [lengths[group.ranks.index(int(rank))] for rank in mesh.ranks.flatten()]

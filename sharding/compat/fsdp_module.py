@@ -150,7 +150,7 @@ class FSDPModule:
         Raises:
             ValueError: something that is not an `FSDPModule`.
         """
-        self._set(False, forward_prefetch=_prefetched(modules))
+        self._set(False, forward_prefetch=_units_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set which modules to gather when this one's backward begins.
@@ -160,7 +160,7 @@ class FSDPModule:
         Raises:
             ValueError: something that is not an `FSDPModule`.
         """
-        self._set(False, backward_prefetch=_prefetched(modules))
+        self._set(False, backward_prefetch=_units_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward waits for, once.
@@ -366,7 +366,7 @@ def _units_of(module: Any, recurse: bool) -> Iterator[Unit]:
     yield from dict.fromkeys(unit for inner in modules for unit in _units(inner))
 
 
-def _prefetched(modules: Iterable[FSDPModule]) -> list[Unit] | None:
+def _units_to_prefetch(modules: Iterable[FSDPModule]) -> list[Unit] | None:
     modules = list(modules)
     check_modules(modules)
     return list(dict.fromkeys(unit for module in modules for unit in _units(module))) or None

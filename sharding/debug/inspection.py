@@ -164,7 +164,7 @@ class Inspection:
             self._axis_lines(),
             self._rank_lines(),
             self._summary(),
-            self._here_lines(),
+            self._local_lines(),
         ]
         return "\n".join(line for block in blocks for line in block)
 
@@ -233,7 +233,7 @@ class Inspection:
         count = f" ({len(self.same):,} groups)" if len(self.same) > _MAX_GROUPS else ""
         return f"{' | '.join(shown)}{count}"
 
-    def _here_lines(self) -> list[str]:
+    def _local_lines(self) -> list[str]:
         local = self.here
         if local is None:
             return []
@@ -271,8 +271,8 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
     Communication: none.
 
     Example:
-        >>> found = inspect(Layout.of(AbstractMesh((2, 2), ("dp", "tp")), P("dp"), (5, 8)))
-        >>> found
+        >>> inspection = inspect(Layout.of(AbstractMesh((2, 2), ("dp", "tp")), P("dp"), (5, 8)))
+        >>> inspection
         f32[5, 8] @ P('dp', None) on (dp=2, tp=2)
         axis  ranks  along it
         dp        2  splits dim 0
@@ -284,16 +284,16 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
            3  dp=1, tp=1  3:5, 0:8  [2, 8]     64
         same values: 0,1 | 2,3
         bytes: 160 in total; a rank holds 64 to 96; all ranks together 320, each element twice
-        >>> found.same, found.copies, found.parts[2].box
+        >>> inspection.same, inspection.copies, inspection.parts[2].box
         (((0, 1), (2, 3)), 2, ((3, 5), (0, 8)))
     """
     layout = layout_of(x, "inspect")
     local = getattr(x, "_local", None)
     inspection = Inspection(layout, None)
-    return inspection if local is None else Inspection(layout, _here(x, local, inspection))
+    return inspection if local is None else Inspection(layout, _local_part(x, local, inspection))
 
 
-def _here(x: Any, local: torch.Tensor, inspection: Inspection) -> LocalPart:
+def _local_part(x: Any, local: torch.Tensor, inspection: Inspection) -> LocalPart:
     mesh = x.mesh
     part = (
         None

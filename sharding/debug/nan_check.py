@@ -129,13 +129,13 @@ class _OperatorCall:
     place: str
     infs: bool
 
-    def is_bad(self, x: Tensor, given: Callable[[], Iterable[Any]]) -> bool:
-        """Return whether a result has a bad value; `given` returns the arguments, which are checked
+    def is_bad(self, x: Tensor, arguments: Callable[[], Iterable[Any]]) -> bool:
+        """Return whether a result has a bad value; `arguments` returns the arguments, which are checked
         if the result is infinite.
         """
         if _is_finite(x):
             return False
-        return _has_nan(x) or (self.infs and all(map(_is_finite, given())))
+        return _has_nan(x) or (self.infs and all(map(_is_finite, arguments())))
 
 
 def _users_place() -> str | None:
@@ -213,7 +213,7 @@ def _check_result(
     if call.is_bad(x, lambda: (leaf for leaf in arguments if leaf is not x)) and not any(
         _is_view(x, leaf) for leaf in arguments
     ):
-        raise _notified(
+        raise _notify_peers(
             _error(
                 call,
                 x,
@@ -268,7 +268,7 @@ def _error(
     )
 
 
-def _notified(error: BadValueError) -> BadValueError:
+def _notify_peers(error: BadValueError) -> BadValueError:
     """Return the error after notifying the other ranks of it."""
     watch = monitor_of(current_world())
     if watch is not None:
@@ -345,6 +345,6 @@ def _check_gradients(
                 "The gradient that it received is "
                 f"{'finite' if was_finite else 'not finite already'}"
             )
-            raise _notified(
+            raise _notify_peers(
                 _error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin)
             )

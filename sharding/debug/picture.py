@@ -178,7 +178,7 @@ def _draw_plan(
         heading += (
             f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
         )
-    figure = _framed(figure_type, width, height, heading, panels, len(panels))
+    figure = _figure_with_heading(figure_type, width, height, heading, panels, len(panels))
     for i, panel in enumerate(panels):
         left = EDGE + i * (side + GAP)
         axes = figure.add_axes((left / width, BOTTOM / height, side / width, side / height))
@@ -248,7 +248,9 @@ def _draw_layout(
     directions = (
         f": dim {dims[0]} down, dim {dims[1]} to the right" if len(layout.shape) > 2 else ""
     )
-    figure = _framed(figure_type, width, height, title(layout) + directions, panels, in_a_row)
+    figure = _figure_with_heading(
+        figure_type, width, height, title(layout) + directions, panels, in_a_row
+    )
     for i, (panel, name) in enumerate(zip(panels, titles, strict=True)):
         row, col = divmod(i, in_a_row)
         left, bottom = EDGE + col * (side + EDGE), height - TOP - side - row * (side + BOTTOM)
@@ -290,7 +292,7 @@ def _panel_side(panels: Sequence[Panel]) -> float:
     return max([PANEL, *[_INCHES_PER_BOX * count for count in most]])
 
 
-def _framed(
+def _figure_with_heading(
     figure_type: type[Figure],
     width: float,
     height: float,

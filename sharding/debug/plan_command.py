@@ -210,8 +210,8 @@ def parse_spec(text: str) -> SpecLike:
     """
     node = _expression(text)
     if isinstance(node, (ast.List, ast.Tuple)):
-        return [_called(part, text, _PLACEMENTS) for part in node.elts]
-    return _called(node, text, _SPECS)
+        return [_call_known(part, text, _PLACEMENTS) for part in node.elts]
+    return _call_known(node, text, _SPECS)
 
 
 _PLACEMENTS: Mapping[str, Callable[..., Placement]] = {
@@ -229,7 +229,7 @@ def _expression(text: str) -> ast.expr:
         raise _not_a_spec(text) from None
 
 
-def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
+def _call_known(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
     """Return the result of calling one of the known names with literals as arguments."""
     if not (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known

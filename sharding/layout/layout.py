@@ -409,13 +409,13 @@ def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> li
         inner = [mesh.size(axis) for axis in axes[count:]]
         each = math.prod(inner)
         merged = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
-        if _chunked(merged, inner) == sizes:
+        if _chunk_lengths(merged, inner) == sizes:
             break
     outer = [Cut(axes[:count], merged)] if count else []
     return [*outer, *[Cut((axis,)) for axis in axes[count:]], *rest]
 
 
-def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+def _chunk_lengths(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of the parts when each interval is chunked by one axis after the other."""
     for n in parts:
         lengths = tuple(

@@ -56,7 +56,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; matrices and other parameters become separate groups."""
-        for group in [param_group] if param_group.get("algorithm") else self._split(param_group):
+        for group in (
+            [param_group] if param_group.get("algorithm") else self._split_group(param_group)
+        ):
             self._check_group(group)
             super().add_param_group(group)
 
@@ -90,7 +92,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the matrices of these groups."""
 
-    def _split(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+    def _split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the group split into one of matrices and one of other parameters, without empty
         ones.
         """

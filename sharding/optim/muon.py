@@ -202,7 +202,7 @@ def _by_owners(
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
         # parts may be offloaded to the host
         wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])
-        for i in owners.mine:
+        for i in owners.own_units:
             wholes[i] = _orthogonal(wholes[i], groups[owners.units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
         owners.scatter(wholes, parts)

@@ -53,7 +53,7 @@ class Owners:
     Attributes:
         units: the units.
         owner: for each unit, the index of its owner in the mesh's group.
-        mine: the indices of the units that this rank owns.
+        own_units: the indices of the units that this rank owns.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Owners:
         places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
-        self.mine = tuple(i for i, owner in enumerate(self.owner) if owner == me)
+        self.own_units = tuple(i for i, owner in enumerate(self.owner) if owner == me)
         nodes, loads = (
             [int(mesh.topology.node_ids(mesh)[place]) for place in places],
             [0] * len(places),
@@ -243,7 +243,7 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Ten
 def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[..., list[Tensor]]:
     """Return the local copy for units that need no communication."""
     cuts = [
-        None if share.kept is None else slices(share.kept, box_origin(share.have))
+        None if share.keep is None else slices(share.keep, box_origin(share.have))
         for share in shares
     ]
     shapes = [box_shape(share.want) for share in shares]

@@ -189,7 +189,7 @@ class Shampoo(MatrixOptimizer):
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
             # parts may be offloaded to the host
             wholes = owners.gather([g._local.to(mesh.device) for g in grads])
-            for i in owners.mine:
+            for i in owners.own_units:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
             parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]

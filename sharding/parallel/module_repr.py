@@ -167,7 +167,7 @@ def module_tree(module: nn.Module) -> str:
     extra, tensors, name = own_extra_repr(module), tensor_lines(module), module._get_name()
     if not children and not tensors and "\n" not in extra:
         return f"{name}({extra})"
-    lines = [*filter(None, [extra]), *tensors, *_folded(children)]
+    lines = [*filter(None, [extra]), *tensors, *_folded_lines(children)]
     return "\n".join(
         [f"{name}(", *["\n".join("  " + line for line in text.split("\n")) for text in lines], ")"]
     )
@@ -195,7 +195,7 @@ def _hook_lines(module: nn.Module) -> list[str]:
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
 
 
-def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
+def _folded_lines(children: Iterable[tuple[str, str]]) -> list[str]:
     lines = []
     for text, group in itertools.groupby(children, lambda child: child[1]):
         names = [name for name, _ in group]

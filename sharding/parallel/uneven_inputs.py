@@ -211,7 +211,7 @@ def _steps(turns: Iterator[_Turn], exchange: _StepExchange, mode: str) -> Iterat
                 return
             if step == 0 and mode != "stop":
                 stand_in = _make_stand_in(_first_batch(exchange, turn, received), mode)
-            item = _given(turn, received, mode, stand_in)
+            item = _loop_item(turn, received, mode, stand_in)
             turn = next(turns)
             exchange.send(turn)
             yield item
@@ -219,9 +219,9 @@ def _steps(turns: Iterator[_Turn], exchange: _StepExchange, mode: str) -> Iterat
         exchange.leave()
 
 
-def _given(turn: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
+def _loop_item(turn: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
     """Return what the loop's body receives."""
-    batch = turn.batch if turn.state == _HAS else pytree.tree_map(_copied, stand_in)
+    batch = turn.batch if turn.state == _HAS else pytree.tree_map(_copy_leaf, stand_in)
     return (batch, _weight(turn.samples, received)) if mode == "shadow" else batch
 
 
@@ -255,22 +255,22 @@ class _StepExchange:
             self._stream = torch.Stream(self.device)
         self._work: Work | None = None
 
-    def send(self, mine: _Turn) -> None:
+    def send(self, turn: _Turn) -> None:
         """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under
         way when this returns.
         """
         with self._stream:
-            self._mine = torch.tensor(
-                [mine.state, mine.samples], dtype=torch.int64, device=self.device
+            self._own_state = torch.tensor(
+                [turn.state, turn.samples], dtype=torch.int64, device=self.device
             )
-            self._received = self._mine.new_empty(self.group.size, 2)
-            self._work = self.group.all_gather(self._received, self._mine, async_op=True)
+            self._received = self._own_state.new_empty(self.group.size, 2)
+            self._work = self.group.all_gather(self._received, self._own_state, async_op=True)
 
     def read(self) -> np.ndarray:
         """Wait for all ranks; return state and samples of each, in group order."""
         with self._stream:
             self._wait()
-            received, own = self._received.cpu().numpy(), self._mine.cpu().numpy()
+            received, own = self._received.cpu().numpy(), self._own_state.cpu().numpy()
         received[received[:, 0] == 0] = own  # ranks of a null world: like this one
         return received
 
@@ -342,7 +342,7 @@ def _words(state: int, samples: int) -> str:
 def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
     received = exchange.group.all_gather_object(
-        None if turn.error is None else _seen(exchange, turn.error)
+        None if turn.error is None else _describe_error(exchange, turn.error)
     )
     if turn.error is not None:
         turn.error.add_note(
@@ -353,7 +353,7 @@ def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     raise _peer_error([one for one in received if one is not None], step)
 
 
-def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
+def _describe_error(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
     """Return the description of an error for other ranks: rank, call and line, and the
     traceback.
     """
@@ -402,12 +402,14 @@ def _rows_of(batch: Any) -> int:
 def _make_stand_in(batch: Any, mode: str) -> Any:
     """Return the batch for a rank that has run out."""
     if mode == "shadow":
-        return pytree.tree_map(_copied, batch)
+        return pytree.tree_map(_copy_leaf, batch)
     rows = _rows_of(batch)
-    return pytree.tree_map(lambda leaf: _copied(leaf[:0] if _has_rows(leaf, rows) else leaf), batch)
+    return pytree.tree_map(
+        lambda leaf: _copy_leaf(leaf[:0] if _has_rows(leaf, rows) else leaf), batch
+    )
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the
     whole base.
     """
@@ -430,9 +432,9 @@ def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> 
         return turn.batch
     sender = int(has.argmax())
     packed = exchange.group.all_gather_object(
-        _packed(turn.batch) if exchange.group.rank == sender else None
+        _pack_first_row(turn.batch) if exchange.group.rank == sender else None
     )[sender]
-    return turn.batch if turn.state == _HAS else _unpacked(packed, exchange.mesh.device)
+    return turn.batch if turn.state == _HAS else _unpack_batch(packed, exchange.mesh.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +456,7 @@ class _Array:
         return value if self.was_on_cpu else value.to(device)
 
 
-def _packed(batch: Any) -> Any:
+def _pack_first_row(batch: Any) -> Any:
     """Return a batch with the first row of each tensor only: enough to make a batch of the same
     structure.
     """
@@ -467,12 +469,12 @@ def _packed_leaf(leaf: Any, rows: int | None) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
     is_rows = rows is not None and _has_rows(leaf, rows)
-    value = _copied(leaf[:1] if is_rows else leaf)
+    value = _copy_leaf(leaf[:1] if is_rows else leaf)
     was_on_cpu = not isinstance(value, Tensor) or value.device.type == "cpu"
     return _Array(value if was_on_cpu else value.cpu(), rows if is_rows else None, was_on_cpu)
 
 
-def _unpacked(packed: Any, device: torch.device) -> Any:
+def _unpack_batch(packed: Any, device: torch.device) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
     )

@@ -30,19 +30,19 @@ class TensorShare:
         want: the rank's box after.
         sends: by group index, the boxes sent there.
         recvs: by group index, the boxes received from there.
-        kept: the box that the rank has before and after, if it is not among `sends` and `recvs`.
+        keep: the box that the rank has before and after, if it is not among `sends` and `recvs`.
     """
 
     have: Box
     want: Box
     sends: Sequence[Sequence[Box]]
     recvs: Sequence[Sequence[Box]]
-    kept: Box | None
+    keep: Box | None
 
 
 def sent_to_self(share: TensorShare, me: int) -> TensorShare:
     """Return the share with the boxes that the rank keeps sent to itself."""
-    kept_boxes = [share.kept] if share.kept is not None else []
+    kept_boxes = [share.keep] if share.keep is not None else []
     sends = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.sends)]
     recvs = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.recvs)]
     return TensorShare(share.have, share.want, sends, recvs, None)
@@ -109,7 +109,7 @@ class AllToAllV(Collective):
         self.unpacks, self.out_splits = _unpacks(shares)
         self.shapes, self.total = [box_shape(share.want) for share in shares], sum(self.out_splits)
         self.receives_in_place = (
-            len(shares) == 1 and shares[0].kept is None and self.unpacks[0].zero_copy
+            len(shares) == 1 and shares[0].keep is None and self.unpacks[0].zero_copy
         )
 
     def start(
@@ -265,11 +265,11 @@ class CollectiveSequence(Collective):
 
 def keep_local(share: TensorShare) -> FillResult:
     """Return a function that copies the elements that the rank already holds into the result."""
-    if share.kept is None:
+    if share.keep is None:
         return lambda x, out, tag: None
     before, after = (
-        slices(share.kept, box_origin(share.have)),
-        slices(share.kept, box_origin(share.want)),
+        slices(share.keep, box_origin(share.have)),
+        slices(share.keep, box_origin(share.want)),
     )
     return lambda x, out, tag: out.__setitem__(after, x[before])
 

@@ -147,7 +147,7 @@ def _share(plan: CrossMeshPlan, rank: int) -> TensorShare:
 
 def _keep_local(share: TensorShare) -> Any:
     """Return a function that takes a rank's part from its local tensor, without communication."""
-    if share.kept is None:
+    if share.keep is None:
         return lambda local: local.new_empty(box_shape(share.want))
-    index = slices(share.kept, box_origin(share.have))
+    index = slices(share.keep, box_origin(share.have))
     return lambda local: local[index]

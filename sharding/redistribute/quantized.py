@@ -69,9 +69,9 @@ class Quantized(Collective):
         del floats
         received = sent.new_empty(self.bytes_received)
         work = self.send(received, sent, async_op, tag)
-        return results(work, partial(self._combined, received, outs))
+        return results(work, partial(self._combine, received, outs))
 
-    def _combined(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
+    def _combine(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
         outs = (
             [received.new_empty(c.shape, dtype=self.dtype) for c in self.combines]
             if outs is None

@@ -112,7 +112,7 @@ def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Col
     if steps[0].rounds > 1 or steps[0].op == "hierarchical_all_to_all_v":
         return _sequence(steps)
     if steps[0].transport is not None:
-        return _quantized(steps, steps[0].transport)
+        return _quantized_collective(steps, steps[0].transport)
     if (
         steps[0].symmetric is not None
         and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES
@@ -197,7 +197,7 @@ _COLLECTIVES: dict[str, Callable[..., Collective]] = {
 }
 
 
-def _quantized(steps: Sequence[Step], transport: str) -> Collective:
+def _quantized_collective(steps: Sequence[Step], transport: str) -> Collective:
     group = _group(steps[0])
     if steps[0].op == "all_gather":
         return QuantizedAllGather(
@@ -221,11 +221,16 @@ def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
             group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps]
         )
     return SymmetricPull(
-        group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps]
+        group,
+        device,
+        first.op,
+        first.kind,
+        _dtype(steps),
+        [_staged_tensor(step, group) for step in steps],
     )
 
 
-def _staged(step: Step, group: Group) -> StagedTensor:
+def _staged_tensor(step: Step, group: Group) -> StagedTensor:
     """Return the boxes that every rank of the group stages, and those that this one reads."""
     have, want, peers = step.src.box, step.dst.box, _peers(step)
     if step.op == "all_gather":

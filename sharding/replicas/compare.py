@@ -101,7 +101,7 @@ def _fingerprints(leaves: Sequence[ReplicaLeaf]) -> list[bytes]:
         if isinstance(c.value, Tensor) and not c.value.is_meta
     }
     numbers = _to_numbers(hashes)
-    return [_digest((_described(leaf), numbers.get(i))) for i, leaf in enumerate(leaves)]
+    return [_digest((_describe_part(leaf), numbers.get(i))) for i, leaf in enumerate(leaves)]
 
 
 def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
@@ -120,7 +120,7 @@ def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
     }
 
 
-def _described(leaf: ReplicaLeaf) -> str:
+def _describe_part(leaf: ReplicaLeaf) -> str:
     """Return dtype and shape of this rank's part, or the text of a leaf that is not a tensor."""
     if isinstance(leaf.value, Tensor):
         return f"{dtype_name(leaf.value.dtype)}{list(leaf.value.shape)}"
@@ -196,7 +196,7 @@ def _others(count: int) -> str:
     return "1 other leaf differs" if count == 1 else f"{count} other leaves differ"
 
 
-def _named(leaf: ReplicaLeaf) -> str:
+def _leaf_text(leaf: ReplicaLeaf) -> str:
     return f"{leaf.path or 'the tree'}, {leaf.kind},"
 
 
@@ -260,7 +260,7 @@ def _difference(
         else ""
     )
     text = (
-        f"{_named(leaf)} is not the same on ranks that should hold the same of it: "
+        f"{_leaf_text(leaf)} is not the same on ranks that should hold the same of it: "
         f"{_some(list(map(_who, sets[first])), '; ')}"
     )
     return ReplicaError(f"{prefix}{text}. {where}.{also}", leaf.path, outliers, index)
@@ -296,7 +296,7 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
         if pair is not None:
             said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
             return ReplicaError(
-                f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on "
+                f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks on "
                 "all ranks",
                 leaf.path,
             )
@@ -312,11 +312,11 @@ def _first_difference(
     leaf: ReplicaLeaf, pair: tuple[int, int], group: Group
 ) -> tuple[str, list[int] | None]:
     """Return where the values of two ranks differ, in words, and the index in the global tensor."""
-    one, other = _of_pair(_described(leaf), pair, group)
+    one, other = _of_pair(_describe_part(leaf), pair, group)
     if one != other or not isinstance(leaf.value, Tensor):
         return f"Rank {pair[0]} holds {one[:_LONGEST]} and rank {pair[1]} {other[:_LONGEST]}", None
     flat = flat_of(leaf.value)
-    low, high = _narrowed(flat, pair, group)
+    low, high = _narrow_interval(flat, pair, group)
     values = _elements(flat[low:high]) if group.world.rank in pair else []
     ones, others = _of_pair((values, list(leaf.value.shape), leaf.start), pair, group)
     at = next(i for i, (a, b) in enumerate(zip(ones[0], others[0], strict=True)) if a != b)
@@ -337,7 +337,7 @@ def _of_pair(own: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
     return everyone[group.ranks.index(pair[0])], everyone[group.ranks.index(pair[1])]
 
 
-def _narrowed(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, int]:
+def _narrow_interval(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, int]:
     """Return an interval of at most `_PARTS` elements that has the first one that differs."""
     low, high = 0, _of_pair(flat.numel(), pair, group)[0]
     while high - low > _PARTS:

@@ -78,10 +78,13 @@ def constrained_leaves(x: Any, spec: Any, context: str) -> Iterator[tuple[Any, A
                 "on a mesh first, with device_put(t, mesh, P(...)) or "
                 "ShardedTensor.from_local(part, mesh, P(...))"
             )
-        yield leaf, where if leaf is None else leaf._layout.replace(_constrained(leaf, where)).spec
+        yield (
+            leaf,
+            where if leaf is None else leaf._layout.replace(_constrained_spec(leaf, where)).spec,
+        )
 
 
-def _constrained(x: ShardedTensor, where: Any) -> Any:
+def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
     """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except
     those that the spec names.
 

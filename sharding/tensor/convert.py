@@ -111,7 +111,7 @@ def from_local(
         local_tensor = local_tensor.reshape(-1)[:0]  # part of the graph, as on other ranks
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
     if run_check and device_mesh.coordinate is not None:
-        local_tensor = _checked(local_tensor, layout)
+        local_tensor = _checked_part(local_tensor, layout)
     if local_tensor.shape != layout.local_shape:
         raise ValueError(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank "
@@ -169,7 +169,7 @@ def _of_gradient(layout: Layout) -> Layout:
     )
 
 
-def _checked(local: Tensor, layout: Layout) -> Tensor:
+def _checked_part(local: Tensor, layout: Layout) -> Tensor:
     """Compare the parts of all ranks with the layout; return this rank's part with the values of
     the first replica.
 

@@ -51,7 +51,7 @@ def process_allgather(in_tree: Any, tiled: bool = False) -> Any:
         >>> losses = sm.multihost.process_allgather(loss.item())  # one number for each rank
     """
     group, leaves, shape, _ = _compare_trees("process_allgather", in_tree)
-    return pytree.tree_unflatten([_gathered(group, leaf, tiled) for leaf in leaves], shape)
+    return pytree.tree_unflatten([_gather_leaf(group, leaf, tiled) for leaf in leaves], shape)
 
 
 def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
@@ -251,7 +251,7 @@ def _compare_trees(
     return group, tensors, shape, sources[0]
 
 
-def _gathered(group: Group, x: Any, tiled: bool) -> Any:
+def _gather_leaf(group: Group, x: Any, tiled: bool) -> Any:
     if x is None:
         return None
     if isinstance(x, ShardedTensor):

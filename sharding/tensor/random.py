@@ -71,7 +71,7 @@ def manual_seed(seed: int) -> None:
     """
     state = current_world().state(RandomStream)
     state.seed, state.drawn = seed & _MASK, 0
-    _reseeded()
+    _notify_recorder()
 
 
 def get_rng_state() -> Tensor:
@@ -106,10 +106,10 @@ def set_rng_state(state: Tensor) -> None:
         )
     own = current_world().state(RandomStream)
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
-    _reseeded()
+    _notify_recorder()
 
 
-def _reseeded() -> None:
+def _notify_recorder() -> None:
     """Notify a recorder that positions no longer follow from that at the start of the recording."""
     if thread_context.recorder is not None:
         thread_context.recorder.draws.relative = False

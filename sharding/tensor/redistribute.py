@@ -172,7 +172,7 @@ def redistribute(
                 moved = redistribute_local(local, src, target, backward_dtype=backward_dtype)
             else:
                 moved = executor(src, target)(local)
-    result = ShardedTensor._make(_unshared(moved, local), target)
+    result = ShardedTensor._make(_copy_if_shared(moved, local), target)
     result._lineage = x._lineage
     return result
 
@@ -198,7 +198,9 @@ def _start(
 
     def finish() -> ShardedTensor:
         (moved,) = wait()
-        result = out if out is not None else ShardedTensor._make(_unshared(moved, source), target)
+        result = (
+            out if out is not None else ShardedTensor._make(_copy_if_shared(moved, source), target)
+        )
         result._lineage = lineage
         return result
 
@@ -276,7 +278,7 @@ def redistribute_many(
         for moved, local, lineage, (_, target) in zip(
             wait(), sources, lineages, pairs, strict=True
         ):
-            results.append(ShardedTensor._make(_unshared(moved, local), target))
+            results.append(ShardedTensor._make(_copy_if_shared(moved, local), target))
             results[-1]._lineage = lineage
         return results
 
@@ -346,7 +348,7 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
         )
 
 
-def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
+def _copy_if_shared(moved: Tensor, local: Tensor | None) -> Tensor:
     """Return the result of a move, copied if it shares memory with the part before (`local`, None
     if that was donated).
 

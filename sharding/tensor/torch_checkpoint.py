@@ -159,7 +159,7 @@ def _broadcast_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, keys)
+    sharded = _sharded_entries(local, keys)
     function(full, local, keys, *args, **kwargs)
     _lay_out(local, sharded)
 
@@ -171,7 +171,7 @@ def _broadcast_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, local)
+    sharded = _sharded_entries(local, local)
     function(full, local, *args, **kwargs)
     _lay_out(local, sharded)  # those of 0 dims, which are broadcast otherwise
 
@@ -183,7 +183,7 @@ def _distribute_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, full)
+    sharded = _sharded_entries(local, full)
     function(
         {name: value for name, value in full.items() if name not in sharded}, local, *args, **kwargs
     )
@@ -191,7 +191,7 @@ def _distribute_state_dict(
     _lay_out(local, sharded)
 
 
-def _sharded(local: dict[str, Any], names: Iterable[str]) -> dict[str, ShardedTensor]:
+def _sharded_entries(local: dict[str, Any], names: Iterable[str]) -> dict[str, ShardedTensor]:
     return {name: local[name] for name in names if isinstance(local.get(name), ShardedTensor)}
 
 

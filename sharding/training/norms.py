@@ -48,7 +48,7 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     """
     if of not in ("parameter", "grad"):
         raise ValueError(f'norms(of={of!r}): write "parameter" or "grad"')
-    ord, named = checked_ord("norms", ord), dict(_named(tensors))
+    ord, named = checked_ord("norms", ord), dict(_named_tensors(tensors))
     by_path = {path: x.grad if of == "grad" else x for path, x in named.items()}
     measured = {path: x.detach() for path, x in by_path.items() if x is not None}
     check_reduced(
@@ -57,7 +57,7 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     return dict(zip(measured, norms_of(list(measured.values()), ord).tolist(), strict=True))
 
 
-def _named(tensors: Any) -> Iterable[tuple[str, Tensor]]:
+def _named_tensors(tensors: Any) -> Iterable[tuple[str, Tensor]]:
     if isinstance(tensors, nn.Module):
         return tensors.named_parameters()
     return tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -88,7 +88,7 @@ def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
         powers[list(tally.counted)] = _powers(
             [tensors[i] for i in tally.counted], ord, powers.device
         )
-    return _agreed(powers, ord, tensors)
+    return _global_norms(powers, ord, tensors)
 
 
 def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
@@ -102,10 +102,10 @@ def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
         if ord < math.inf
         else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)
     )
-    return _agreed(one, ord, tensors)[0]
+    return _global_norms(one, ord, tensors)[0]
 
 
-def _agreed(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
+def _global_norms(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
     """Return norms from each rank's share of their powers."""
     tally = tally_of(tensors)
     if ord < math.inf:

@@ -92,11 +92,11 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler: the gradients are in float16; keep parameters in float32, and compute "
                 "in float16 by autocast"
             )
-        own_found_inf = _unscaled(list(grads.values()), inv_scale, found_inf)
-        return {found_inf.device: _reduced(own_found_inf, parameters)}
+        own_found_inf = _unscale_parts(list(grads.values()), inv_scale, found_inf)
+        return {found_inf.device: _reduce_found_inf(own_found_inf, parameters)}
 
 
-def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+def _unscale_parts(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
     """Unscale this rank's parts; return 1.0 if one has an infinity or NaN."""
     parts: dict[Any, list[Tensor]] = defaultdict(list)
     for g in grads:
@@ -109,7 +109,7 @@ def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
     return found_inf
 
 
-def _reduced(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _reduce_found_inf(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return the maximum over ranks, which take part also without gradients; a rank outside all
     meshes contributes 0.
     """

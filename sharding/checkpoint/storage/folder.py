@@ -56,8 +56,8 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
     Communication: none. (`load` looks on rank 0 for all ranks.)
 
     Example:
-        >>> found = sm.checkpoint.latest("checkpoints")
-        >>> start = 0 if found is None else found.step + 1
+        >>> newest = sm.checkpoint.latest("checkpoints")
+        >>> start = 0 if newest is None else newest.step + 1
     """
     checkpoints = complete(Path(dir))
     return checkpoints[max(checkpoints)] if checkpoints else None

@@ -82,7 +82,7 @@ def read_entries(index: bytes) -> tuple[dict[str, IndexedLeaf], dict[str, tuple[
     leaves: dict[str, IndexedLeaf] = {}
     boxes: dict[str, dict[tuple[int, ...], Box]] = {}
     for name, record in described.items():
-        leaves[name], boxes[name] = _described(name, record, budget)
+        leaves[name], boxes[name] = _leaf_and_boxes(name, record, budget)
     for key, record in _pairs(fields.get("storage_data"), "storage_data"):
         _add_piece(leaves, boxes, key, record, budget)
     _check_ranges(leaves)
@@ -103,7 +103,7 @@ class _Budget:
             )
 
 
-def _described(
+def _leaf_and_boxes(
     name: str, record: Any, budget: _Budget
 ) -> tuple[IndexedLeaf, dict[tuple[int, ...], Box]]:
     """Return a leaf without its pieces, and its boxes by their origin."""

@@ -65,12 +65,12 @@ class Lease:
     Attributes:
         folder: the folder.
         owner: this process.
-        kept: whether to keep it between saves, until the process ends.
+        keep: whether to keep it between saves, until the process ends.
         saving: whether a save is in progress.
     """
 
-    def __init__(self, folder: Path, owner: Owner, kept: bool) -> None:
-        self.folder, self.owner, self.kept, self.saving = folder, owner, kept, False
+    def __init__(self, folder: Path, owner: Owner, keep: bool) -> None:
+        self.folder, self.owner, self.keep, self.saving = folder, owner, keep, False
         self._number, self._pid = 0, os.getpid()
         self._ended = threading.Event()
 
@@ -85,7 +85,7 @@ class Lease:
         """End the save."""
         self.saving = False
         self._ended.set()
-        if not self.kept:
+        if not self.keep:
             self.release()
 
     def release(self) -> None:
@@ -132,13 +132,13 @@ class Lease:
                 os.utime(_file(self.folder, self._number))
 
 
-def take_lease(folder: Path, kept: bool) -> Lease:
+def take_lease(folder: Path, keep: bool) -> Lease:
     """Take the lease of a folder and begin a save; wait up to a minute for the current owner to
     end.
 
     Args:
         folder: an existing folder.
-        kept: see `Lease`.
+        keep: see `Lease`.
 
     Raises:
         CheckpointError: another job that is alive has the folder, or has taken it from this one;
@@ -148,7 +148,7 @@ def take_lease(folder: Path, kept: bool) -> Lease:
     with _lock:
         lease = _held.get(folder)
     if lease is None or lease._pid != os.getpid() or lease.saving or not _is_valid(lease):
-        lease = _wait_for(Lease(folder, _self(), kept))
+        lease = _wait_for(Lease(folder, _self(), keep))
         with _lock:
             _held[folder] = lease
     lease.begin()
@@ -189,7 +189,7 @@ class _OwnerObserver:
     """Observes a folder's owner while a job waits for it."""
 
     def __init__(self, lease: Lease) -> None:
-        self._mine = lease
+        self._lease = lease
         self._seen: tuple[int, int] | None = None
         self._since = time.monotonic()
 
@@ -197,18 +197,18 @@ class _OwnerObserver:
         """Return whether the owner has ended, or is on another machine and not known to be
         alive.
         """
-        card = self._mine.owner.card
-        if not number or (owner is None and not _is_file(self._mine.folder, number)):
+        card = self._lease.owner.card
+        if not number or (owner is None and not _is_file(self._lease.folder, number)):
             return True
         if owner is not None and owner.card.is_same_process(card):
-            return not _is_saving(self._mine.folder, owner)
+            return not _is_saving(self._lease.folder, owner)
         if owner is not None and owner.card.machine == card.machine:
             return owner.card.is_gone()
         first, before = self._seen is None, self._seen
-        self._seen = number, _touched(self._mine.folder, number)
+        self._seen = number, _touch_time(self._lease.folder, number)
         if self._seen != before:
             self._since = time.monotonic()
-        idle = owner is not None and not any(self._mine.folder.glob("step-*.tmp-*"))
+        idle = owner is not None and not any(self._lease.folder.glob("step-*.tmp-*"))
         return (first and idle) or time.monotonic() > self._since + _STALE_S
 
 
@@ -275,7 +275,7 @@ def _read(folder: Path, number: int) -> Owner | None:
     return Owner(card, token, since)
 
 
-def _touched(folder: Path, number: int) -> int:
+def _touch_time(folder: Path, number: int) -> int:
     """Return when the file was touched, by the clock of the writer."""
     try:
         with open_regular(_file(folder, number)) as file:  # open it, so that NFS asks the server

@@ -86,7 +86,7 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
     Raises:
         CheckpointError: it cannot be loaded without running code from the file.
     """
-    return _unpacked(stored, stored.entries[name].pieces[0], partial(_loaded, data))
+    return _load_or_raise(stored, stored.entries[name].pieces[0], partial(_load_pickle, data))
 
 
 def _start_of_elements(head: bytes) -> int | None:
@@ -110,17 +110,19 @@ def _start_of_elements(head: bytes) -> int | None:
 
 def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
     """Return a piece as loaded by `torch.load`."""
-    x = _unpacked(stored, piece, partial(_loaded, read_value(stored, piece), map_location="cpu"))
+    x = _load_or_raise(
+        stored, piece, partial(_load_pickle, read_value(stored, piece), map_location="cpu")
+    )
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
         has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
         raise CheckpointError(
-            _damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}")
+            _damage_text(stored, piece, f"it has {has} instead of {brief(piece.box)}")
         )
     return x
 
 
-def _loaded(data: bytes, **settings: Any) -> Any:
+def _load_pickle(data: bytes, **settings: Any) -> Any:
     """Return what `torch.save` wrote, without running code from it.
 
     Raises:
@@ -165,7 +167,7 @@ def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
     size = stored.sizes.get(piece.file)
     if size is None:
         size = f"at least {piece.offset + piece.length}"
-    return _damaged(stored, piece, f"it has {has} bytes of {size}")
+    return _damage_text(stored, piece, f"it has {has} bytes of {size}")
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
@@ -178,23 +180,25 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
     if piece.crc not in (None, crc):
         where = f"{piece.offset}:{piece.offset + piece.length}"
         raise CheckpointError(
-            _damaged(
+            _damage_text(
                 stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"
             )
         )
 
 
-def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
+def _damage_text(stored: Stored, piece: StoredPiece, how: str) -> str:
     return (
         f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: "
         f"{how}; load another step"
     )
 
 
-def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
+def _load_or_raise(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise CheckpointError(_damaged(stored, piece, f"torch.load says {brief(error)}")) from error
+        raise CheckpointError(
+            _damage_text(stored, piece, f"torch.load says {brief(error)}")
+        ) from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -88,15 +89,15 @@ def box_of(layout: Layout, rank: int) -> Box | None:
 
 def plan_reads(
     stored: Stored,
-    wanted: Mapping[str, Layout | None],
+    layouts: Mapping[str, Layout | None],
     values: Mapping[str, Sequence[int]],
     ranks: Sequence[int],
 ) -> list[PieceRead]:
-    """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values`
+    """Return the plan of reads: of tensors by layout (None: whole on each rank), and of `values`
     with the ranks that need them.
     """
     load, boxes, reads = dict.fromkeys(ranks, 0), {}, []
-    for name, layout in wanted.items():
+    for name, layout in layouts.items():
         entry = stored.entries[name]
         key = layout or entry.shape
         if key not in boxes:
@@ -105,21 +106,23 @@ def plan_reads(
                 for rank in ranks
             }
         for piece in entry.pieces:
-            reads += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
+            reads += _piece_reads(piece, entry.dtype, _overlaps(piece, boxes[key]), load)
     for name, needing in values.items():
         for piece in stored.entries[name].pieces:
-            reads += _reading(piece, None, {rank: None for rank in needing if rank in load}, load)
+            reads += _piece_reads(
+                piece, None, {rank: None for rank in needing if rank in load}, load
+            )
     return reads
 
 
-def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
+def _overlaps(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
     common = (
         (rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None
     )
     return {rank: box for rank, box in common if box is not None}
 
 
-def _reading(
+def _piece_reads(
     piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]
 ) -> list[PieceRead]:
     """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if
@@ -253,13 +256,13 @@ def _exchange(
     outgoing = torch.cat(
         [torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]
     ).to(device)
-    splits = [sum(r.nbytes(rank) for r in plan_reads) for plan_reads in arriving]
+    splits = [sum(r.nbytes(rank) for r in reads) for reads in arriving]
     incoming = torch.empty(sum(splits), dtype=torch.uint8, device=device)
     group.all_to_all(
         incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends]
     )
     at, incoming = 0, incoming.cpu()
-    for reading in (r for plan_reads in arriving for r in plan_reads):
+    for reading in chain.from_iterable(arriving):
         stop = at + reading.nbytes(rank)
         loaded.put(reading, rank, _as_box(incoming[at:stop], reading, rank))
         at = stop

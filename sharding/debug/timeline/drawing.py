@@ -19,7 +19,7 @@ COLOURS = {"operator": "#4878a8", "collective": "#e1812c", "wait": "#d0d0d0"}
 _LEAST_SHARE = 0.004  # of the width per letter: a label that does not fit is left out
 
 
-def timeline_picture(found: Timeline, path: str | PathLike[str] | None = None) -> Figure:
+def timeline_picture(timeline: Timeline, path: str | PathLike[str] | None = None) -> Figure:
     """timeline_picture(timeline, path) -> Figure: a row for each lane, bars for events, labels
     where they fit.
 
@@ -27,7 +27,7 @@ def timeline_picture(found: Timeline, path: str | PathLike[str] | None = None) -
         ImportError: matplotlib is not installed.
         ValueError: a file format that matplotlib does not know.
     """
-    return drawn(lambda figure_type: _draw(figure_type, found), path)
+    return drawn(lambda figure_type: _draw(figure_type, timeline), path)
 
 
 def _draw(figure_type: type[Figure], timeline: Timeline) -> Figure:

@@ -133,10 +133,10 @@ def moved_bytes(node: fx.Node) -> int:
         inputs = []
     elif name in _OVERWRITE:
         inputs = [x for x in inputs if x not in written]
-    return result_bytes + sum(map(_touched, written)) + sum(map(_touched, inputs))
+    return result_bytes + sum(map(_memory_bytes, written)) + sum(map(_memory_bytes, inputs))
 
 
-def _touched(node: fx.Node) -> int:
+def _memory_bytes(node: fx.Node) -> int:
     """Return the bytes of memory behind a value: of an expanded one those of one copy."""
     if "val" not in node.meta:
         return bytes_of(node)

@@ -102,9 +102,9 @@ class Timeline:
         """
         threads = {lane: i for i, lane in enumerate(self.lanes)}
         how = "measured" if self.measured else "predicted"
-        entries = [_named("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
+        entries = [_name_event("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
         entries += [
-            _named("thread_name", self.rank, thread, lane) for lane, thread in threads.items()
+            _name_event("thread_name", self.rank, thread, lane) for lane, thread in threads.items()
         ]
         launched: dict[Any, TimelineEvent] = {}
         for number, event in enumerate(self.events):
@@ -218,8 +218,8 @@ def timeline(
     Example:
         >>> mesh = sm.AbstractMesh((8,), ("tp",))
         >>> x, w = (sm.Layout.of(mesh, spec, (4096, 4096)) for spec in (P(None, "tp"), P("tp")))
-        >>> found = sm.debug.timeline(sm.jit(lambda x, w: (x @ w).redistribute(P())).lower(x, w))
-        >>> found.lanes
+        >>> result = sm.debug.timeline(sm.jit(lambda x, w: (x @ w).redistribute(P())).lower(x, w))
+        >>> result.lanes
         ('compute', 'tp')
     """
     graph = _graph_of(compiled)
@@ -235,7 +235,7 @@ def timeline(
     return result
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 

@@ -150,7 +150,7 @@ def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> S
         operands = redistribute_operands([query, key, value], strategy.targets)
         for x in operands:
             known_local(x)
-        out = from_parts(strategy.made, strategy.run, *operands)
+        out = from_parts(strategy.computed, strategy.run, *operands)
         out._lineage = lineage
         return out.redistribute(strategy.result.spec)
 
@@ -247,7 +247,7 @@ def _in_block(
     if attn_mask is not None or dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}): "
-            f"{_given(attn_mask, dropout_p)} for queries {query._layout}; keys of other ranks are "
+            f"{_mask_or_dropout_text(attn_mask, dropout_p)} for queries {query._layout}; keys of other ranks are "
             "processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
             "call this attention outside the block, where keys and values are gathered"
         )
@@ -256,7 +256,7 @@ def _in_block(
         return _attention(query, key, value, options)
 
 
-def _given(attn_mask: Any, dropout_p: float) -> str:
+def _mask_or_dropout_text(attn_mask: Any, dropout_p: float) -> str:
     return (
         f"dropout_p={dropout_p}"
         if attn_mask is None

@@ -42,13 +42,13 @@ class AttentionStrategy:
 
     Attributes:
         targets: the layouts that query, key and value need.
-        made: the layout of the result of `run`.
+        computed: the layout of the result of `run`.
         result: the layout to return, that of the query.
         run: the computation on this rank's parts.
     """
 
     targets: tuple[Layout, Layout, Layout]
-    made: Layout
+    computed: Layout
     result: Layout
     run: Run
 
@@ -64,16 +64,16 @@ def choose_attention_strategy(
     _check_shapes(q, k, v)
     for layout in (q, k, v):
         _check_sequence(layout, options)
-    q = _cut(q, q.spec.cuts[:WIDTH])
-    k = _cut(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
-    v = _cut(v, k.spec.cuts[:WIDTH])
+    q = _with_cuts(q, q.spec.cuts[:WIDTH])
+    k = _with_cuts(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
+    v = _with_cuts(v, k.spec.cuts[:WIDTH])
     out = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
     return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](
         q, k, v, out, options
     )
 
 
-def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
+def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
     """Return the layout with these cuts, nothing pending, and whole features."""
     return layout.replace(P.of_cuts([*cuts, ()], {}))
 
@@ -220,7 +220,7 @@ def _all_to_all(
 
 def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> Layout:
     cuts = [*layout.spec.cuts[:HEADS], [Cut(axes, tuple(sizes))], ()]
-    return _cut(layout, cuts)
+    return _with_cuts(layout, cuts)
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
@@ -234,7 +234,7 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
     known = (
         part_sizes(k, len(k.shape) + HEADS)
         if k.spec.dims[HEADS] == axes
-        else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
+        else _even_sizes(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
     )
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
@@ -244,10 +244,10 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
             f"{options.axes}; use method='ring' or 'all_gather', which split no heads, or at least "
             f"{ranks} heads"
         )
-    return [n for heads in known for n in _evenly(heads, ranks)]
+    return [n for heads in known for n in _even_sizes(heads, ranks)]
 
 
-def _evenly(count: int, parts: int) -> list[int]:
+def _even_sizes(count: int, parts: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
@@ -341,7 +341,7 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
         target_cuts = [
             cuts if d != dim else [Cut((a,)) for a in options.axes]
-            for d, cuts in enumerate(_without(layout, options.axes))
+            for d, cuts in enumerate(_cuts_without(layout, options.axes))
         ]
         raise ValueError(
             f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and "
@@ -361,6 +361,6 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
             )
 
 
-def _without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
+def _cuts_without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
     """Return the cuts by other axes."""
     return [[cut for cut in cuts if not set(cut.axes) & set(axes)] for cuts in layout.spec.cuts]

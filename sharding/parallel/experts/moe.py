@@ -312,11 +312,11 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
     return (
         Cut(axes, next(iter(sizes_by_name.values())))
         if sizes_by_name
-        else Cut(axes, _evenly(params, axes))
+        else Cut(axes, _even_sizes(params, axes))
     )
 
 
-def _evenly(params: dict[str, Any], axes: tuple[str, ...]) -> tuple[int, ...]:
+def _even_sizes(params: dict[str, Any], axes: tuple[str, ...]) -> tuple[int, ...]:
     first = next(iter(params.values()))
     count, parts = first.shape[0], first.mesh.size(axes)
     return tuple(count // parts + (i < count % parts) for i in range(parts))

@@ -90,9 +90,9 @@ def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Ten
     return from_parts(layout, counted, experts).redistribute(P())
 
 
-def check_sharded(name: str, given: dict[str, Any]) -> None:
+def check_sharded(name: str, tensors: dict[str, Any]) -> None:
     """Raise a TypeError if a tensor is plain."""
-    for path, x in given.items():
+    for path, x in tensors.items():
         if not isinstance(x, ShardedTensor):
             shape = f" of shape {list(x.shape)}" if isinstance(x, Tensor) else ""
             raise TypeError(

@@ -184,19 +184,24 @@ def make_dispatch(
         consecutive tokens of the batch.
     """
     if capacity is None:
-        valid = _valid(chosen.reshape(1, -1, 1), peers.count)
-        table = _all_counts(_counted(valid, peers.count), peers.mesh, peers.axes)
+        valid = _valid_choices(chosen.reshape(1, -1, 1), peers.count)
+        table = _all_counts(_count_choices(valid, peers.count), peers.mesh, peers.axes)
         counts = _start_to_host(table[:, 0, 0])
         ranks = peers.group.ranks
         return TokenDispatch(
-            peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)), drops=False
+            peers,
+            _sorted_slots(valid.flatten(), peers),
+            counts,
+            ranks,
+            range(len(ranks)),
+            drops=False,
         )
     runs = _Runs(layout, peers)
     count, choices = runs.count_here, chosen.shape[-1]
-    valid = _valid(
+    valid = _valid_choices(
         chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count
     )
-    counts = _counted(valid, peers.count)
+    counts = _count_choices(valid, peers.count)
     padded = counts.new_zeros(runs.most, *counts.shape[1:])
     padded[: len(counts)] = counts
     table = _all_counts(padded, peers.mesh, runs.axes)
@@ -206,7 +211,9 @@ def make_dispatch(
     wait = _start_to_host(torch.cat([taken, wrong[:, None]], 1))
     fits = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
     sent = torch.where(fits, valid, peers.count).flatten()  # others are sorted to the end
-    return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers, drops=True)
+    return TokenDispatch(
+        peers, _sorted_slots(sent, peers), wait, runs.ranks, runs.peers, drops=True
+    )
 
 
 def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -214,12 +221,12 @@ def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
     return x.cpu if thread_context.recorder is not None else start_to_host(x)
 
 
-def _valid(chosen: Tensor, experts: int) -> Tensor:
+def _valid_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return the choices, `experts` for invalid ones."""
     return torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
 
 
-def _counted(valid: Tensor, experts: int) -> Tensor:
+def _count_choices(valid: Tensor, experts: int) -> Tensor:
     """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry
     for invalid choices.
     """
@@ -243,7 +250,7 @@ def _all_counts(counts: Tensor, mesh: Any, axes: tuple[str, ...]) -> Tensor:
     return gathered
 
 
-def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
+def _sorted_slots(valid: Tensor, peers: ExpertGroup) -> Tensor:
     """Return the slots, sorted by expert, then by token; those of invalid choices last."""
     # expert -> its position in the sending order
     position = sorted(range(peers.count), key=peers.order.__getitem__)

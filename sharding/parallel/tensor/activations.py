@@ -201,7 +201,7 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
 
 
 def redistribute_activations(
-    site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]
+    site: HookSite, module: nn.Module, values: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
     """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed
     together.
@@ -214,13 +214,13 @@ def redistribute_activations(
     Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if
     `from_local` needs it.
     """
-    if all(_has_layout(site, value, lay) for _, value, lay in wanted):
-        return [value for _, value, _ in wanted]
+    if all(_has_layout(site, value, lay) for _, value, lay in values):
+        return [value for _, value, _ in values]
     refuse_jit_trace()
-    trees = [pytree.tree_flatten(value) for _, value, _ in wanted]
+    trees = [pytree.tree_flatten(value) for _, value, _ in values]
     leaves = [
         (name, leaf, lay)
-        for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True)
+        for (name, _, lay), (flat, _) in zip(values, trees, strict=True)
         for leaf in flat
     ]
     laid = iter(_redistribute_leaves(site, module, leaves))
@@ -296,21 +296,21 @@ def along(layout: Layout, where: P | Placement, axis: str) -> P:
     )
     named = {axis, *spec.axes}
     cuts = [
-        _merged(_without(own, named, layout), new, own)
+        _merge_cuts(_cuts_without(own, named, layout), new, own)
         for own, new in zip(layout.spec.cuts, spec.cuts, strict=True)
     ]
     pending = {a: kind for a, kind in layout.pending.items() if a not in named}
     return P.of_cuts(cuts, {**pending, **dict(spec.unreduced)})
 
 
-def _merged(remaining: Sequence[Cut], new: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
+def _merge_cuts(remaining: Sequence[Cut], new: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
     same = {a for cut in own for a in cut.axes} == {
         a for cut in (*remaining, *new) for a in cut.axes
     }
     return own if same and not any(cut.sizes for cut in new) else (*remaining, *new)
 
 
-def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
+def _cuts_without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
     """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the
     removed ones.
     """
@@ -389,17 +389,17 @@ def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
     )
 
 
-def as_axis_layout(given: Any, what: str) -> AxisLayout:
+def as_axis_layout(layout: Any, what: str) -> AxisLayout:
     """Return a `P`, a placement (torch's are translated) or None.
 
     Raises:
         TypeError: something else.
     """
-    if given is None or isinstance(given, P):
-        return given
+    if layout is None or isinstance(layout, P):
+        return layout
     try:
-        return as_placement(given)
+        return as_placement(layout)
     except TypeError:
         raise TypeError(
-            f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}"
+            f"{what}: expected P(...), Shard(dim), Replicate() or None, got {layout!r}"
         ) from None

@@ -112,7 +112,9 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
     styles: dict[str, Any] = {}
     for pattern, entry in plan.items():
         matched = (
-            _matched(pattern, entry, modules, tensors) if pattern in strings else {pattern: entry}
+            _styles_and_specs(pattern, entry, modules, tensors)
+            if pattern in strings
+            else {pattern: entry}
         )
         # raises later, with similar names
         styles |= matched or ({} if pattern in own else {pattern: _OF_MODULES[entry](None)})
@@ -139,7 +141,7 @@ def _check_known(strings: Mapping[str, str]) -> None:
             )
 
 
-def _matched(
+def _styles_and_specs(
     pattern: str, style_name: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the style of each module and the spec of each parameter that the pattern matches, by

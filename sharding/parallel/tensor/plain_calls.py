@@ -94,7 +94,7 @@ def _gathered_outputs(module: nn.Module) -> Iterator[None]:
 def _gather_plain(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    return _gathered(output) if _are_plain((args, kwargs)) else output
+    return _gather_tensors(output) if _are_plain((args, kwargs)) else output
 
 
 def _are_plain(tree: Any) -> bool:
@@ -126,7 +126,7 @@ def _whole_as_plain(tree: Any) -> Any:
     return _with_tensors(tree, lambda x: x.to_local() if _is_whole_here(x) else x)
 
 
-def _gathered(tree: Any) -> Any:
+def _gather_tensors(tree: Any) -> Any:
     """Return the tree with all `ShardedTensor`s gathered, as plain tensors."""
     return _with_tensors(tree, lambda x: x.redistribute(P()).to_local())
 

@@ -124,7 +124,9 @@ class colwise(_StyleWithRepr):
     units: int | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        return _split(site, module, _known(site, module, "outputs").outputs, self.units)
+        return _param_layouts(
+            site, module, _feature_dims(site, module, "outputs").outputs, self.units
+        )
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(
@@ -165,14 +167,16 @@ class rowwise(_StyleWithRepr):
     units: int | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        return _split(site, module, _known(site, module, "inputs").inputs, self.units)
+        return _param_layouts(
+            site, module, _feature_dims(site, module, "inputs").inputs, self.units
+        )
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(site, module, self.input_of(site, module))
 
     def input_of(self, site: HookSite, module: nn.Module) -> ActivationLayout:
         """Return the desired layout of the first argument."""
-        dims, plain = _known(site, module, "inputs"), as_axis_layout(self.in_, "in_")
+        dims, plain = _feature_dims(site, module, "inputs"), as_axis_layout(self.in_, "in_")
         if dims.features is None:
             return ActivationLayout(_WHOLE, plain)
         split: Any = self.parameters(site, module)["weight"]
@@ -387,7 +391,7 @@ def feature_dims_of(module: nn.Module) -> FeatureDims | None:
     )
 
 
-def _known(site: HookSite, module: nn.Module, what: str) -> Any:
+def _feature_dims(site: HookSite, module: nn.Module, what: str) -> Any:
     """Return the feature dims of a module that can be split by its outputs or inputs.
 
     Raises:
@@ -404,7 +408,7 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
     )
 
 
-def _split(
+def _param_layouts(
     site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
 ) -> dict[str, P | Placement]:
     """Return the layout of each of the module's own parameters: split along the feature dim, or

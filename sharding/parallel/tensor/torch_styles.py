@@ -446,7 +446,7 @@ class PrepareModuleInput(_TorchStyle):
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
-        return _laid_out(input, mesh, input_layout, desired_layout, self.use_local_output)
+        return _in_layout(input, mesh, input_layout, desired_layout, self.use_local_output)
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
         if self.input_layouts is None:
@@ -547,7 +547,7 @@ class PrepareModuleOutput(_TorchStyle):
             )
         layouts = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         results = tuple(
-            _laid_out(x, device_mesh, layout, to, self.use_local_output)
+            _in_layout(x, device_mesh, layout, to, self.use_local_output)
             for x, layout, to in layouts
         )
         return results[0] if len(results) == 1 else results
@@ -624,7 +624,7 @@ class PrepareModuleInputOutput(_TorchStyle):
         return module
 
 
-def _laid_out(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
+def _in_layout(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
     """Return a tensor, taken in `layout` if it is plain, in the desired layout; values without a
     layout are unchanged.
     """
@@ -668,7 +668,7 @@ def _as_sequence(layouts: Any) -> tuple[Any, ...]:
 # -- torch's own objects ---------------------------------------------------------------------------
 
 
-def own_style(given: Any) -> Style | None:
+def own_style(style: Any) -> Style | None:
     """Return our style for one of torch's, from its public attributes; None for other objects.
 
     Raises:
@@ -676,19 +676,19 @@ def own_style(given: Any) -> Style | None:
     """
     kinds = [
         kind
-        for kind in type(given).__mro__
+        for kind in type(style).__mro__
         if kind.__module__.startswith("torch.distributed.tensor.parallel")
     ]
     if not kinds:
         return None
-    read = _READ.get(type(given).__name__) if kinds[0] is type(given) else None
+    read = _READ.get(type(style).__name__) if kinds[0] is type(style) else None
     if read is None:
         raise TypeError(
-            f"torch's style {given!r} is not supported; supported are {', '.join(_READ)}, and "
+            f"torch's style {style!r} is not supported; supported are {', '.join(_READ)}, and "
             "styles whose class derives from shardmesh.compat.ParallelStyle or from another style "
             "of shardmesh.compat instead of torch's"
         )
-    return read(given)
+    return read(style)
 
 
 def _read_input(style: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
@@ -715,15 +715,15 @@ def _read_linear(kind: Any, style: Any) -> Style:
 
 
 _READ: dict[str, Any] = {
-    "ColwiseParallel": lambda given: _read_linear(ColwiseParallel, given),
-    "RowwiseParallel": lambda given: _read_linear(RowwiseParallel, given),
-    "SequenceParallel": lambda given: SequenceParallel(
-        sequence_dim=given.sequence_sharding[0].dim, use_local_output=given.use_local_output
+    "ColwiseParallel": lambda style: _read_linear(ColwiseParallel, style),
+    "RowwiseParallel": lambda style: _read_linear(RowwiseParallel, style),
+    "SequenceParallel": lambda style: SequenceParallel(
+        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
     ),
-    "PrepareModuleInput": lambda given: PrepareModuleInput(**_read_input(given)),
-    "PrepareModuleOutput": lambda given: PrepareModuleOutput(**_read_output(given)),
-    "PrepareModuleInputOutput": lambda given: PrepareModuleInputOutput(
-        **_read_input(given.prepare_module_input, "use_local_input"),
-        **_read_output(given.prepare_module_output),
+    "PrepareModuleInput": lambda style: PrepareModuleInput(**_read_input(style)),
+    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_read_output(style)),
+    "PrepareModuleInputOutput": lambda style: PrepareModuleInputOutput(
+        **_read_input(style.prepare_module_input, "use_local_input"),
+        **_read_output(style.prepare_module_output),
     ),
 }

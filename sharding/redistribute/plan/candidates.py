@@ -62,10 +62,10 @@ def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]
     for reduced in _reductions(start, goal, topology):
         at = reduced[-1].dst if reduced else start
         for moved in _moves(at, goal, topology):
-            yield (*scaled, *reduced, *moved, *_padded(moved[-1].dst if moved else at, goal))
+            yield (*scaled, *reduced, *moved, *_pad_steps(moved[-1].dst if moved else at, goal))
 
 
-def _padded(cur: Layout, goal: Layout) -> Steps:
+def _pad_steps(cur: Layout, goal: Layout) -> Steps:
     if cur is goal:
         return ()
     kinds = {k for a, k in goal.spec.unreduced if cur.pending.get(a) != k}
@@ -84,7 +84,7 @@ def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps
         yield ()
         return
     for first in _before_reduction(cur, goal, todo, topology):
-        for steps in _reduced(first[-1].dst if first else cur, goal, todo, topology):
+        for steps in _reduction_steps(first[-1].dst if first else cur, goal, todo, topology):
             yield (*first, *steps)
     yield from _reduced_by_all_to_all(cur, goal, todo)
 
@@ -133,7 +133,7 @@ def _dims_to_cut(cur: Layout, goal: Layout, axes: Collection[str]) -> set[int]:
     }
 
 
-def _reduced(
+def _reduction_steps(
     cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology
 ) -> Iterator[Steps]:
     """Yield reductions over the axes `todo`: in two steps or one, to whole values or to parts.
@@ -151,7 +151,7 @@ def _reduced(
     rest = tuple(a for a in todo if a not in axes)
     if axes:
         for step in _scatters(cur, shards, axes, topology):
-            for steps in _reduced(shards, goal, rest, topology):
+            for steps in _reduction_steps(shards, goal, rest, topology):
                 yield (step, *steps)
     yield (Step("all_reduce", todo, cur, with_pending(cur, dict.fromkeys(todo)), kind),)
     parts = split_further(shards, rest) if rest else None
@@ -167,7 +167,7 @@ def _reduced(
             goal_shards if ends_in_goal else None,
         ):
             if near is not None:
-                for steps in _reduced(near, goal, across, topology):
+                for steps in _reduction_steps(near, goal, across, topology):
                     yield (Step("reduce_scatter", inside, cur, near, kind), *steps)
 
 

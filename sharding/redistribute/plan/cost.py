@@ -27,7 +27,7 @@ def seconds(step: Step, topology: Topology) -> float:
     moved = traffic(step, topology)
     if step.symmetric is not None:
         return _symmetric_seconds(step, moved, step.symmetric, topology)
-    copies = _copied(step, moved) / topology.memory
+    copies = _copied_bytes(step, moved) / topology.memory
     if step.is_local:
         return copies
     if step.op == "hierarchical_all_to_all_v":
@@ -79,11 +79,11 @@ def memory_bytes(step: Step, topology: Topology) -> int:
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
     # with the rank's own contribution
     if step.op == "all_to_all_reduce" and step.transport is None:
-        return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
-    return 2 * _copied(step, moved)
+        return 2 * _packed_bytes(step, moved) + moved.received + 2 * part_bytes(step.dst)
+    return 2 * _copied_bytes(step, moved)
 
 
-def _copied(step: Step, moved: Traffic) -> int:
+def _copied_bytes(step: Step, moved: Traffic) -> int:
     """Return the bytes that a rank copies, each read and written."""
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
@@ -93,7 +93,7 @@ def _copied(step: Step, moved: Traffic) -> int:
         return 0
     if step.is_local:
         return after
-    packed = _packed(step, moved)
+    packed = _packed_bytes(step, moved)
     if op == "reduce_scatter":
         return packed
     if op == "all_to_all_reduce":  # every contribution is read once to be added up
@@ -102,7 +102,7 @@ def _copied(step: Step, moved: Traffic) -> int:
     return packed + (0 if is_contiguous_gather(step.src, step.dst) else unpacked)
 
 
-def _packed(step: Step, moved: Traffic) -> int:
+def _packed_bytes(step: Step, moved: Traffic) -> int:
     """Return the bytes that are packed: 0 if the send buffer is the tensor itself."""
     before = part_bytes(step.src)
     packed = 0 if step.op == "all_gather" else before if step.op == "reduce_scatter" else moved.sent

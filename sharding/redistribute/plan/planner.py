@@ -72,12 +72,12 @@ def plan(
     dst = Layout.of(src.mesh, dst.spec, dst.shape, dst.dtype)  # an equal mesh may be another object
     sequences = list(candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
     if accumulate_dtype is not None:
-        sequences = [_accumulating(steps, accumulate_dtype) for steps in sequences]
+        sequences = [_accumulating_steps(steps, accumulate_dtype) for steps in sequences]
     if transport is not None:
         check_transport(transport, src, dst)
-        sequences = [_quantized(steps, transport) for steps in sequences]
+        sequences = [_quantized_steps(steps, transport) for steps in sequences]
     if max_bytes is not None:
-        sequences = _fitting(sequences, src, dst, max_bytes)
+        sequences = _fitting_sequences(sequences, src, dst, max_bytes)
     if topology.symmetric is not None:
         sequences = [
             tuple(_symmetric_if_faster(step, topology) for step in steps) for steps in sequences
@@ -155,7 +155,7 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
 # -- dtypes on the way -----------------------------------------------------------------------------
 
 
-def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
+def _accumulating_steps(steps: Steps, dtype: torch.dtype) -> Steps:
     """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up
     in fp32.
     """
@@ -203,7 +203,7 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
         )
 
 
-def _quantized(steps: Steps, transport: str) -> Steps:
+def _quantized_steps(steps: Steps, transport: str) -> Steps:
     """Return the steps with quantized transfers. A ring would quantize again at every rank, a
     hierarchical step twice.
     """
@@ -250,7 +250,9 @@ _IN_ROUNDS = {
 }
 
 
-def _fitting(sequences: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
+def _fitting_sequences(
+    sequences: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int
+) -> list[Steps]:
     """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit)
     as that takes.
     """

@@ -159,15 +159,15 @@ def grad(
     )
     if create_graph:
         input_grads = [_in_graph(x, g) for x, g in zip(inputs, input_grads, strict=True)]
-    return _laid_out(inputs, input_grads)
+    return reduce_to_inputs(inputs, input_grads)
 
 
-def _laid_out(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def reduce_to_inputs(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Reduce the gradients of sharded inputs to the layouts of the inputs, in buckets."""
-    pairs_found = enumerate(zip(inputs, grads, strict=True))
+    inputs_and_grads = enumerate(zip(inputs, grads, strict=True))
     sharded = [
         (i, x._layout.replace(dtype=g.dtype), g)
-        for i, (x, g) in pairs_found
+        for i, (x, g) in inputs_and_grads
         if g is not None and isinstance(x, ShardedTensor)
     ]
     done: list[Any] = list(grads)

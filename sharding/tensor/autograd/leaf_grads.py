@@ -51,7 +51,7 @@ class _GradReducer:
         started: for each reduction in flight, the leaves, the function that waits for the sums, and
             their lineage.
         task: the backward pass that will call `flush` at its end.
-        made: number of leaves so far.
+        count: number of leaves so far.
     """
 
     def __init__(self, _: World) -> None:
@@ -61,7 +61,7 @@ class _GradReducer:
         self.flushing: list[Callable[[], None]] = []
         self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
-        self.made = 0
+        self.count = 0
 
     def add(self, number: int, leaf: ShardedTensor) -> None:
         self.waiting[number] = leaf
@@ -251,8 +251,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = leaf._layout.mesh.world.state(_GradReducer)  # type: ignore[attr-defined]
-    reducer.made += 1
-    number = leaf._number = reducer.made  # type: ignore[attr-defined]
+    reducer.count += 1
+    number = leaf._number = reducer.count  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
     origins: list[
         Origin
@@ -345,7 +345,7 @@ def _start_bucket(
             [origin for origin, _ in known], donate=donate, tag=tag
         )
     return lambda: [
-        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        _shaped_like(part if origin is grad else _copy_if_shared(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
     ]
 
@@ -358,7 +358,7 @@ def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
 
 
-def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
+def _copy_if_shared(part: Tensor, origin: Tensor) -> Tensor:
     """Return the part, copied if it shares memory with its origin, which the leaf does not own."""
     return (
         part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
@@ -377,7 +377,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
     """Reduce one gradient differentiably, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
-        return _unaliased(
+        return _copy_if_shared(
             redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor
         )
 
@@ -417,7 +417,7 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
         return done
     pending = x._accumulated_grad
     if pending is None or pending._local is not fresh:
-        pending = _accumulated(x, fresh)
+        pending = _accumulated_grad_of(x, fresh)
     if done is None:
         return pending
     return _gradient_of(
@@ -425,7 +425,7 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
     )
 
 
-def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
+def _accumulated_grad_of(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
     """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
     anew.
     """
