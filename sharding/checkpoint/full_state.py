@@ -56,13 +56,13 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
     tied = ties(state)
     first: dict[str, Any] = {}
 
-    def gathered(path: tuple[Any, ...], leaf: Any) -> Any:
+    def gather(path: tuple[Any, ...], leaf: Any) -> Any:
         name = tied.get(name_of(path), name_of(path))
         if name not in first:
             first[name] = whole_on(leaf, rank, world)
         return first[name]
 
-    whole = mapped(opened(state), gathered)
+    whole = mapped(opened(state), gather)
     return whole if world.rank == rank else {}
 
 

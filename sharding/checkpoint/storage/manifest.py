@@ -89,7 +89,7 @@ def index_of(
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    def described(entry: StoredLeaf) -> Any:
+    def metadata_of(entry: StoredLeaf) -> Any:
         if entry.shape is None or entry.dtype is None:
             return dcp.BytesStorageMetadata()
         boxes = [piece.box for piece in entry.pieces if piece.box is not None]
@@ -109,7 +109,7 @@ def index_of(
         for piece in entry.pieces
     }
     meta = dcp.StorageMeta(checkpoint_id=str(folder))
-    described_all = {name: described(entry) for name, entry in entries.items()}
+    described_all = {name: metadata_of(entry) for name, entry in entries.items()}
     return pickle.dumps(dcp.Metadata(described_all, dict(paths), where, meta, version="1.0.0"))
 
 

@@ -76,18 +76,18 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
 def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Tensor:
     """Return how many choices each expert gets."""
 
-    def counted(part: Tensor) -> Tensor:
+    def count_local(part: Tensor) -> Tensor:
         flat = part.flatten()  # the host waits for a bincount
         return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)).to(dtype)
 
     if not isinstance(logits, ShardedTensor) and not isinstance(experts, ShardedTensor):
-        return counted(experts)
+        return count_local(experts)
     check_sharded("load_balance_loss", {"logits": logits, "experts": experts})
     split = {
         axis: "sum" for dim in range(experts.ndim) for axis in splitting_axes(experts._layout, dim)
     }
     layout = Layout.of(experts.mesh, P(unreduced=split), (count,), dtype)
-    return from_parts(layout, counted, experts).redistribute(P())
+    return from_parts(layout, count_local, experts).redistribute(P())
 
 
 def check_sharded(name: str, tensors: dict[str, Any]) -> None:
