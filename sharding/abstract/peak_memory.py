@@ -80,7 +80,8 @@ class PeakMemory(TorchDispatchMode):
                 yield x.untyped_storage()
 
     def _add(self, storage: Any, *, made_before: bool = False, stand_in: bool = False) -> None:
-        key, count = storage._cdata, 0 if stand_in else storage.nbytes()
+        key = storage._cdata
+        count = 0 if stand_in else storage.nbytes()
         self._bytes[key] = count
         if stand_in:
             self._stand_ins.add(key)

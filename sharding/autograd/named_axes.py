@@ -58,7 +58,8 @@ class Axes:
         self.group: Group = self.mesh.group(self.mesh.axis_names)
         order = [self.group.ranks.index(r) for r in ranks]
         self.order = None if order == sorted(order) else tuple(order)
-        self.size, self.index = len(ranks), ranks.index(mesh.world.rank)
+        self.size = len(ranks)
+        self.index = ranks.index(mesh.world.rank)
         self.ops: dict[Any, Any] = {}
 
     @cached_property
@@ -91,9 +92,11 @@ class GroupedAxes(Axes):
 
     def __init__(self, axes: Axes, groups: tuple[tuple[int, ...], ...]) -> None:
         own_group = next(group for group in groups if axes.index in group)
-        name, ranks = "_".join(axes.mesh.axis_names), axes.mesh.ranks.flatten()[list(own_group)]
+        name = "_".join(axes.mesh.axis_names)
+        ranks = axes.mesh.ranks.flatten()[list(own_group)]
         super().__init__(DeviceMesh(axes.mesh.device_type, ranks, axis_names=(name,)), (name,))
-        self.names, self.sizes = axes.names, tuple(map(len, groups))
+        self.names = axes.names
+        self.sizes = tuple(map(len, groups))
 
 
 class AxisEnv:

@@ -73,7 +73,8 @@ def prepare_save(
     assert collected is not None  # noqa: S101
     state = _reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
-    held, ready = _leaves_to_write(state, plan, world.rank), None
+    held = _leaves_to_write(state, plan, world.rank)
+    ready = None
     if copies:
         copied, failure = attempt(lambda: copy_leaves(held, world))
         held, ready = copied or ({}, None)

@@ -368,7 +368,9 @@ def save_safetensors(
         >>> sm.checkpoint.save_safetensors(model, "model.safetensors")
         >>> sm.checkpoint.save_safetensors(model, "llama", max_shard_size="5GB")
     """
-    world, path, tied = current_world(), Path(path), ties(tree)
+    world = current_world()
+    path = Path(path)
+    tied = ties(tree)
     tensors = {name: leaf for name, leaf in _named_tensors(tree) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))
     parts = [

@@ -130,7 +130,9 @@ class SaveJob:
 
     def _wait_for_rank(self, rank: int) -> bytes:
         """Wait for a rank's list of written pieces and return it."""
-        path, ended, asked = self.unfinished / _part(rank), None, time.monotonic()
+        path = self.unfinished / _part(rank)
+        ended = None
+        asked = time.monotonic()
         while not path.exists():
             if not self.unfinished.is_dir():
                 raise CheckpointError(

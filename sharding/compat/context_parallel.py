@@ -115,7 +115,8 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     unrestored = [] if no_restore_buffers is None else list(no_restore_buffers)
     length = _check_buffers(buffers, dims, unrestored)
-    ranks, index = mesh.size(), mesh.index_along(mesh.axis_names)
+    ranks = mesh.size()
+    index = mesh.index_along(mesh.axis_names)
     originals: list[tuple[Tensor, Tensor]] = []
     method = current_world().state(_RotateMethod).method
     try:
@@ -261,7 +262,8 @@ class _Block:
         """Return the sequence of which this is the part: as long as the buffers, or else of equal
         parts.
         """
-        ranks, own = self.mesh.size(), part.shape[-2]
+        ranks = self.mesh.size()
+        own = part.shape[-2]
         sizes = balanced_sizes(self.length, ranks)
         total = (
             self.length
@@ -348,7 +350,8 @@ def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) 
     x = _of_balanced_part(part, mesh, dim, sizes)
     if load_balancer is None:
         return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()
-    whole, indices = x.full_tensor(), load_balancer._generate_indices(restore=True)
+    whole = x.full_tensor()
+    indices = load_balancer._generate_indices(restore=True)
     if indices is None:
         return whole
     if len(indices) == 1:

@@ -235,10 +235,8 @@ class FSDPModule:
         units = _units(self)
         if len(units) > 1:
             raise ValueError("set_all_reduce_hook: the module has parameters on several meshes")
-        stage, copies = (
-            units[0].options.stage,
-            set(units[0].options.data_axes) - set(units[0].options.stage.optimizer),
-        )
+        stage = units[0].options.stage
+        copies = set(units[0].options.data_axes) - set(units[0].options.stage.optimizer)
         if copies or not stage.optimizer:
             raise NotImplementedError(
                 f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their "

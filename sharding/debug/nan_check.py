@@ -59,7 +59,10 @@ class BadValueError(FloatingPointError):
         index: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
-        self.operator, self.place, self.rank, self.index = operator, place, rank, tuple(index)
+        self.operator = operator
+        self.place = place
+        self.rank = rank
+        self.index = tuple(index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.operator, self.place, self.rank, self.index)
@@ -253,7 +256,8 @@ def _error(
     call: _OperatorCall, x: Tensor, layout: Layout | None, prefix: str, origin: str
 ) -> BadValueError:
     index, value, count = _first_bad(x, call.infs)
-    rank, operator = current_world().rank, prefix + call.operator
+    rank = current_world().rank
+    operator = prefix + call.operator
     tensor = f"{dtype_name(x.dtype)}{list(_values(x).shape)}"
     if layout is not None:
         index = [i + start for i, (start, _) in zip(index, layout.box, strict=True)]

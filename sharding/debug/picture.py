@@ -240,7 +240,8 @@ def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> F
 def _draw_layout(
     figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]
 ) -> Figure:
-    side, in_a_row = _panel_side(panels), min(len(panels), PANELS_IN_A_ROW)
+    side = _panel_side(panels)
+    in_a_row = min(len(panels), PANELS_IN_A_ROW)
     rows = -(-len(panels) // in_a_row)
     width = 2 * EDGE + in_a_row * side + (in_a_row - 1) * EDGE
     height = TOP + rows * side + (rows - 1) * BOTTOM + BOTTOM

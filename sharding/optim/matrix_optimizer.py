@@ -35,10 +35,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate,
         by default that of the group.
         """
-        self._patterns, self._adamw_lr = (
-            tuple([adamw] if isinstance(adamw, str) else adamw),
-            adamw_lr,
-        )
+        self._patterns = tuple([adamw] if isinstance(adamw, str) else adamw)
+        self._adamw_lr = adamw_lr
         self._matched: set[str] = set()
         super().__init__(params, defaults)
         unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]

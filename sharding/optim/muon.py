@@ -148,7 +148,8 @@ class Muon(MatrixOptimizer):
                 (p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []
             ).append((p, group))
         for (mesh, dtype), some in places.items():
-            momenta, settings = [updates[p] for p, _ in some], [group for _, group in some]
+            momenta = [updates[p] for p, _ in some]
+            settings = [group for _, group in some]
             if mesh is None:
                 directions: Sequence[Tensor] = [
                     _each_orthogonal(x.to(dtype), group)
@@ -180,10 +181,8 @@ class Muon(MatrixOptimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(
                     p.grad, memory_format=torch.preserve_format
                 )
-        grads, buffers = (
-            [p.grad for p in params],
-            [self.state[p]["momentum_buffer"] for p in params],
-        )
+        grads = [p.grad for p in params]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         momenta = (
             torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers

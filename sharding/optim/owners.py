@@ -65,19 +65,16 @@ class Owners:
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
-        self.units, self._to_tag, self._from_tag = (
-            units,
-            CommTag(f"{name} to their owners"),
-            CommTag(f"{name} back from their owners"),
-        )
-        places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
+        self.units = units
+        self._to_tag = CommTag(f"{name} to their owners")
+        self._from_tag = CommTag(f"{name} back from their owners")
+        places = [mesh.coordinate_of(rank) for rank in self.group.ranks]
+        me = self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
         self.own_units = tuple(i for i, owner in enumerate(self.owner) if owner == me)
-        nodes, loads = (
-            [int(mesh.topology.node_ids(mesh)[place]) for place in places],
-            [0] * len(places),
-        )
+        nodes = [int(mesh.topology.node_ids(mesh)[place]) for place in places]
+        loads = [0] * len(places)
         to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
             nothing: Box = ((0, 0),) * len(unit.box)
@@ -181,7 +178,8 @@ def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ..
         held: for each unit, the part that each rank has; a unit that some ranks have whole goes to
             one of them.
     """
-    loads, owner = [0] * len(held[0]), [0] * len(units)
+    loads = [0] * len(held[0])
+    owner = [0] * len(units)
     for i in sorted(range(len(units)), key=lambda i: -units[i].work):
         ranks = [rank for rank, piece in enumerate(held[i]) if piece == units[i].box] or range(
             len(loads)

@@ -149,7 +149,8 @@ class Shampoo(MatrixOptimizer):
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
-        rate, state = as_number(group["lr"]), self.state[p]
+        rate = as_number(group["lr"])
+        state = self.state[p]
         if group["momentum"]:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(
@@ -163,7 +164,8 @@ class Shampoo(MatrixOptimizer):
         """Return the direction of a plain matrix."""
         direction = torch.empty_like(p, dtype=dtype)
         for b, box in enumerate(blocks(p.shape, group["block_size"])):
-            index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
+            index = slices(box)
+            state = self._state_of(p, b, box, group, dtype, None)
             direction[index] = _precondition(
                 p.grad[index].to(dtype),  # type: ignore[index]
                 state,
@@ -229,7 +231,8 @@ class Shampoo(MatrixOptimizer):
         )
         parts = {}
         for i, name in enumerate(names):
-            n, layout = box_shape(box)[i % 2], None if at is None else at[i % 2]
+            n = box_shape(box)[i % 2]
+            layout = None if at is None else at[i % 2]
             key = f"{name}_{b}"
             matrix = self.state[p].get(key)
             if matrix is None:

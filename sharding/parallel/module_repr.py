@@ -164,7 +164,9 @@ def module_tree(module: nn.Module) -> str:
     children = [
         (name, module_tree(child)) for name, child in module._modules.items() if child is not None
     ]
-    extra, tensors, name = own_extra_repr(module), tensor_lines(module), module._get_name()
+    extra = own_extra_repr(module)
+    tensors = tensor_lines(module)
+    name = module._get_name()
     if not children and not tensors and "\n" not in extra:
         return f"{name}({extra})"
     lines = [*filter(None, [extra]), *tensors, *_folded_lines(children)]

@@ -280,7 +280,8 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
     """
     fill = _pack_from_both(share)
     (unpack,), out_splits = _unpacks([share])
-    in_splits, total = [_numel(boxes) for boxes in share.sends], sum(out_splits)
+    in_splits = [_numel(boxes) for boxes in share.sends]
+    total = sum(out_splits)
 
     def run(x: Tensor, out: Tensor, tag: CommTag | None) -> None:
         sent, received = out.new_empty(sum(in_splits)), out.new_empty(total)

@@ -118,7 +118,8 @@ class CrossMeshExchange:
         self.source, self.target = plan.source, plan.target
         world, _ = (device_mesh(layout).world for layout in (plan.src, plan.dst))
         share = _share(plan, world.rank)
-        self._have, self._shape = box_shape(share.have), self.target.local_shape
+        self._have = box_shape(share.have)
+        self._shape = self.target.local_shape
         takes_part = plan.transfers and world.rank in plan.ranks
         self._exchange = (
             AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).start

@@ -333,7 +333,8 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
     """
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
-    first, key = pairs[0][0], (tuple(pairs), *options.values())
+    first = pairs[0][0]
+    key = (tuple(pairs), *options.values())
     compiled = _executors.get(first, key)
     if compiled is None:
         compiled = Executor([plan(src, dst, **options) for src, dst in pairs])

@@ -202,7 +202,8 @@ class IntervalExchange:
         """The boxes of the part that are sent, elements for each rank, boxes of the result that are
         received, elements from each, shape.
         """
-        shape, count = self.src.local_shape, len(self._peers)
+        shape = self.src.local_shape
+        count = len(self._peers)
         outgoing = [
             [(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me]
             for ps in self._sources
@@ -293,5 +294,6 @@ class _ExchangeNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad, op = with_memory(grads[0]), ctx.op.transpose
+        grad = with_memory(grads[0])
+        op = ctx.op.transpose
         return under_transforms(grad, op) if transforming() else _ExchangeNode.apply(grad, op), None

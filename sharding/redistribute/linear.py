@@ -200,7 +200,9 @@ class _Redistribute(torch.autograd.Function):
         *locals_: Tensor,
     ) -> tuple[Tensor, ...]:
         src, dst, _, dst_grad = ends[0]
-        ctx.ends, ctx.dtypes, ctx.backward_dtype = ends, [x.dtype for x in locals_], backward_dtype
+        ctx.ends = ends
+        ctx.dtypes = [x.dtype for x in locals_]
+        ctx.backward_dtype = backward_dtype
         ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.lineage = src.mesh.world.comm_context.lineage  # type: ignore[attr-defined]
         if len(locals_) == 1:

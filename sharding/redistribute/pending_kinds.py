@@ -98,7 +98,8 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (is_extreme,) = ctx.saved_tensors
-        axes, dual = _leaving(ctx.src, ctx.reduced, "max", "min"), ctx.reduced.dual
+        axes = _leaving(ctx.src, ctx.reduced, "max", "min")
+        dual = ctx.reduced.dual
         holders = _count_holders(is_extreme, ctx.src, axes)
         grad = redistribute_grad(grads[0], dual, _with_kind(dual, axes, None))
         return torch.where(is_extreme, grad / holders, torch.zeros_like(grad)), None, None
@@ -165,7 +166,8 @@ def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
     axes = _leaving(src, dst, "product")
     if not axes:
         return local, src
-    reduced, count = _with_kind(src, axes, None), src.mesh.size(axes)
+    reduced = _with_kind(src, axes, None)
+    count = src.mesh.size(axes)
     shape, cuts = (count, *src.shape), reduced.spec.cuts
     factors = [Cut((axis,)) for axis in axes]
     stacked = Layout.of(src.mesh, P.of_cuts([factors, *cuts], reduced.pending), shape, src.dtype)

@@ -86,7 +86,8 @@ def _compile_pad(
     if step.kind not in _NEUTRAL:
         return lambda local: local  # pending max, min and avg mean that every rank holds a value
     src, dst = step.src, step.dst
-    shape, box = box_shape(after), slices(before, box_origin(after))
+    shape = box_shape(after)
+    box = slices(before, box_origin(after))
     new = [a for a, kind in dst.spec.unreduced if src.pending.get(a) != kind and kind in _NEUTRAL]
     keeps = all(coordinate[mesh.axis_index(a)] == 0 for a in new if a not in src.dim_of)
     neutral = _NEUTRAL[step.kind]
@@ -215,7 +216,9 @@ def _quantized_collective(steps: Sequence[Step], transport: str) -> Collective:
 
 
 def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
-    group, device, first = _group(steps[0]), device_mesh(steps[0].src).device, steps[0]
+    group = _group(steps[0])
+    device = device_mesh(steps[0].src).device
+    first = steps[0]
     if first.op == "all_reduce":
         return SymmetricAllReduce(
             group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps]
@@ -274,7 +277,8 @@ def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShar
     """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in
     each all_to_all of the step.
     """
-    mesh, group = device_mesh(step.src), _group(step)
+    mesh = device_mesh(step.src)
+    group = _group(step)
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)
     return [

@@ -72,7 +72,10 @@ class SymmetricPull(Collective):
         dtype: torch.dtype,
         tensors: Sequence[StagedTensor],
     ) -> None:
-        self.group, self.device, self.op, self.dtype = group, device, _GROUP_OP.get(op, op), dtype
+        self.group = group
+        self.device = device
+        self.op = _GROUP_OP.get(op, op)
+        self.dtype = dtype
         starts = _starts(tensors)
         self.packs = [_pack(i, t, group.rank, starts[group.rank]) for i, t in enumerate(tensors)]
         self.pulls = [_pull(i, t, starts, kind) for i, t in enumerate(tensors)]
@@ -173,7 +176,8 @@ class SymmetricAllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        x, first = concatenated(tensors, self.dtype), tensors[0]
+        x = concatenated(tensors, self.dtype)
+        first = tensors[0]
         tensors.clear()
         if outs is not None and len(outs) == 1:
             total = outs[0]

@@ -60,7 +60,8 @@ class ReplicaCheck:
         self, model: Any, optimizer: Optimizer | None, every: int, mesh: DeviceMesh | None
     ) -> None:
         self.every, self.step, self.last_equal = every, 0, 0
-        self._trees, self._mesh = [model] if optimizer is None else [model, optimizer], mesh
+        self._trees = [model] if optimizer is None else [model, optimizer]
+        self._mesh = mesh
 
     def __call__(self) -> None:
         """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas

@@ -50,11 +50,9 @@ class ReplicaError(RuntimeError):
         index: Sequence[int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.path, self.ranks, self.index = (
-            path,
-            tuple(ranks),
-            None if index is None else tuple(index),
-        )
+        self.path = path
+        self.ranks = tuple(ranks)
+        self.index = None if index is None else tuple(index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.path, self.ranks, self.index)
@@ -249,10 +247,8 @@ def _difference(
     if not differing:
         return _other_holders(prefix, leaves, group)
     first, *others = differing
-    leaf, outliers = (
-        leaves[first],
-        sorted(rank for groups in sets[first] for rank in _outliers(groups)),
-    )
+    leaf = leaves[first]
+    outliers = sorted(rank for groups in sets[first] for rank in _outliers(groups))
     where, index = _first_difference(leaf, (sets[first][0][0][0], sets[first][0][1][0]), group)
     also = (
         f" {_others(len(others))}, too: {_some([leaves[i].path for i in others], ', ')}."

@@ -273,7 +273,8 @@ def to_local(
     # a mapped function closes over x
     if (captures := current_captures()) is not None and captures.is_foreign(x):
         return captures.local(x)
-    layout, local = x._layout, known_local(x)
+    layout = x._layout
+    local = known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return (
             local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())

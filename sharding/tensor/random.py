@@ -121,7 +121,8 @@ def fork_rng() -> Iterator[None]:
 
     Communication: none.
     """
-    state, recorder = current_world().state(RandomStream), thread_context.recorder
+    state = current_world().state(RandomStream)
+    recorder = thread_context.recorder
     before, relative = (state.seed, state.drawn), recorder is None or recorder.draws.relative
     try:
         yield
@@ -141,7 +142,8 @@ def check_rng_state(mesh: Any) -> None:
     """
     if mesh.coordinate is None:
         return
-    state, group = mesh.world.state(RandomStream), mesh.group(mesh.axis_names)
+    state = mesh.world.state(RandomStream)
+    group = mesh.group(mesh.axis_names)
     states = group.all_gather_object((state.seed, state.drawn))
     if len(set(states)) > 1:
         by_rank = ", ".join(

@@ -129,7 +129,8 @@ def redistribute(
     local, layout = x._local, x._layout
     if not local.requires_grad and any_requires_grad(x):
         local = known_local(x)
-    mesh, spec = layout.mesh, where[0] if len(where) == 1 else None
+    mesh = layout.mesh
+    spec = where[0] if len(where) == 1 else None
     if type(spec) not in _PLACEMENTS or device_mesh is not None:
         mesh, spec = _mesh_and_placements(x, where, device_mesh, placements)
     src = layout if forward_dtype is None else layout.replace(dtype=forward_dtype)
@@ -189,7 +190,8 @@ def _start(
     the result.
     """
     _check_writable(x, target, donate, out)
-    source, lineage = None if donate else tensors[0], x._lineage
+    source = None if donate else tensors[0]
+    lineage = x._lineage
     into = None if out is None else [known_local(out)]
     if donate:
         DonatedTensor.take(x)

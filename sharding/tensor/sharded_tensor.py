@@ -94,11 +94,9 @@ class ShardedTensor(Tensor):
             requires_grad=local.requires_grad,
         )
         torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]  # it has no memory
-        out._local, out._layout, out._lineage = (
-            local,
-            layout,
-            root(layout) if lineage is None else lineage,
-        )
+        out._local = local
+        out._layout = layout
+        out._lineage = root(layout) if lineage is None else lineage
         return out
 
     def _expose_device(self) -> None:

@@ -50,8 +50,9 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
+        self.decay = decay
         # a tensor, so that a graph of `sm.jit` can count
-        self.decay, self._updates = decay, torch.zeros((), dtype=torch.int64)
+        self._updates = torch.zeros((), dtype=torch.int64)
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(
@@ -76,10 +77,8 @@ class EMA:
                 "the block"
             )
         self._check_layouts()
-        averages, parameters = (
-            list(self.average.values()),
-            [p.detach() for p in self._parameters.values()],
-        )
+        averages = list(self.average.values())
+        parameters = [p.detach() for p in self._parameters.values()]
         for some in _by_dtype(parameters):
             now = [parameters[i].to(averages[i].dtype) for i in some]
             torch._foreach_lerp_([averages[i] for i in some], now, 1 - self.decay)
@@ -143,7 +142,8 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         for path, p in self._parameters.items():
-            before, average = p.detach().to(self.average[path].dtype, copy=True), self.average[path]
+            before = p.detach().to(self.average[path].dtype, copy=True)
+            average = self.average[path]
             p.copy_(average)
             average.copy_(before)
 

@@ -103,7 +103,8 @@ class Batches:
 
     def _with_known_sizes(self, sampler: DistributedSampler) -> Iterator[Any]:
         """Yield batches if every rank knows the rows of all."""
-        rows, batch = self._rows(), None
+        rows = self._rows()
+        batch = None
         sampler.begin() if rows else sampler.finish()
         coming = iter(self.loader)
         for step, sizes in enumerate(rows):
@@ -117,7 +118,8 @@ class Batches:
     def _rows(self) -> list[tuple[int, ...]]:
         """Return by step the number of rows of each rank along the axes of the batch dim."""
         loader: Any = self.loader
-        size, lengths = loader.batch_size, loader.sampler.lengths()
+        size = loader.batch_size
+        lengths = loader.sampler.lengths()
         if loader.drop_last:
             lengths = [length // size * size for length in lengths]
         starts = range(0, max(lengths, default=0), size)

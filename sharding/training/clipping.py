@@ -47,7 +47,8 @@ def get_total_norm(
     Example:
         >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     """
-    ord, tensor_list = checked_ord("get_total_norm", norm_type), _as_list(tensors)
+    ord = checked_ord("get_total_norm", norm_type)
+    tensor_list = _as_list(tensors)
     check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(tensor_list)})
     return _total("get_total_norm", tensor_list, ord, error_if_nonfinite)
 
@@ -93,7 +94,8 @@ def clip_grad_norm_(
         >>> norm = sm.training.clip_grad_norm_(model.parameters(), 1.0)
         >>> optimizer.step()
     """
-    ord, parameter_list = checked_ord("clip_grad_norm_", norm_type), _parameters(parameters)
+    ord = checked_ord("clip_grad_norm_", norm_type)
+    parameter_list = _parameters(parameters)
     grads = list(_grads("clip_grad_norm_", parameter_list).values())
     total = _total("clip_grad_norm_", grads, ord, error_if_nonfinite)
     _scale(grads, (float(max_norm) / (total + 1e-6)).clamp(max=1.0))

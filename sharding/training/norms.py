@@ -48,7 +48,8 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     """
     if of not in ("parameter", "grad"):
         raise ValueError(f'norms(of={of!r}): write "parameter" or "grad"')
-    ord, named = checked_ord("norms", ord), dict(_named_tensors(tensors))
+    ord = checked_ord("norms", ord)
+    named = dict(_named_tensors(tensors))
     by_path = {path: x.grad if of == "grad" else x for path, x in named.items()}
     measured = {path: x.detach() for path, x in by_path.items() if x is not None}
     check_reduced(

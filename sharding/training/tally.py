@@ -53,10 +53,8 @@ class Tally:
         """
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
-        world, sharded = (
-            self.group.world,
-            [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)],
-        )
+        world = self.group.world
+        sharded = [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)]
         with comm_context(world, mixed(_TALLY, sharded)):
             self.group.all_reduce(values, op, tag=CommTag.of(f"{op} over {len(tensors)} tensors"))
         return values

@@ -71,12 +71,14 @@ class Lease:
 
     def __init__(self, folder: Path, owner: Owner, keep: bool) -> None:
         self.folder, self.owner, self.keep, self.saving = folder, owner, keep, False
-        self._number, self._pid = 0, os.getpid()
+        self._number = 0
+        self._pid = os.getpid()
         self._ended = threading.Event()
 
     def begin(self) -> None:
         """Begin a save: touch the file regularly from now on."""
-        self.saving, self._ended = True, threading.Event()
+        self.saving = True
+        self._ended = threading.Event()
         threading.Thread(
             target=self._beat, args=(self._ended,), name="shardmesh-lease", daemon=True
         ).start()
@@ -175,7 +177,8 @@ def _is_valid(lease: Lease) -> bool:
 
 
 def _wait_for(lease: Lease) -> Lease:
-    deadline, observer = time.monotonic() + _WAIT_S, _OwnerObserver(lease)
+    deadline = time.monotonic() + _WAIT_S
+    observer = _OwnerObserver(lease)
     while True:
         number, owner = _newest(lease.folder)
         if observer.is_free(number, owner) and lease.claim(number):
@@ -259,7 +262,9 @@ def _is_file(folder: Path, number: int) -> bool:
 def _read(folder: Path, number: int) -> Owner | None:
     try:
         stored = json.loads(read_regular(_file(folder, number), _LONGEST))
-        card, token, since = RankInfo(**stored["card"]), stored["token"], stored["since"]
+        card = RankInfo(**stored["card"])
+        token = stored["token"]
+        since = stored["since"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     is_typed = all(

@@ -25,8 +25,8 @@ from . import files
 from .manifest import Stored, StoredPiece
 
 _HEAD_BYTES = 4096  # more than what torch.save writes before the elements
-# the signature of a record in the container, and the bytes before its name
-_RECORD, _RECORD_BYTES = b"PK\x03\x04", 30
+_RECORD = b"PK\x03\x04"  # the signature of a record in the container
+_RECORD_BYTES = 30  # before its name
 
 
 def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:

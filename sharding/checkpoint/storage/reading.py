@@ -65,7 +65,8 @@ class LoadedParts:
         """Return the memory for a piece that this rank needs whole, if it is contiguous and on the
         host.
         """
-        box, name = reading.parts.get(rank), reading.piece.name
+        box = reading.parts.get(rank)
+        name = reading.piece.name
         if box is None or box != reading.piece.box:
             return None
         place = self.tensors[name][slices(box, box_origin(self.boxes[name]))]
@@ -96,7 +97,9 @@ def plan_reads(
     """Return the plan of reads: of tensors by layout (None: whole on each rank), and of `values`
     with the ranks that need them.
     """
-    load, boxes, reads = dict.fromkeys(ranks, 0), {}, []
+    load = dict.fromkeys(ranks, 0)
+    boxes = {}
+    reads = []
     for name, layout in layouts.items():
         entry = stored.entries[name]
         key = layout or entry.shape
@@ -261,7 +264,8 @@ def _exchange(
     group.all_to_all(
         incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends]
     )
-    at, incoming = 0, incoming.cpu()
+    at = 0
+    incoming = incoming.cpu()
     for reading in chain.from_iterable(arriving):
         stop = at + reading.nbytes(rank)
         loaded.put(reading, rank, _as_box(incoming[at:stop], reading, rank))

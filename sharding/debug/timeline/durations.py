@@ -87,7 +87,8 @@ class Durations:
         """Return the seconds of a collective."""
         topology, nodes = self._place(start)
         name = OPERATORS[start.target]  # type: ignore[index]
-        received, own = self._graph.received(start), max(nodes.values())
+        received = self._graph.received(start)
+        own = max(nodes.values())
         factor = topology.factor({"permute": "all_to_all"}.get(name, name))
         if len(nodes) == 1:
             return topology.local.latency + received / topology.local.bandwidth * factor
@@ -123,7 +124,8 @@ def moved_bytes(node: fx.Node) -> int:
         if isinstance(node.target, torch._ops.OpOverload)
         else ""
     )
-    written, inputs = writes(node), list(node.all_input_nodes)
+    written = writes(node)
+    inputs = list(node.all_input_nodes)
     result_bytes = 0 if written or owner_of(node) is not None else bytes_of(node)
     if "empty" in name:
         return 0

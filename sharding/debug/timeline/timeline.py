@@ -342,7 +342,8 @@ def _measured_events(
             continue
         start, end = times[node]
         if node.target in OPERATORS:
-            lane, last = graph.axes[node], ends.get(node, end)
+            lane = graph.axes[node]
+            last = ends.get(node, end)
             begin = min(max(start, free.get(lane, 0.0)), last)
             yield _collective(graph, node, begin, last - begin)
             free[lane] = last

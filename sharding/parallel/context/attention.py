@@ -145,7 +145,8 @@ def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
 def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> ShardedTensor:
     query, key, value = _autocast(query, key, value)
     strategy = _strategy(query._layout, key._layout, value._layout, options)
-    mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
+    mesh = query.mesh
+    lineage = mixed(_SEED, (query, key, value))
     with comm_context(mesh.world, lineage):
         operands = redistribute_operands([query, key, value], strategy.targets)
         for x in operands:

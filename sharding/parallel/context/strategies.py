@@ -112,8 +112,10 @@ def _ring(
     runs = _runs(q, options), _runs(k, options)
     if mesh.coordinate is None or not splitting_axes(k, len(k.shape) + SEQUENCE):
         return _with_all_keys(q, k, v, out, options)
-    group, ranks = mesh.group(options.axes), _in_order(mesh, options.axes)
-    position, count = ranks.index(mesh.world.rank), len(ranks)
+    group = mesh.group(options.axes)
+    ranks = _in_order(mesh, options.axes)
+    position = ranks.index(mesh.world.rank)
+    count = len(ranks)
     blocks = tuple(
         _blocks(runs[0][position], runs[1][(position - hop) % count], options)
         for hop in range(count)
@@ -208,7 +210,8 @@ def _all_to_all(
     q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     """Return the strategy in which every rank has a share of the heads with the whole sequence."""
-    group, shares = _group(q, k), _shares(q, k, options)
+    group = _group(q, k)
+    shares = _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
     targets = [
         _by_heads(x, axes, [n * times for n in shares])
@@ -230,7 +233,8 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
     Raises:
         ValueError: a rank would get none.
     """
-    ranks, axes = q.mesh.size(options.axes), q.spec.dims[HEADS]
+    ranks = q.mesh.size(options.axes)
+    axes = q.spec.dims[HEADS]
     known = (
         part_sizes(k, len(k.shape) + HEADS)
         if k.spec.dims[HEADS] == axes
@@ -331,7 +335,8 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
     """Raise unless the given axes split the sequence, and with `balanced` into parts of the right
     sizes.
     """
-    mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
+    mesh = layout.mesh
+    dim = len(layout.shape) + SEQUENCE
     prefix = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]
     if unknown or not options.axes:

@@ -104,7 +104,8 @@ def _of_sharded(
     capacity: float | None,
 ) -> ShardedTensor:
     _check(tokens, routing, leaves, axes, capacity)
-    lead, stacked = _token_cuts(tokens._layout, axes), _expert_cut(leaves, axes)
+    lead = _token_cuts(tokens._layout, axes)
+    stacked = _expert_cut(leaves, axes)
     inputs: Any = [tokens, *routing, *leaves.values()]
     limit = (
         None
@@ -144,7 +145,8 @@ def _of_plain(
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
-    group, tokens = expert_mesh.group(), math.prod(x.shape[:-1])
+    group = expert_mesh.group()
+    tokens = math.prod(x.shape[:-1])
     lengths = [n for (n,) in group.all_gather_object((tokens,))]
     sizes = [lengths[group.ranks.index(int(rank))] for rank in expert_mesh.ranks.flatten()]
     spec = P(expert_mesh.axis_names, sizes={expert_mesh.axis_names: sizes})
@@ -206,10 +208,8 @@ class _Mixture(NamedTuple):
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
         k = self.choices.shape[-1]
-        tokens, plan = (
-            math.prod(x.shape[:-1]),
-            make_dispatch(experts, self.choices, self.peers, self.limit),
-        )
+        tokens = math.prod(x.shape[:-1])
+        plan = make_dispatch(experts, self.choices, self.peers, self.limit)
         received = plan.dispatch(x.reshape(tokens, x.shape[-1]).index_select(0, plan.slots // k))
         back = plan.combine(self._apply(received, plan.rows_per_expert, params))
         by_choice = (

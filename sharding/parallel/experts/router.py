@@ -67,7 +67,8 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
     Example:
         >>> loss = loss + 0.01 * sm.parallel.load_balance_loss(logits, routing.experts)
     """
-    count, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    count = logits.shape[-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     share = _counts(logits, experts, count, dtype) / experts.numel()
     likely = logits.softmax(-1, dtype=dtype).mean(tuple(range(logits.ndim - 1)))
     return count * (share * likely).sum()

@@ -157,7 +157,8 @@ class TokenDispatch:
     def _by_expert(self) -> Tensor:
         """The permutation from received order (by source, then expert) to expert order."""
         start, stop = self.peers.experts[self.peers.me]
-        device, sizes = self._order.device, [n for row in self.counts for n in row[start:stop]]
+        device = self._order.device
+        sizes = [n for row in self.counts for n in row[start:stop]]
         experts = torch.arange(stop - start, device=device).repeat(len(self.counts))
         lengths = to_device(sizes, torch.int64, device)
         return experts.repeat_interleave(lengths, output_size=sum(sizes)).argsort(stable=True)
@@ -274,18 +275,21 @@ class _Runs:
     """
 
     def __init__(self, layout: Layout, peers: ExpertGroup) -> None:
-        mesh, tokens = peers.mesh, range(len(layout.shape) - 1)
+        mesh = peers.mesh
+        tokens = range(len(layout.shape) - 1)
         split = [dim for dim in tokens if splitting_axes(layout, dim)]
         self.axes = tuple(
             dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes])
         )
-        self._inner, self._shape = max(split, default=0), layout.shape[:-1]
+        self._inner = max(split, default=0)
+        self._shape = layout.shape[:-1]
         group = mesh.group(self.axes)
         self.ranks = group.ranks
         self.starts = [
             self._starts(layout.box_at(mesh.coordinate_of(rank))) for rank in group.ranks
         ]
-        self.me, self.peers = group.rank, [group.ranks.index(rank) for rank in peers.group.ranks]
+        self.me = group.rank
+        self.peers = [group.ranks.index(rank) for rank in peers.group.ranks]
 
     def _starts(self, box: Sequence[tuple[int, int]]) -> list[int]:
         strides = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]

@@ -163,7 +163,8 @@ def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> S
     """Return the style for a module; the projections of an attention with a `head_dim` are split by
     whole heads.
     """
-    known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
+    known = feature_dims_of(module)
+    size = getattr(parent, "head_dim", None)
     dims = (
         None
         if known is None

@@ -172,7 +172,8 @@ def apply_plan(
         raise TypeError(
             f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
         )
-    named, tensors = dict(module.named_modules()), _tensors(module)
+    named = dict(module.named_modules())
+    tensors = _tensors(module)
     _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
     own = [use for use in uses if applies_itself(use.style)]

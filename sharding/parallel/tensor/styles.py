@@ -176,7 +176,8 @@ class rowwise(_StyleWithRepr):
 
     def input_of(self, site: HookSite, module: nn.Module) -> ActivationLayout:
         """Return the desired layout of the first argument."""
-        dims, plain = _feature_dims(site, module, "inputs"), as_axis_layout(self.in_, "in_")
+        dims = _feature_dims(site, module, "inputs")
+        plain = as_axis_layout(self.in_, "in_")
         if dims.features is None:
             return ActivationLayout(_WHOLE, plain)
         split: Any = self.parameters(site, module)["weight"]

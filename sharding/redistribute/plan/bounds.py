@@ -57,7 +57,8 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
         np.full((1,) * ndim, layout.shape[dim], dtype=np.int64),
     )
     for cut in layout.spec.cuts[dim]:
-        index, parts = np.zeros((1,) * ndim, dtype=np.int64), 1
+        index = np.zeros((1,) * ndim, dtype=np.int64)
+        parts = 1
         for axis in cut.axes:
             position, n = mesh.axis_index(axis), mesh.size(axis)
             along = np.arange(n).reshape([n if i == position else 1 for i in range(ndim)])

@@ -145,7 +145,8 @@ def _reduction_steps(
     if not todo:
         yield ()
         return
-    kind, crossing = cur.pending[todo[0]], topology.crossing_axes(cur.mesh)
+    kind = cur.pending[todo[0]]
+    crossing = topology.crossing_axes(cur.mesh)
     shards = append_axes(cur, goal, todo)
     axes = tuple(a for a in todo if a in shards.dim_of)
     rest = tuple(a for a in todo if a not in axes)
@@ -257,11 +258,9 @@ def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[St
     """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas
     contribute, and hierarchical ones.
     """
-    crossing, moving, replicas = (
-        topology.crossing_axes(cur.mesh),
-        moving_axes(cur, target),
-        cur.replicated_axes,
-    )
+    crossing = topology.crossing_axes(cur.mesh)
+    moving = moving_axes(cur, target)
+    replicas = cur.replicated_axes
     if cur.mesh.size((*moving, *replicas)) > _MAX_MEMBERS:
         replicas = tuple(a for a in replicas if a not in crossing)  # those of the rank's own node
     axes = tuple(a for a in cur.mesh.axis_names if a in moving or a in replicas)
@@ -283,7 +282,8 @@ def _can_be_hierarchical(step: Step, topology: Topology) -> bool:
     """Return whether ranks of the group share a node, and the boxes have few enough cells to go
     through.
     """
-    group, nodes = members(step, (0,) * step.src.mesh.ndim), topology.node_ids(step.src.mesh)
+    group = members(step, (0,) * step.src.mesh.ndim)
+    nodes = topology.node_ids(step.src.mesh)
     share_nodes = len({int(nodes[c]) for c in group}) < len(group)
     return (
         share_nodes

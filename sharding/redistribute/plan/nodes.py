@@ -106,7 +106,8 @@ def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> t
     """Count the elements of each box, for each group with ranks in the node; on a large mesh for
     one group, multiplied by their number.
     """
-    nodes, node_ranks = topology.node_ids(step.src.mesh), set(ranks)
+    nodes = topology.node_ids(step.src.mesh)
+    node_ranks = set(ranks)
     firsts = list(dict.fromkeys(_first_member(step, rank) for rank in ranks))
     counted = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]
     sent: dict[Coordinate, int] = {}

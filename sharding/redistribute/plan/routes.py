@@ -175,7 +175,9 @@ def is_node_replicated(step: Step) -> bool:
     """
     if step.topology is None:
         return False
-    mesh, inner, outer = step.src.mesh, _inner(step), _outer(step)
+    mesh = step.src.mesh
+    inner = _inner(step)
+    outer = _outer(step)
     if (
         not inner
         or any(a in step.dst.dim_of for a in inner)

@@ -260,7 +260,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
 
     def before_accumulation(grads: tuple[Tensor, ...]) -> None:
         origins.clear()
-        alive, grad = reference(), grads[0]
+        alive = reference()
+        grad = grads[0]
         if alive is not None and grad is not None and alive._local.grad is None:
             origin = origin_of(grad, alive._layout.dual)
             origins.extend([] if origin.tensor is grad else [origin])
