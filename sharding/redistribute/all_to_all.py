@@ -73,11 +73,8 @@ def _packings(
     """
     by_peer = [[boxes[p] for _, boxes in tensors] for p in range(len(tensors[0][1]))]
     splits = [sum(map(_numel, boxes)) for boxes in by_peer]
-    starts = iter(
-        accumulate(
-            (box_size(box) for peer in by_peer for boxes in peer for box in boxes), initial=0
-        )
-    )
+    in_order = chain.from_iterable(chain.from_iterable(by_peer))
+    starts = iter(accumulate(map(box_size, in_order), initial=0))
     packings: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
     for peer in by_peer:
         for (boxes, offsets), peer_boxes, (local, _) in zip(packings, peer, tensors, strict=True):

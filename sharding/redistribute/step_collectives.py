@@ -250,12 +250,8 @@ def _staged_tensor(step: Step, group: Group) -> StagedTensor:
         )
     shares = [sent_to_self(_shares(step, c)[0], i) for i, c in enumerate(peers)]
     staged = [list(dict.fromkeys(chain.from_iterable(share.sends))) for share in shares]
-    sent = sum(
-        box_size(box)
-        for i, boxes in enumerate(shares[group.rank].sends)
-        if i != group.rank
-        for box in boxes
-    )
+    peer_boxes = [boxes for i, boxes in enumerate(shares[group.rank].sends) if i != group.rank]
+    sent = sum(map(box_size, chain.from_iterable(peer_boxes)))
     return StagedTensor(have, want, staged, shares[group.rank].recvs, sent)
 
 

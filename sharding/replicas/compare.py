@@ -280,20 +280,13 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     everyone = group.all_gather_object([leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
-        pair = next(
-            (
-                (rank, other)
-                for rank in group.ranks
-                for other in holders[rank]
-                if holders[other] != holders[rank]
-            ),
-            None,
-        )
+        pairs = [(rank, other) for rank in group.ranks for other in holders[rank]]
+        pair = next((p for p in pairs if holders[p[0]] != holders[p[1]]), None)
         if pair is not None:
             said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
             return ReplicaError(
-                f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks on "
-                "all ranks",
+                f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks "
+                "on all ranks",
                 leaf.path,
             )
     raise RuntimeError(

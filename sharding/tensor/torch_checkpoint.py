@@ -115,10 +115,8 @@ def register() -> None:
     """
     utils: Any = sys.modules[_UTILS]
     with _lock:
-        # still being imported
-        if "__hash__" not in vars(ShardedTensor) or not hasattr(
-            utils, _distribute_state_dict.__name__
-        ):
+        is_imported = hasattr(utils, _distribute_state_dict.__name__)
+        if "__hash__" not in vars(ShardedTensor) or not is_imported:
             return
         del ShardedTensor.__hash__  # from now on that of torch
     for adapted in (

@@ -83,7 +83,7 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     world, device = roots[0].world, roots[0].device
     if world.rank not in ranks:
         return Tally(None, (), device, known=False)
-    # its first rank counts plain tensors
+    # the first rank of this mesh counts plain tensors
     home = next(root for root in roots if ranks[0] in root.ranks)
     roots_and_axes = [(home, ()) if split is None else split for split in splits]
     counted = [

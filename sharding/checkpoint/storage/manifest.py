@@ -101,16 +101,16 @@ def index_of(
             dcp.TensorProperties(dtype=entry.dtype), entry.shape, chunks
         )
 
-    where = {
-        dcp.MetadataIndex(
-            piece.name, None if piece.box is None else box_origin(piece.box)
-        ): _StorageInfo(piece.file, piece.offset, piece.length)
-        for entry in entries.values()
-        for piece in entry.pieces
-    }
+    where: dict[Any, Any] = {}
+    for entry in entries.values():
+        for piece in entry.pieces:
+            key = dcp.MetadataIndex(
+                piece.name, None if piece.box is None else box_origin(piece.box)
+            )
+            where[key] = _StorageInfo(piece.file, piece.offset, piece.length)
     meta = dcp.StorageMeta(checkpoint_id=str(folder))
-    described_all = {name: metadata_of(entry) for name, entry in entries.items()}
-    return pickle.dumps(dcp.Metadata(described_all, dict(paths), where, meta, version="1.0.0"))
+    by_name = {name: metadata_of(entry) for name, entry in entries.items()}
+    return pickle.dumps(dcp.Metadata(by_name, dict(paths), where, meta, version="1.0.0"))
 
 
 def manifest_of(

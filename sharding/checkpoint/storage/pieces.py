@@ -95,10 +95,10 @@ def _start_of_elements(head: bytes) -> int | None:
     """
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
-    # the content of the record "byteorder"
+    # the byte order is the content of the record "byteorder"
     if record < 0 or sys.byteorder.encode() not in head[:record]:
         return None
-    # of the record's name and of its padding
+    # the lengths of the record's name and of its padding
     lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]
     return (
         record

@@ -248,9 +248,10 @@ def _in_block(
     if attn_mask is not None or dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}): "
-            f"{_mask_or_dropout_text(attn_mask, dropout_p)} for queries {query._layout}; keys of other ranks are "
-            "processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
-            "call this attention outside the block, where keys and values are gathered"
+            f"{_mask_or_dropout_text(attn_mask, dropout_p)} for queries {query._layout}; keys of "
+            "other ranks are processed in blocks, with is_causal or no mask, without dropout; "
+            "leave it out, or call this attention outside the block, where keys and values are "
+            "gathered"
         )
     options = AttentionOptions(block.axes, is_causal, scale, block.method, block.balanced)
     with implicit_comm("allow"):  # the block asks for it

@@ -236,7 +236,7 @@ def _count_choices(valid: Tensor, experts: int) -> Tensor:
         choices, device=valid.device
     )
     flat = (row * (experts + 1) + valid).flatten()
-    # the host waits for a bincount
+    # not a bincount, for which the host waits
     counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(
         0, flat, torch.ones_like(flat)
     )

@@ -267,7 +267,7 @@ def _uses_of(
     Raises:
         ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
-    # its own methods have the whole mesh
+    # the own methods of a style have the whole mesh
     axis = mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
     text = f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)

@@ -77,7 +77,7 @@ def memory_bytes(step: Step, topology: Topology) -> int:
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
-    # with the rank's own contribution
+    # what is packed includes the rank's own contribution
     if step.op == "all_to_all_reduce" and step.transport is None:
         return 2 * _packed_bytes(step, moved) + moved.received + 2 * part_bytes(step.dst)
     return 2 * _copied_bytes(step, moved)
@@ -88,7 +88,7 @@ def _copied_bytes(step: Step, moved: Traffic) -> int:
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
         return (before + moved.sent + moved.received + after) // 2
-    # (the copy that an all_reduce works on is taken to cost no time)
+    # the copy that an all_reduce works on is taken to cost no time
     if op in ("slice", "all_reduce"):
         return 0
     if step.is_local:

@@ -29,7 +29,7 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
         if step.op == "slice":  # a view
             held.append(source + between)
         else:
-            # to make the view contiguous
+            # a copy, to make the view contiguous
             copied = part_bytes(step.src) if sliced and step.op in RING_OPS else 0
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
@@ -59,7 +59,7 @@ def buffer_bytes(step: Step) -> int:
         return 0 if is_contiguous_gather(step.dst, step.src) else part_bytes(step.src)
     if step.op in ("all_to_all_v", "permute", "hierarchical_all_to_all_v"):
         return _all_to_all_buffers(step)
-    # and, where contributions to several boxes are combined, one stack of them
+    # the buffers, and of contributions to several boxes, which are combined, a stack
     if step.op == "all_to_all_reduce":
         return 2 * _all_to_all_buffers(step)
     return 0

@@ -49,27 +49,22 @@ def ranks_overlapping(
 def _dim_parts(
     layout: Layout, dim: int, target: tuple[int, int], coordinate: Coordinate, axes: Collection[str]
 ) -> list[_DimPart]:
-    """Return the indices on the axes that cut one dim whose interval overlaps `wanted`."""
+    """Return the indices on the axes that cut one dim whose interval overlaps `target`."""
     parts: list[_DimPart] = [({}, (0, layout.shape[dim]))]
     for cut in layout.spec.cuts[dim]:
         positions = [layout.mesh.axis_index(a) for a in cut.axes]
         fixed = {
             i: coordinate[i] for i, a in zip(positions, cut.axes, strict=True) if a not in axes
         }
-        parts = [
-            (
-                {
-                    **index,
-                    **{i: k for i, k in zip(positions, indices, strict=True) if i not in fixed},
-                },
-                part,
-            )
-            for index, interval in parts
-            for indices, part in _cut_parts(
-                cut, interval, target, [layout.mesh.axis_sizes[i] for i in positions]
-            )
-            if all(k == fixed.get(i, k) for i, k in zip(positions, indices, strict=True))
-        ]
+        sizes = [layout.mesh.axis_sizes[i] for i in positions]
+        finer: list[_DimPart] = []
+        for index, interval in parts:
+            for indices, part in _cut_parts(cut, interval, target, sizes):
+                along = dict(zip(positions, indices, strict=True))
+                if all(along[i] == k for i, k in fixed.items()):
+                    free = {i: k for i, k in along.items() if i not in fixed}
+                    finer.append(({**index, **free}, part))
+        parts = finer
     common = [(index, (max(lo, target[0]), min(hi, target[1]))) for index, (lo, hi) in parts]
     return [(index, (lo, hi)) for index, (lo, hi) in common if lo < hi]
 
@@ -77,7 +72,7 @@ def _dim_parts(
 def _cut_parts(
     cut: Cut, interval: tuple[int, int], target: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the
+    """Yield the parts of `interval` under `cut` that overlap `target`, with their indices along the
     cut's axes.
     """
     (start, stop), (low, high) = interval, target
