@@ -66,9 +66,7 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 
 
 def mixed(seed: int, operands: Iterable[Any]) -> int:
-    """Return the lineage of an operator's result, from the seed of the operator and the lineages of
-    its operands.
-    """
+    """Return the lineage of a result from the operator's seed and its operands' lineages."""
     for x in operands:
         seed = (
             seed + x._lineage
@@ -100,9 +98,7 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
 
 
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
-    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was
-    `before`, if any.
-    """
+    """Return a result's lineage, mixed with random numbers drawn since `last_draw` was `before`."""
     last = thread_context.last_draw
     return (
         lineage
@@ -153,9 +149,7 @@ def _lines() -> Iterator[str]:
 
 @functools.lru_cache(4096)
 def _line(file: str, line: int) -> str:
-    """Return the line with the bare file name, since hosts may have the program in different
-    folders.
-    """
+    """Return the line with the bare file name, since hosts may have different folders."""
     return f"{file.rpartition('/')[2]}:{line}"
 
 
@@ -188,9 +182,7 @@ def unpacked(lineage: int) -> int:
 
 
 class comm_context:
-    """with comm_context(x.mesh.world, x._lineage): collectives inside communicate a value of this
-    lineage.
-    """
+    """with comm_context(x.mesh.world, x._lineage): collectives inside are of this lineage."""
 
     __slots__ = ("_before", "_context", "_lineage")
 

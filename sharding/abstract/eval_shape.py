@@ -225,9 +225,7 @@ class _Inside:
         self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
-        """Return the tree with everything on an outside mesh replaced by its counterpart on the
-        inside mesh.
-        """
+        """Return the tree with everything on an outside mesh replaced by its meta counterpart."""
         return pytree.tree_map(self._enter, tree)
 
     def _enter(self, x: Any) -> Any:
@@ -290,9 +288,7 @@ class _Inside:
         return part
 
     def leave(self, tree: Any) -> Any:
-        """Return the tree with everything on the inside mesh replaced by its counterpart
-        outside.
-        """
+        """Return the tree with everything on the inside mesh replaced by its outer counterpart."""
         return pytree.tree_map(self._leave, tree)
 
     def _leave(self, x: Any) -> Any:

@@ -72,9 +72,7 @@ class PeakMemory(TorchDispatchMode):
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:
-        """Yield the storage of every tensor that is counted; one that several share,
-        several times.
-        """
+        """Yield the storage of every tensor that is counted; a shared one several times."""
         for x in (t._local if isinstance(t, ShardedTensor) else t for t in tensors_in((tree,))):
             if x.device.type == self._device_type and x.layout is torch.strided:
                 yield x.untyped_storage()

@@ -215,9 +215,7 @@ class _LiveEnvs:
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
-    """Make this the current environment and return the one before; the fast path of a mapped
-    function.
-    """
+    """Make this the current environment and return the one before: a fast path."""
     before = thread_context.axis_env
     thread_context.axis_env = env
     return before

@@ -128,9 +128,7 @@ def own_level(*randomness: str) -> Iterator[None]:
 
 
 def check_same_randomness() -> None:
-    """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random
-    numbers.
-    """
+    """Raise RuntimeError inside a `vmap` whose examples should have different random numbers."""
     other = next((kind for kind in thread_context.vmap_randomness if kind != "same"), None)
     if other is not None:
         raise RuntimeError(

@@ -128,9 +128,7 @@ def load_full_state_dict(
 
 
 def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """Return the description of the state that all ranks need: shapes and dtypes by name, and
-    values.
-    """
+    """Return what all ranks need of the state: shapes and dtypes by name, and values."""
     by_name = {name_of(path): leaf for path, leaf in leaves(state)}
     tensors = {name: leaf for name, leaf in by_name.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]

@@ -52,8 +52,7 @@ class SaveState(NamedTuple):
 def prepare_save(
     tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
 ) -> SaveJob:
-    """Return a save that is ready to write, with its folder; with `copies`, of copies of the
-    tensors.
+    """Return a save that is ready to write, and its folder; with `copies`, of copied tensors.
 
     Raises:
         CheckpointError, TypeError, ValueError: see `save`.
@@ -102,9 +101,7 @@ def prepare_save(
 
 
 def _is_lost(world: World, rank: int) -> bool:
-    """Return whether the process of a rank is known to have died, so that it will write nothing
-    more.
-    """
+    """Return whether the process of a rank is known to have died and will write no more."""
     monitor = world.monitor if isinstance(world, ProcessWorld) else None
     return monitor is not None and any(
         member.rank == rank for member in lost_ranks(monitor.directory)

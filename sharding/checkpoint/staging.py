@@ -36,8 +36,7 @@ class _StagingMemory:
 def copy_leaves(
     leaves: Mapping[str, Any], world: World
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return copies of leaves, tensors on the host, and a function that waits until they have their
-    values.
+    """Return copies of leaves, tensors on the host, and a function that waits for their values.
 
     The memory of the last copies for this world is used again.
     """
@@ -65,9 +64,7 @@ def copy_leaves(
 
 
 def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the leaves, small plain tensors of devices on the host: the host waits once for all of
-    them.
-    """
+    """Return the leaves, small plain tensors moved to the host with a single wait."""
     small = {
         name: _plain(x)
         for name, x in leaves.items()

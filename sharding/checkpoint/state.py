@@ -190,8 +190,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a name in the module's state, or of a parameter, without the parts that wrappers have
-    added.
+    """Return a name in the module's or optimizer's state without the parts that wrappers add.
 
     "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
@@ -212,9 +211,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _plain_name(name: str, number: Mapping[str, int]) -> str:
-    """Return the plain name of a parameter in a state that may have been saved with the parts of
-    wrappers.
-    """
+    """Return the plain name of a parameter; the state may have been saved with wrappers' parts."""
     return name if name in number else _without_wrappers(name)
 
 

@@ -259,9 +259,7 @@ class _Block:
         return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
 
     def _sequence(self, part: Tensor) -> ShardedTensor:
-        """Return the sequence of which this is the part: as long as the buffers, or else of equal
-        parts.
-        """
+        """Return the sequence of this part: as long as the buffers, or else of equal parts."""
         ranks = self.mesh.size()
         own = part.shape[-2]
         sizes = balanced_sizes(self.length, ranks)

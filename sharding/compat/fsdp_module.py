@@ -325,9 +325,7 @@ _NO_CUSTOM_COLLECTIVE = (
 
 
 class _HookInStream:
-    """A hook that is called in a stream, between what comes before and after it in the
-    current one.
-    """
+    """A hook called in a stream, between what comes before and after it in the current one."""
 
     def __init__(self, hook: Callable[[Tensor], Any], stream: Any) -> None:
         self._hook, self._stream = hook, stream

@@ -72,8 +72,7 @@ class _PlainTargets(TorchFunctionMode):
 
 
 def _as_replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
-    """Return a plain tensor as a replicated one on the mesh of the logits; other values are
-    unchanged.
+    """Return a plain tensor as a replicated one on the logits' mesh; other values unchanged.
 
     Raises:
         ValueError: a target, and axes split other dims of the logits than the classes.

@@ -172,9 +172,7 @@ def _values(x: Tensor) -> Tensor:
 
 
 def _is_finite(x: Any) -> bool:
-    """Return whether a tensor has only finite values, or a number is finite; True for other
-    objects.
-    """
+    """Return whether a tensor's values are all finite, or a number is; True for other objects."""
     if isinstance(x, Tensor):
         return (
             not (x.is_floating_point() or x.is_complex())
@@ -195,9 +193,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
-    """Return the index of the first bad value in this rank's part, the value, and the number of bad
-    values.
-    """
+    """Return the index of the first bad value in this rank's part, the value and their number."""
     values = _values(x)
     bad = ~torch.isfinite(values) if infs else torch.isnan(values)
     at = bad.nonzero()

@@ -194,9 +194,7 @@ def _draw_plan(
 
 
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
-    """Draw an arrow between two panels, with the collective, its axes and the bytes received by a
-    rank.
-    """
+    """Draw an arrow between two panels, with collective, axes and bytes received by a rank."""
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
     # on two lines, since the gap is narrow
     name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds

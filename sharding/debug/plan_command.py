@@ -32,9 +32,7 @@ T = TypeVar("T")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed
-    arguments.
-    """
+    """Add the command to argparse subparsers; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "plan",
         help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
@@ -130,9 +128,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the function with errors that argparse shows; it hides the text of a ValueError or
-    TypeError.
-    """
+    """Return the function with errors that argparse shows, unlike ValueError and TypeError."""
 
     def parsed(text: str) -> T:
         try:

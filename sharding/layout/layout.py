@@ -344,9 +344,7 @@ class _SizedCut(NamedTuple):
 
 
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to
-    trust it.
-    """
+    """Call `Layout.of`: a function with a global name, which `torch.load` can be told to trust."""
     return Layout.of(mesh, spec, shape, dtype)
 
 
@@ -360,9 +358,7 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
-    """Return the names of two meshes for an error, with their ranks if the names alone are the
-    same.
-    """
+    """Return the names of two meshes for an error, with ranks if the names are the same."""
     if repr(one) != repr(other):
         return repr(one), repr(other)
     return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
@@ -395,8 +391,7 @@ def _interned(
 
 
 def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
-    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have
-    equal specs.
+    """Return one dim's cuts with sizes for as few axes as possible: equal layouts, equal specs.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the shape.

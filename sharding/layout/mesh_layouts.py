@@ -53,9 +53,7 @@ class MeshLayouts:
         return layouts
 
     def forget_plans(self) -> None:
-        """Drop what was computed from the layouts and the mesh's topology: compiled plans above
-        all.
-        """
+        """Drop what was computed from layouts and the mesh's topology, above all compiled plans."""
         for layout in (*self.recent.values(), *self.alive.values()):
             layout.caches.clear()
 

@@ -327,9 +327,7 @@ def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
 
 
 def _check_outermost(spec: P) -> None:
-    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are
-    even.
-    """
+    """Raise ValueError unless sizes are of the first axes of a dim: cuts inside parts are even."""
     for axes, sizes in spec.sizes:
         if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
             raise ValueError(

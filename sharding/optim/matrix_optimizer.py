@@ -91,9 +91,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Step the matrices of these groups."""
 
     def _split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group split into one of matrices and one of other parameters, without empty
-        ones.
-        """
+        """Return the non-empty ones of a group of matrices and a group of other parameters."""
         params = (
             [param_group["params"]]
             if isinstance(param_group["params"], Tensor)

@@ -170,9 +170,7 @@ class Muon(MatrixOptimizer):
                 )
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by
-        parameter.
-        """
+        """Return the momentum after this step, by parameter, with Nesterov's look-ahead if set."""
         params = [p for p, _ in with_grads([group])]
         if not params:
             return {}

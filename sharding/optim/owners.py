@@ -168,8 +168,7 @@ def _held_parts(
 
 
 def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
-    """Return the owner of each unit: the largest unit first, to the rank with the least work so
-    far.
+    """Return the owner of each unit: the largest first, to the rank with the least work so far.
 
     Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of
     the optimum.

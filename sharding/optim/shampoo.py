@@ -177,9 +177,7 @@ class Shampoo(MatrixOptimizer):
     def _by_owners(
         self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
     ) -> list[ShardedTensor]:
-        """Return the directions of matrices on one mesh, with their layouts. Communication: two
-        all_to_all.
-        """
+        """Return the laid-out directions of matrices on one mesh. Communication: two all_to_all."""
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
@@ -260,9 +258,7 @@ class Shampoo(MatrixOptimizer):
 
 
 def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
-    """Return the boxes of a matrix with at most `size` elements along each side, in row-major
-    order.
-    """
+    """Return the boxes of a matrix with at most `size` elements a side, in row-major order."""
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
@@ -288,9 +284,7 @@ def _work(rows: int, columns: int) -> int:
 def _identity(
     n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None
 ) -> Tensor:
-    """Return `scale` times the identity; with a layout, whole at the owner and without rows
-    elsewhere.
-    """
+    """Return `scale` times the identity; with a layout, without rows away from the owner."""
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
     return ShardedTensor._make_guarded(

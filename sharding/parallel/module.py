@@ -79,8 +79,7 @@ def distribute_module(
 
 
 def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted
-    with a warning.
+    """Return a hook that takes the module first; torch's older `(values, mesh)` gets a warning.
 
     Raises:
         ValueError: a function of another number of arguments.

@@ -86,9 +86,7 @@ class TensorEntry:
 
 
 def module_table(module: nn.Module) -> str:
-    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of
-    this rank's part.
-    """
+    """Return a table of parameters and buffers: name, dtype, shape, spec, part and its bytes."""
     rows, footer = _table(module)
     return "\n".join([*table_lines(rows, right=(4,)), footer])
 
@@ -190,9 +188,7 @@ def tensor_lines(module: nn.Module) -> list[str]:
 
 
 def _hook_lines(module: nn.Module) -> list[str]:
-    """Return the lines `shown` of the hooks that have this attribute: those that redistribute
-    inputs and outputs.
-    """
+    """Return the lines `shown` of the hooks that redistribute inputs and outputs."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
 

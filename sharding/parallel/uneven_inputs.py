@@ -158,9 +158,7 @@ def uneven_inputs(
 
 
 def _positions(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int]:
-    """Return the indices of the axes. Raises: MeshError for unknown axes, or none if the mesh has
-    several.
-    """
+    """Return the indices of the axes. Raises: MeshError: unknown, or none of several."""
     if axes is None and mesh.ndim > 1:
         raise MeshError(
             f"join on {mesh!r}: pass the axes along which ranks have different batches, as in "
@@ -275,9 +273,7 @@ class _StepExchange:
         return received
 
     def leave(self) -> None:
-        """Wait for the exchange under way when the body leaves the loop: all ranks have
-        started it.
-        """
+        """Wait for the exchange under way when the loop is left: all ranks have started it."""
         with suppress(RuntimeError):  # a rank has failed, which later collectives report
             self._wait()
 
@@ -354,9 +350,7 @@ def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
 
 
 def _describe_error(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
-    """Return the description of an error for other ranks: rank, call and line, and the
-    traceback.
-    """
+    """Return an error for other ranks: rank, call and line, and the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
@@ -457,9 +451,7 @@ class _Array:
 
 
 def _pack_first_row(batch: Any) -> Any:
-    """Return a batch with the first row of each tensor only: enough to make a batch of the same
-    structure.
-    """
+    """Return a batch with the first row of each tensor only, enough to make one like it."""
     leaves, tree = pytree.tree_flatten(batch)
     rows = next((len(leaf) for leaf in leaves if _is_array(leaf)), None)
     return tree.unflatten([_packed_leaf(leaf, rows) for leaf in leaves])

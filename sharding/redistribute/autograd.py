@@ -75,8 +75,7 @@ def start_redistribute(
     outs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
-    """Launch a redistribution of one or more tensors. Return a function that waits for it and
-    returns the results.
+    """Launch a redistribution of tensors; return a function that waits for the results.
 
     Args:
         tensors: a list of this rank's parts, which is emptied.

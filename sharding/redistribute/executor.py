@@ -109,9 +109,7 @@ class _Stage:
 
 
 def _exact_scale(steps: Sequence[Step]) -> float | None:
-    """Return the factor by which the last of these steps multiplies, if it divides by a power of
-    two.
-    """
+    """Return the factor of the last of these steps, if it divides by a power of two."""
     if not steps or steps[-1].op != "scale":
         return None
     count = steps[-1].group_size
@@ -119,8 +117,7 @@ def _exact_scale(steps: Sequence[Step]) -> float | None:
 
 
 class Executor:
-    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only
-    handle data.
+    """Plans compiled for this rank: boxes, groups and packing are looked up once, not per call.
 
     The parts may have another dtype than the plans: local steps keep it, and the first collective
     casts as it packs. On a rank outside the mesh, parts are returned unchanged.
@@ -313,9 +310,7 @@ def executor(
     accumulate_dtype: torch.dtype | None = None,
     transport: str | None = None,
 ) -> Executor:
-    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are
-    those of `plan`.
-    """
+    """Return the compiled plan, cached on the source layout. The options are those of `plan`."""
     plain = max_bytes is None and accumulate_dtype is None and transport is None
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     compiled = _executors.get(src, key)
@@ -328,9 +323,7 @@ def executor(
 
 
 def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
-    """Return the compiled plans of these (source, destination) layouts, cached on the first
-    source.
-    """
+    """Return the compiled plans of these pairs of layouts, cached on the first source."""
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
     first = pairs[0][0]

@@ -166,9 +166,7 @@ class IntervalExchange:
         return sources
 
     def _owner(self, index: int, wanter: int) -> int:
-        """Return the rank that sends an element: the wanting rank itself if it holds it, else the
-        first that does.
-        """
+        """Return the rank that sends an element: the receiver itself, or the first holder."""
         start, stop = self._held_intervals[wanter]
         if start <= index < stop:
             return wanter
@@ -248,9 +246,7 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """Apply the transpose of `forward`: send every element back to the rank that holds it, and
-        sum there.
-        """
+        """Apply `forward`'s transpose: send every element back to its holder, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(

@@ -154,9 +154,7 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
 
 
 def _whole(part: Tensor, origin: Tensor) -> Tensor:
-    """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep
-    alive.
-    """
+    """Return the part; a copy if it is a view of its origin, whose memory it would keep alive."""
     is_piece = (
         part.numel() < origin.numel()
         and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
@@ -173,8 +171,7 @@ def apply_node(
     ready: Callable[[], list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node. `ready` gives the results if the redistribution was
-    launched already.
+    """Redistribute in one autograd node; `ready` gives results that were launched already.
 
     Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
     between the duals.
@@ -183,8 +180,7 @@ def apply_node(
 
 
 class _Redistribute(torch.autograd.Function):
-    """Linear redistributions of one or more tensors; backward redistributes between the duals, in
-    buckets.
+    """Linear redistributions of tensors; backward redistributes between the duals, in buckets.
 
     A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor
     is one value, and so is its gradient. The gradient of that is laid out as the value again, so
@@ -263,9 +259,7 @@ def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
 def _gradient_end(
     layout: Layout, grad_layout: Layout | None, dtype: torch.dtype
 ) -> tuple[Layout, Layout | None]:
-    """Return the layout of the gradient of an end, and that of the gradient of the gradient if it
-    is not the dual.
-    """
+    """Return the layouts of an end's gradient, and of that one's gradient if not the dual."""
     if grad_layout is None:
         return layout.dual.replace(dtype=dtype), None
     return grad_layout.replace(dtype=dtype), layout.replace(dtype=dtype)

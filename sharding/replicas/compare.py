@@ -128,9 +128,7 @@ def _describe_part(leaf: ReplicaLeaf) -> str:
 def _by_holders(
     leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes]
 ) -> dict[bytes, tuple[int, bytes]]:
-    """Return for each set of ranks with which this one shares leaves its size, and a hash of all
-    these leaves.
-    """
+    """Return, for each set of ranks that shares leaves with this one, its size and their hash."""
     shared: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
     for leaf, hash_ in zip(leaves, hashes, strict=True):
         if leaf.holders:
@@ -263,9 +261,7 @@ def _difference(
 
 
 def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
-    rank first.
-    """
+    """Return the sets of ranks that should hold the same leaf and do not, lowest rank first."""
     by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in zip(ranks, row, strict=True):
         if holders:

@@ -109,8 +109,7 @@ def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
 
 
 def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its
-    place.
+    """Yield each leaf's (path, leaf, spec); a spec applies to everything below its place.
 
     Raises:
         TypeError: an invalid spec.
@@ -138,9 +137,7 @@ def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tupl
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the children of the root of the tree, each with its key as text, and the structure of
-    that level.
-    """
+    """Return the root's children, each with its key as text, and the structure of that level."""
     entries, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(pytree.keystr(keys), child) for keys, child in entries], shape
 

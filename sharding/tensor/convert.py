@@ -213,9 +213,7 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays
-    there.
-    """
+    """Return the tensor on the mesh's device type, as torch does; one on "meta" stays there."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
         tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
     return (

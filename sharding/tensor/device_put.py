@@ -83,9 +83,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Return True if this is a container, other than placements and the leaves of torch's
-    pytree.
-    """
+    """Return True if this is a container other than placements and the leaves of pytree."""
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 

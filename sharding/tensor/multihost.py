@@ -223,8 +223,7 @@ def _group() -> Group:
 def _compare_trees(
     context: str, tree: Any, is_source: bool = True
 ) -> tuple[Group, list[Any], Any, int]:
-    """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the
-    source rank.
+    """Return the group of all ranks, the leaves as tensors, the tree and the source rank.
 
     Raises:
         ValueError: on every rank: the trees of ranks differ, or there is not exactly one source.

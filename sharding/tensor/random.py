@@ -228,9 +228,7 @@ def _bernoulli(
 
 
 def permutation(layout: Layout) -> Tensor:
-    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit
-    keys.
-    """
+    """Return this rank's part of a random 0 ... n - 1: every rank sorts n random 64-bit keys."""
     return draw(_permutation, layout)
 
 

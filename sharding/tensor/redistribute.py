@@ -186,9 +186,7 @@ def _start(
     donate: bool,
     out: ShardedTensor | None,
 ) -> Callable[[], ShardedTensor]:
-    """Launch the collectives of a redistribution with options; return what waits for them and gives
-    the result.
-    """
+    """Launch a redistribution with options; return a function that waits for the result."""
     _check_writable(x, target, donate, out)
     source = None if donate else tensors[0]
     lineage = x._lineage

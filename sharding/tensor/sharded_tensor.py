@@ -114,8 +114,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _refuse_dispatch(func: Any) -> Any:
-        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no
-        values.
+        """Refuse what bypasses `__torch_function__` and would run on the wrapper without values.
 
         Raises:
             RuntimeError: always.
@@ -461,9 +460,7 @@ def _offload_of_stager() -> Any:
 
 
 def _called_by(func: Any) -> bool:
-    """Return True if the method that calls this was called by `func`, or by a comprehension
-    in it.
-    """
+    """Return True if this method's caller was called by `func`, or by a comprehension in it."""
     if func is None:
         return False
     frame = sys._getframe(2)

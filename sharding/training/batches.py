@@ -166,9 +166,7 @@ class Batches:
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this
-    library.
-    """
+    """Return the loader's sampler, if it is a `DistributedSampler` of this library."""
     is_distributed = (
         isinstance(loader, DataLoader)
         and loader.batch_size is not None

@@ -124,9 +124,7 @@ def _is_slice(mesh: DeviceMesh) -> bool:
 
 
 def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the
-    tensor.
-    """
+    """Return the root of the tensor's mesh, and its longer axes that split the tensor."""
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:

@@ -138,9 +138,7 @@ def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
 
 
 def mark_for_removal(path: Path) -> Path:
-    """Rename a folder before removal, so that a half-removed one is never taken for a
-    checkpoint.
-    """
+    """Rename a folder before removal, so that no half-removed one looks like a checkpoint."""
     if ".gone-" in path.name:
         return path
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")

@@ -61,9 +61,7 @@ class Damage(ValueError):
 
 
 class IndexedLeaf:
-    """A leaf of an index: shape and dtype, None for a value, and its pieces as (box, file, offset,
-    length).
-    """
+    """A leaf of an index: shape, dtype (None for values), pieces as (box, file, offset, length)."""
 
     def __init__(self, shape: torch.Size | None, dtype: torch.dtype | None) -> None:
         self.shape, self.dtype = shape, dtype
@@ -237,9 +235,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
-    """Check boxes in pairs, where they are split along so many dims that they have too many
-    corners.
-    """
+    """Check boxes in pairs, where splits along many dims give them too many corners."""
     if len(boxes) ** 2 > _CORNERS:
         raise Damage(f"{_quoted(name)} has {len(boxes)} boxes, split along too many dims")
     for number, box in enumerate(boxes):

@@ -135,8 +135,7 @@ class Lease:
 
 
 def take_lease(folder: Path, keep: bool) -> Lease:
-    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to
-    end.
+    """Take the lease of a folder and begin a save; wait up to a minute for the current owner.
 
     Args:
         folder: an existing folder.
@@ -197,9 +196,7 @@ class _OwnerObserver:
         self._since = time.monotonic()
 
     def is_free(self, number: int, owner: Owner | None) -> bool:
-        """Return whether the owner has ended, or is on another machine and not known to be
-        alive.
-        """
+        """Return whether the owner has ended, or is elsewhere and not known to be alive."""
         card = self._lease.owner.card
         if not number or (owner is None and not _is_file(self._lease.folder, number)):
             return True

@@ -83,9 +83,7 @@ class Stored:
 def index_of(
     entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]
 ) -> bytes:
-    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and
-    their files.
-    """
+    """Return torch's file `.metadata`: the boxes of each tensor and their files."""
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -210,9 +208,7 @@ def _names(path: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by
-    file and offset.
-    """
+    """A manifest: step, structure, file sizes, (length, CRC-32) of pieces by file and offset."""
 
     step: int
     structure: Structure
@@ -298,9 +294,7 @@ def check_structure(structure: Any, depth: int = 0) -> None:
 
 
 def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> StoredLeaf:
-    """Return a leaf of the index with the checksums of the manifest, which must have the same
-    pieces.
-    """
+    """Return a leaf of the index with the manifest's checksums; both must have the same pieces."""
     pieces = []
     for box, file, offset, length in leaf.pieces:
         crc = None

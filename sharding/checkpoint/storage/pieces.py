@@ -90,9 +90,7 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
 
 
 def _start_of_elements(head: bytes) -> int | None:
-    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for
-    another form.
-    """
+    """Return where the elements of a contiguous tensor begin in a file of `torch.save`, or None."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
     # the byte order is the content of the record "byteorder"
@@ -171,9 +169,7 @@ def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
-    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is
-    one.
-    """
+    """Raise CheckpointError unless the parts together have the piece's CRC-32, if it has one."""
     crc = 0
     for part in parts if piece.crc is not None else ():
         crc = zlib.crc32(part, crc)

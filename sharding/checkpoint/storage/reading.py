@@ -62,9 +62,7 @@ class LoadedParts:
     values: dict[str, bytes] = field(default_factory=dict)
 
     def memory_of(self, reading: PieceRead, rank: int) -> Tensor | None:
-        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the
-        host.
-        """
+        """Return the memory for a piece needed whole here, if it is contiguous and on the host."""
         box = reading.parts.get(rank)
         name = reading.piece.name
         if box is None or box != reading.piece.box:
@@ -173,7 +171,7 @@ def read(
             failure = error
     for these in _rounds(plan):
         sends: list[list[Tensor]] = [[] for _ in group.ranks]
-        work = partial(_read_mine, stored, these, group.ranks, rank, loaded, sends, failure)
+        work = partial(_read_own, stored, these, group.ranks, rank, loaded, sends, failure)
         if any(len(reading.parts) > 1 for reading in these):
             run_on_all_ranks(group, work)
             _exchange(these, group, rank, loaded, sends, device)
@@ -203,7 +201,7 @@ def _rounds(plan: Sequence[PieceRead]) -> Iterator[list[PieceRead]]:
         yield these
 
 
-def _read_mine(
+def _read_own(
     stored: Stored,
     these: Sequence[PieceRead],
     ranks: Sequence[int],

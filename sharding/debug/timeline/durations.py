@@ -56,9 +56,7 @@ class Durations:
         )
 
     def operator(self, node: fx.Node) -> float:
-        """Return the seconds of a node that computes; 0 for one that only makes a view or a
-        number.
-        """
+        """Return the seconds of a node that computes; 0 for one that makes a view or a number."""
         if (
             node.op != "call_function"
             or node.target is WAIT

@@ -46,8 +46,7 @@ class Block(NamedTuple):
 
 @lru_cache(4096)
 def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
-    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own
-    position.
+    """Return the blocks that a causal mask leaves: keys up to each query's own position.
 
     queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
                                        3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2
@@ -86,9 +85,7 @@ def _shift(interval: Interval, by: int) -> Interval:
 
 
 def _append_block(blocks: list[Block], new: Block) -> None:
-    """Append a block; merge it with the last one if that has the preceding queries and the same
-    keys.
-    """
+    """Append a block, or merge it with the last one of the preceding queries and same keys."""
     last = blocks[-1] if blocks else new
     if last[1:4] == (new.q_start, new.k_start, new.k_stop) and not (last.diagonal or new.diagonal):
         blocks[-1] = last._replace(q_stop=new.q_stop)

@@ -98,9 +98,7 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that were packed into the block that this rank holds after `hop`
-        hops.
-        """
+        """Return the two tensors packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (
@@ -144,9 +142,7 @@ class _RingAttention(torch.autograd.Function):
 def _ring_grads(
     ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> AttentionGrads:
-    """Pass the blocks once more; each is followed by the sum of the gradients from earlier
-    ranks.
-    """
+    """Pass the blocks once more, each followed by the summed gradients of earlier ranks."""
     own = AttentionGrads.zeros(q, k, v)
     following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
     for hop, current in enumerate(ring.passing(k, v)):

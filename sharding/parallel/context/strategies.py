@@ -79,9 +79,7 @@ def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
 
 
 def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
-    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else
-    none.
-    """
+    """Return the cuts of key heads, if each rank then has those of its query heads; else none."""
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
@@ -332,9 +330,7 @@ def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
 
 
 def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
-    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right
-    sizes.
-    """
+    """Raise unless the axes split the sequence, with `balanced` into parts of the right sizes."""
     mesh = layout.mesh
     dim = len(layout.shape) + SEQUENCE
     prefix = "context_parallel_attention: "

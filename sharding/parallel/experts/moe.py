@@ -139,9 +139,7 @@ def _of_plain(
     axes: tuple[str, ...],
     capacity: float | None,
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
-    """
+    """Run on the slice of the mesh with these axes: plain tensors say nothing of the others."""
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
@@ -221,9 +219,7 @@ class _Mixture(NamedTuple):
         return mixed_rows.view(*x.shape[:-1], back.shape[-1])
 
     def _apply(self, rows: Tensor, counts: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-        """Apply this rank's experts to their rows, also to no rows, so that all parameters get a
-        gradient.
-        """
+        """Apply this rank's experts to their rows, even to none: all parameters get a gradient."""
         if not counts:
             return self.apply_expert(rows, [p.sum() + p.new_zeros(p.shape[1:]) for p in params])
         slices = zip(*[p.unbind(0) for p in params], strict=True)
@@ -274,9 +270,7 @@ def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], result: Tens
 
 
 def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the
-    longest parts.
-    """
+    """Return the leading dims' cuts; axes not among them split the dim with the longest parts."""
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]
     longest = max(
@@ -290,8 +284,7 @@ def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
 
 
 def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
-    """Return how the axes split the experts: as in the parameters that are split over them, else
-    evenly.
+    """Return how the axes split the experts: as in parameters split over them, else evenly.
 
     Raises:
         ValueError: two parameters are split differently.

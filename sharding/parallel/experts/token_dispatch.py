@@ -198,7 +198,7 @@ def make_dispatch(
             drops=False,
         )
     runs = _Runs(layout, peers)
-    count, choices = runs.count_here, chosen.shape[-1]
+    count, choices = runs.local_count, chosen.shape[-1]
     valid = _valid_choices(
         chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count
     )
@@ -300,7 +300,7 @@ class _Runs:
         ]
 
     @property
-    def count_here(self) -> int:
+    def local_count(self) -> int:
         return len(self.starts[self.me])
 
     @property
@@ -309,9 +309,7 @@ class _Runs:
 
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
-    """Return how many rows of each expert precede each run and choice: [rank run choice expert], as
-    `table`.
-    """
+    """Return how many rows of an expert precede each [rank run choice expert], as `table`."""
     starts = sorted(
         (start, rank, run)
         for rank, starts in enumerate(runs.starts)
@@ -327,9 +325,7 @@ def _before(table: Tensor, runs: _Runs) -> Tensor:
 
 
 def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
-    """Return each token's position [run token choice] among all that choose its expert, in the
-    order of admission.
-    """
+    """Return each token's place [run token choice] in its expert's order of admission."""
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
         choices, device=valid.device

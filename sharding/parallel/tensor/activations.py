@@ -203,8 +203,7 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
 def redistribute_activations(
     site: HookSite, module: nn.Module, values: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
-    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed
-    together.
+    """Return each value, a tensor or a tree, in its layout; all are redistributed together.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -232,9 +231,7 @@ _targets: LayoutCache[tuple[Any, str], Layout] = LayoutCache()
 
 
 def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
-    """Return whether this is a tensor known to have the desired layout: the common case,
-    and cheap.
-    """
+    """Return whether this is a tensor known to have the layout: the common case, and cheap."""
     if type(x) is not ShardedTensor or lay.local:
         return False
     return lay.to is None or _targets.get(x._layout, (lay.to, site.axis)) is x._layout
@@ -311,9 +308,7 @@ def _merge_cuts(remaining: Sequence[Cut], new: Sequence[Cut], own: Sequence[Cut]
 
 
 def _cuts_without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
-    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the
-    removed ones.
-    """
+    """Return a dim's cuts by other axes; joint sizes are summed over the removed ones."""
     return [cut for cut in (_cut_without(cut, named, layout) for cut in cuts) if cut.axes]
 
 
@@ -330,8 +325,7 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
 
 
 def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
-    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are
-    unchanged.
+    """Return a plain tensor with a desired layout as a sharded one; other values unchanged.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.

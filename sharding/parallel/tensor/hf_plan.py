@@ -89,8 +89,7 @@ _BY_INPUTS = frozenset(
 
 
 def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its
-    pattern matches.
+    """Replace Hugging Face's strings in a plan by styles and specs, for the matching paths.
 
     Args:
         module: the module to parallelize.
@@ -144,9 +143,7 @@ def _check_known(strings: Mapping[str, str]) -> None:
 def _styles_and_specs(
     pattern: str, style_name: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the style of each module and the spec of each parameter that the pattern matches, by
-    path.
-    """
+    """Return, by path, the style of each module and the spec of each parameter that match."""
     styles: dict[str, Any] = {
         path: _style_of(style_name, inner, modules.get(path.rpartition(".")[0]))
         for path, inner in modules.items()
@@ -160,9 +157,7 @@ def _styles_and_specs(
 
 
 def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> Style:
-    """Return the style for a module; the projections of an attention with a `head_dim` are split by
-    whole heads.
-    """
+    """Return the style for a module; projections of an attention are split by whole heads."""
     known = feature_dims_of(module)
     size = getattr(parent, "head_dim", None)
     dims = (

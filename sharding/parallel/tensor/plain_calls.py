@@ -123,7 +123,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _whole_as_plain(tree: Any) -> Any:
     """Return the tree with whole `ShardedTensor`s as plain tensors."""
-    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_here(x) else x)
+    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
 
 
 def _gather_tensors(tree: Any) -> Any:
@@ -170,5 +170,5 @@ def _is_dataclass_instance(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
-def _is_whole_here(x: ShardedTensor) -> bool:
+def _is_whole_on_rank(x: ShardedTensor) -> bool:
     return x._layout.is_fully_replicated and x.mesh.coordinate is not None

@@ -412,9 +412,7 @@ def _feature_dims(site: HookSite, module: nn.Module, what: str) -> Any:
 def _param_layouts(
     site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
 ) -> dict[str, P | Placement]:
-    """Return the layout of each of the module's own parameters: split along the feature dim, or
-    whole.
-    """
+    """Return the layouts of a module's own parameters: split along the feature dim, or whole."""
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
     sizes = {

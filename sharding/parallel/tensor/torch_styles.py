@@ -82,9 +82,7 @@ class ParallelStyle(Style, ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute the module's parameters over the mesh and register its hooks; return the
-        module.
-        """
+        """Distribute the module's parameters and register its hooks; return the module."""
 
 
 def applies_itself(style: Any) -> bool:

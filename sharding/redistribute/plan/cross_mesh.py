@@ -86,8 +86,7 @@ class CrossMeshPlan:
         )
 
     def rank_bound(self, rank: int) -> int:
-        """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box
-        under `src`.
+        """Return the fewest bytes that a global rank can receive: its box after less that before.
 
         The plan receives exactly that if nothing is pending in either layout.
         """
@@ -257,9 +256,7 @@ def _candidate(reduce: Plan, target: Layout, ranks: Sequence[int]) -> _Candidate
 
 
 def _without_pending(layout: Layout, axes: Sequence[str]) -> list[Layout]:
-    """Return layouts with nothing pending: all pending axes replicated, or `axes` cutting one of
-    the dims further.
-    """
+    """Return layouts with nothing pending: the axes replicated, or `axes` cutting a dim further."""
     replicated = with_pending(layout, dict.fromkeys(layout.pending))
     extra = tuple(Cut((a,)) for a in axes if layout.mesh.size(a) > 1)
     layouts = [replicated]

@@ -22,8 +22,7 @@ _DimPart = tuple[dict[int, int], tuple[int, int]]
 def ranks_overlapping(
     layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]
 ) -> list[tuple[Coordinate, Box]]:
-    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout`
-    overlaps `box`.
+    """Return the ranks along `axes` from `coordinate` whose box in `layout` overlaps `box`.
 
     Returns:
         (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are
@@ -72,9 +71,7 @@ def _dim_parts(
 def _cut_parts(
     cut: Cut, interval: tuple[int, int], target: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """Yield the parts of `interval` under `cut` that overlap `target`, with their indices along the
-    cut's axes.
-    """
+    """Yield the parts of `interval` under `cut` that overlap `target`, with their indices."""
     (start, stop), (low, high) = interval, target
     low, high = max(low, start), min(high, stop)
     if low >= high:

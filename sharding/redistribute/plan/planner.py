@@ -110,8 +110,7 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
 
 
 def _cheapest(sequences: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
-    """Return the cheapest sequence; on one node, the cheapest with fewer launches unless it costs
-    much more.
+    """Return the cheapest sequence; on one node, one of fewer launches unless it costs much more.
 
     Estimates include no cost of a launch beyond its latency (above all, waiting for the slowest
     rank), so a further launch must save many bytes.
@@ -156,9 +155,7 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
 
 
 def _accumulating_steps(steps: Steps, dtype: torch.dtype) -> Steps:
-    """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up
-    in fp32.
-    """
+    """Return the steps with 16-bit sums done by all_to_all_reduce, which adds up in fp32."""
     if dtype is not torch.float32:
         raise ValueError(
             f"accumulate_dtype must be torch.float32 or None, got {dtype}: only 16-bit floats are "
@@ -253,9 +250,7 @@ _IN_ROUNDS = {
 def _fitting_sequences(
     sequences: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int
 ) -> list[Steps]:
-    """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit)
-    as that takes.
-    """
+    """Return the candidates that fit into `max_bytes`, with as few rounds as that takes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
         raise TypeError(
             "max_bytes must be a number of bytes, such as 2**30, or None for no limit, got "

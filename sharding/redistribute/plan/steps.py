@@ -60,9 +60,7 @@ class Step:
 
     @property
     def variant(self) -> str:
-        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op
-        in texts.
-        """
+        """` as int8` if quantized, ` in shared memory`, or nothing: follows the op in texts."""
         return (
             f" as {self.transport}"
             if self.transport

@@ -154,18 +154,14 @@ def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
-    """Register a callback for the end of the running backward, where reductions can still be
-    launched by `start`.
-    """
+    """Register a callback for the end of backward, where `start` can still launch reductions."""
     reducer = world.state(_GradReducer)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:
-    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the
-    leaf's.
-    """
+    """Add to a leaf's gradient in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
@@ -427,9 +423,7 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
 
 
 def _accumulated_grad_of(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
-    anew.
-    """
+    """Return what autograd has accumulated: the same object until it accumulates anew."""
     grad = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
     return grad
 
