@@ -42,20 +42,20 @@ _KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
 _settings = settings()
 
 
-def _joined(*hashes: int) -> int:
-    found = 0
+def _concatenate(*hashes: int) -> int:
+    joined = 0
     for one in hashes:
-        found = found << 64 | one
-    return found
+        joined = joined << 64 | one
+    return joined
 
 
-_PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
-_ALL = _joined(*[_ONE] * _HASHES)
+_PIECE = _concatenate(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
+_ALL = _concatenate(*[_ONE] * _HASHES)
 
 
 def seed_of(name: str) -> int:
     """Return the hash that an operator of this name adds to lineages."""
-    return _joined(*[zlib.crc32(name.encode())] * _HASHES)
+    return _concatenate(*[zlib.crc32(name.encode())] * _HASHES)
 
 
 def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
@@ -66,9 +66,7 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 
 
 def mixed(seed: int, operands: Iterable[Any]) -> int:
-    """Return the lineage of an operator's result, from the seed of the operator and the lineages of
-    its operands.
-    """
+    """Return the lineage of a result from the operator's seed and its operands' lineages."""
     for x in operands:
         seed = (
             seed + x._lineage
@@ -100,9 +98,7 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
 
 
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
-    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was
-    `before`, if any.
-    """
+    """Return a result's lineage, mixed with random numbers drawn since `last_draw` was `before`."""
     last = thread_context.last_draw
     return (
         lineage
@@ -127,7 +123,7 @@ def root(layout: Layout) -> int:
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
         world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
-    return _joined(
+    return _concatenate(
         *(
             zlib.crc32(repr(known).encode())
             for known in (
@@ -153,15 +149,13 @@ def _lines() -> Iterator[str]:
 
 @functools.lru_cache(4096)
 def _line(file: str, line: int) -> str:
-    """Return the line with the bare file name, since hosts may have the program in different
-    folders.
-    """
+    """Return the line with the bare file name, since hosts may have different folders."""
     return f"{file.rpartition('/')[2]}:{line}"
 
 
 def _count(counts: dict[Any, Any], key: Any) -> int:
-    found = counts[key] = counts.get(key, 0) + 1
-    return found
+    count = counts[key] = counts.get(key, 0) + 1
+    return count
 
 
 def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
@@ -184,13 +178,11 @@ def packed(lineage: int) -> int:
 
 def unpacked(lineage: int) -> int:
     """Return a packed lineage as one that can be mixed with others."""
-    return _joined(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
+    return _concatenate(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
 
 
 class comm_context:
-    """with comm_context(x.mesh.world, x._lineage): collectives inside communicate a value of this
-    lineage.
-    """
+    """with comm_context(x.mesh.world, x._lineage): collectives inside are of this lineage."""
 
     __slots__ = ("_before", "_context", "_lineage")
 

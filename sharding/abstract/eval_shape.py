@@ -123,16 +123,16 @@ def eval_shape(
         >>> sm.debug.eval_shape(torch.nn.functional.linear, x, w).result
         f32[4096, 8192] @ P('dp', 'tp') on (dp=128, tp=8)
     """
-    given = (f, args, kwargs)
-    root = _root_mesh(mesh, given)
+    call = (f, args, kwargs)
+    root = _root_mesh(mesh, call)
     with null_world(prod(root.shape), rank):
         inside = _Inside(root)
         with inside.mesh, PeakMemory("meta") as memory:
-            function, args, kwargs = inside.enter(given)
+            function, args, kwargs = inside.enter(call)
             argument_bytes = memory.live
             memory.peak = argument_bytes
             with comm_report() as report:
-                result = _called(function, args, kwargs)
+                result = _call_without_values(function, args, kwargs)
             sizes = memory.peak, argument_bytes, memory.of(_tensors_of(result))
         return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank)
 
@@ -140,7 +140,7 @@ def eval_shape(
 # -- which mesh ------------------------------------------------------------------------------------
 
 
-def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
+def _root_mesh(mesh: AbstractMesh | None, call: Any) -> AbstractMesh:
     """Return the mesh to run on.
 
     Raises:
@@ -153,11 +153,11 @@ def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
                 f'8), ("dp", "tp"))'
             )
         return mesh
-    found = max(
-        _meshes_of(given), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None
+    largest = max(
+        _meshes_of(call), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None
     )
-    if found is not None:
-        return found
+    if largest is not None:
+        return largest
     try:
         return context.given_or_current(None)
     except TypeError:
@@ -200,8 +200,8 @@ def _parts_of(tree: Any) -> Iterator[Any]:
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
-    found = [x for leaf in pytree.tree_leaves(tree) for x in (leaf, *_held_by(leaf))]
-    return [x for x in found if isinstance(x, Tensor)]
+    values = [x for leaf in pytree.tree_leaves(tree) for x in (leaf, *_held_by(leaf))]
+    return [x for x in values if isinstance(x, Tensor)]
 
 
 # -- in and out ------------------------------------------------------------------------------------
@@ -225,9 +225,7 @@ class _Inside:
         self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
-        """Return the tree with everything on an outside mesh replaced by its counterpart on the
-        inside mesh.
-        """
+        """Return the tree with everything on an outside mesh replaced by its meta counterpart."""
         return pytree.tree_map(self._enter, tree)
 
     def _enter(self, x: Any) -> Any:
@@ -256,15 +254,15 @@ class _Inside:
         return self._layout_for(x) if isinstance(x, Layout) else self._enter(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
-        made = self._without_values(x)
+        stand_in = self._without_values(x)
         if isinstance(x, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=False)
+            stand_in = nn.Parameter(stand_in, requires_grad=False)
         if x.requires_grad:
-            made.requires_grad_()
+            stand_in.requires_grad_()
         if x.is_leaf and x.grad is not None:
-            made.grad = self._without_values(x.grad)
-        self.copies[id(x)] = made
-        return made
+            stand_in.grad = self._without_values(x.grad)
+        self.copies[id(x)] = stand_in
+        return stand_in
 
     def _without_values(self, x: Tensor) -> Tensor:
         return self._of_layout(x._layout) if isinstance(x, ShardedTensor) else _like(x)
@@ -279,20 +277,18 @@ class _Inside:
         return Layout.of(self._mesh_for(layout.mesh), layout.spec, layout.shape, layout.dtype)
 
     def _mesh_for(self, mesh: AbstractMesh) -> DeviceMesh:
-        found = _part_like(self.mesh, mesh)
-        if found is None:
-            here, there = distinct_mesh_names(self.abstract, mesh)
+        part = _part_like(self.mesh, mesh)
+        if part is None:
+            root_mesh, other_mesh = distinct_mesh_names(self.abstract, mesh)
             raise ValueError(
-                f"eval_shape runs on {here}, but an argument is on {there}, whose axes are not "
-                "among these; give mesh=, one that has all the axes, and arguments on it or on "
-                "parts of it such as mesh['tp']"
+                f"eval_shape runs on {root_mesh}, but an argument is on {other_mesh}, whose axes "
+                "are not among these; give mesh=, one that has all the axes, and arguments on it "
+                "or on parts of it such as mesh['tp']"
             )
-        return found
+        return part
 
     def leave(self, tree: Any) -> Any:
-        """Return the tree with everything on the inside mesh replaced by its counterpart
-        outside.
-        """
+        """Return the tree with everything on the inside mesh replaced by its outer counterpart."""
         return pytree.tree_map(self._leave, tree)
 
     def _leave(self, x: Any) -> Any:
@@ -352,7 +348,7 @@ def _like(x: Tensor) -> Tensor:
 # -- the call --------------------------------------------------------------------------------------
 
 
-def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_without_values(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return f(*args, **kwargs)
     except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
@@ -368,10 +364,10 @@ def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _line_of(trace: TracebackType | None) -> str:
     """Return the innermost line of a traceback that is neither in this library nor in torch."""
-    found = "eval_shape"
+    line = "eval_shape"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith(call_site._INNER):
-            found = f"{file}:{trace.tb_lineno}"
+            line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line

@@ -25,9 +25,8 @@ from ...mesh.comm.thread_context import thread_context
 from ..ops.plain_operands import tensors_in
 from ..tensor.sharded_tensor import ShardedTensor
 
-_DETACH = (
-    torch.ops.aten.detach.default
-)  # the only operator that is called on the wrapper of a ShardedTensor
+# the only operator that is called on the wrapper of a ShardedTensor
+_DETACH = torch.ops.aten.detach.default
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
@@ -54,17 +53,17 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = {storage._cdata: storage for storage in self._storages((args, kwargs))}
-        for key, storage in given.items():
+        inputs = {storage._cdata: storage for storage in self._storages((args, kwargs))}
+        for key, storage in inputs.items():
             if key not in self._bytes and func is not _DETACH:
                 self._add(storage, made_before=func not in _CONSTANTS)
-        made = func(*args, **kwargs)
-        for storage in self._storages(made):
+        result = func(*args, **kwargs)
+        for storage in self._storages(result):
             if storage._cdata in self._bytes:
-                self._resized(storage)
-            elif storage._cdata not in given:
-                self._add(storage, stand_in=self._is_stand_in(given))
-        return made
+                self._on_resize(storage)
+            elif storage._cdata not in inputs:
+                self._add(storage, stand_in=self._is_stand_in(inputs))
+        return result
 
     def of(self, tree: Any) -> int:
         """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared
@@ -73,41 +72,40 @@ class PeakMemory(TorchDispatchMode):
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:
-        """Yield the storage of every tensor that is counted; one that several share,
-        several times.
-        """
+        """Yield the storage of every tensor that is counted; a shared one several times."""
         for x in (t._local if isinstance(t, ShardedTensor) else t for t in tensors_in((tree,))):
             if x.device.type == self._device_type and x.layout is torch.strided:
                 yield x.untyped_storage()
 
     def _add(self, storage: Any, *, made_before: bool = False, stand_in: bool = False) -> None:
-        key, count = storage._cdata, 0 if stand_in else storage.nbytes()
+        key = storage._cdata
+        count = 0 if stand_in else storage.nbytes()
         self._bytes[key] = count
         if stand_in:
             self._stand_ins.add(key)
-        weakref.finalize(storage, self._freed, key).atexit = False
+        weakref.finalize(storage, self._on_free, key).atexit = False
         self._grow(count, made_before)
 
     def _grow(self, count: int, made_before: bool = False) -> None:
         self.live += count
         self.peak = self.peak + count if made_before else max(self.peak, self.live)
 
-    def _resized(self, storage: Any) -> None:
+    def _on_resize(self, storage: Any) -> None:
         key = storage._cdata
         if key not in self._stand_ins and storage.nbytes() != self._bytes[key]:
             self._grow(storage.nbytes() - self._bytes[key])
             self._bytes[key] = storage.nbytes()
 
-    def _freed(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         self.live -= self._bytes.pop(key)
         self._stand_ins.discard(key)
 
-    def _is_stand_in(self, given: Collection[int]) -> bool:
+    def _is_stand_in(self, inputs: Collection[int]) -> bool:
         """Return whether the result of an operator is a stand-in: all its arguments are, or the
         code that makes them is running.
         """
         if self._device_type != "meta":
             return False
-        if given and self._stand_ins.issuperset(given):
+        if inputs and self._stand_ins.issuperset(inputs):
             return True
         return thread_context.on_stand_ins or thread_context.outside_mesh

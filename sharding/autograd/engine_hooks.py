@@ -115,9 +115,7 @@ def in_forward_mode() -> bool:
 
 
 def in_foreign_forward_mode() -> bool:
-    """Return True if torch's own forward mode is active, of which there is one per process, not per
-    thread.
-    """
+    """Return True if torch's own forward mode, one per process, is active."""
     return forward_ad._current_level >= 0 and not _forward_threads
 
 
@@ -135,8 +133,7 @@ def transforming() -> bool:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated
-    world.
+    """Make `torch.func.jvp` usable in several threads at once, such as simulated ranks.
 
     torch has one level of forward mode per process, and closing it drops all tangents. So the first
     thread opens it here and the last one closes it, and `torch.func.jvp` sees a nested level.
@@ -162,9 +159,7 @@ def forward_mode() -> Iterator[None]:
 
 
 def sequence_number() -> int:
-    """Return the sequence number of the next node created in this thread; -1 if this torch has no
-    API for it.
-    """
+    """Return the sequence number of this thread's next node; -1 if torch has no API for it."""
     find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
     return -1 if find is None else find()
 

@@ -57,11 +57,11 @@ class _OriginRecord(NamedTuple):
 
 def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -> Origin:
     """Return the origin of a gradient laid out as `layout`; the gradient itself if it has none."""
-    found: _OriginRecord | None = getattr(grad, "_origin", None)
-    if found is None or (grad._version, found.origin.tensor._version) != found.versions:
+    record: _OriginRecord | None = getattr(grad, "_origin", None)
+    if record is None or (grad._version, record.origin.tensor._version) != record.versions:
         return Origin(grad, layout, grad_layout)
-    origin, dtype = found.origin, layout.dtype
-    if found.layout is not layout.replace(dtype=found.layout.dtype):
+    origin, dtype = record.origin, layout.dtype
+    if record.layout is not layout.replace(dtype=record.layout.dtype):
         return Origin(grad, layout, grad_layout)
     return (
         origin
@@ -70,12 +70,12 @@ def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -
     )
 
 
-def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
-    """Record that `made`, laid out as `layout`, holds the value of `origin`, if it is pending on
+def note_origin(part: Tensor, layout: Layout, origin: Origin) -> Tensor:
+    """Record that `part`, laid out as `layout`, holds the value of `origin`, if it is pending on
     axes on which that is not.
 
     Returns:
-        `made`, or a view of it if it is the tensor of `origin` itself.
+        `part`, or a view of it if it is the tensor of `origin` itself.
     """
     tensor = origin.tensor
     if (
@@ -83,8 +83,8 @@ def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
         or layout.pending.keys() <= origin.layout.pending.keys()
         or layout.has_empty_part
     ):
-        return made
-    if made is tensor:
-        made = tensor.view_as(tensor)
-    made._origin = _OriginRecord(layout, origin, (made._version, tensor._version))  # type: ignore[attr-defined]
-    return made
+        return part
+    if part is tensor:
+        part = tensor.view_as(tensor)
+    part._origin = _OriginRecord(layout, origin, (part._version, tensor._version))  # type: ignore[attr-defined]
+    return part

@@ -58,7 +58,8 @@ class Axes:
         self.group: Group = self.mesh.group(self.mesh.axis_names)
         order = [self.group.ranks.index(r) for r in ranks]
         self.order = None if order == sorted(order) else tuple(order)
-        self.size, self.index = len(ranks), ranks.index(mesh.world.rank)
+        self.size = len(ranks)
+        self.index = ranks.index(mesh.world.rank)
         self.ops: dict[Any, Any] = {}
 
     @cached_property
@@ -68,10 +69,10 @@ class Axes:
 
     def cached(self, make: Any, *key: Any) -> Any:
         """Return `make(axes, *key)`, made once."""
-        found = self.ops.get((make, *key))
-        if found is None:
-            found = self.ops[make, *key] = make(self, *key)
-        return found
+        op = self.ops.get((make, *key))
+        if op is None:
+            op = self.ops[make, *key] = make(self, *key)
+        return op
 
     def place_in_group(self, place: int) -> int:
         """Return the group index of the rank at a place along the axes."""
@@ -90,10 +91,12 @@ class GroupedAxes(Axes):
     """
 
     def __init__(self, axes: Axes, groups: tuple[tuple[int, ...], ...]) -> None:
-        mine = next(group for group in groups if axes.index in group)
-        name, ranks = "_".join(axes.mesh.axis_names), axes.mesh.ranks.flatten()[list(mine)]
+        own_group = next(group for group in groups if axes.index in group)
+        name = "_".join(axes.mesh.axis_names)
+        ranks = axes.mesh.ranks.flatten()[list(own_group)]
         super().__init__(DeviceMesh(axes.mesh.device_type, ranks, axis_names=(name,)), (name,))
-        self.names, self.sizes = axes.names, tuple(map(len, groups))
+        self.names = axes.names
+        self.sizes = tuple(map(len, groups))
 
 
 class AxisEnv:
@@ -129,10 +132,10 @@ class AxisEnv:
         none; TypeError for other objects.
         """
         key = name if type(name) is str else self._key(name)
-        found = self._axes.get(key)
-        if found is None:
-            found = self._axes[key] = Axes(self.root, self._checked(key))
-        return found
+        axes = self._axes.get(key)
+        if axes is None:
+            axes = self._axes[key] = Axes(self.root, self._checked_names(key))
+        return axes
 
     def grouped(self, name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
         """Return this rank's group of the ranks along the axes.
@@ -140,20 +143,20 @@ class AxisEnv:
         Raises: as `axes`; ValueError for groups that do not contain each place once.
         """
         axes = self.axes(name)
-        given = tuple(tuple(map(int, group)) for group in groups)
-        if sorted(place for group in given for place in group) != list(range(axes.size)) or not all(
-            given
-        ):
-            shown = list(map(list, given))
+        place_groups = tuple(tuple(map(int, group)) for group in groups)
+        if sorted(place for group in place_groups for place in group) != list(
+            range(axes.size)
+        ) or not all(place_groups):
+            shown = list(map(list, place_groups))
             raise ValueError(
                 f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} "
                 "must be in one group, once"
             )
-        key = axes.names, given
-        found = self._axes.get(key)
-        if found is None:
-            found = self._axes[key] = GroupedAxes(axes, given)
-        return found  # type: ignore[return-value]
+        key = axes.names, place_groups
+        grouped_axes = self._axes.get(key)
+        if grouped_axes is None:
+            grouped_axes = self._axes[key] = GroupedAxes(axes, place_groups)
+        return grouped_axes  # type: ignore[return-value]
 
     def _key(self, name: Any) -> Any:
         if isinstance(name, str) or (
@@ -166,7 +169,7 @@ class AxisEnv:
             "tensor use x.sum(dim)"
         )
 
-    def _checked(self, name: Any) -> tuple[str, ...]:
+    def _checked_names(self, name: Any) -> tuple[str, ...]:
         names = (name,) if isinstance(name, str) else name
         for one in names:
             if one not in self.names:
@@ -212,9 +215,7 @@ class _LiveEnvs:
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
-    """Make this the current environment and return the one before; the fast path of a mapped
-    function.
-    """
+    """Make this the current environment and return the one before: a fast path."""
     before = thread_context.axis_env
     thread_context.axis_env = env
     return before

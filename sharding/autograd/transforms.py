@@ -63,9 +63,8 @@ class _Transformed(torch.autograd.Function):
     def forward(x: Tensor, op: Any, comm_dtype: torch.dtype | None) -> Tensor:
         x = with_memory(x)
         out = op(x)
-        shared = (
-            out.untyped_storage()._cdata == x.untyped_storage()._cdata
-        )  # torch would treat it as a view, also for tangents
+        # torch would treat it as a view, also for tangents
+        shared = out.untyped_storage()._cdata == x.untyped_storage()._cdata
         return out.clone() if shared else out
 
     @staticmethod
@@ -129,9 +128,7 @@ def own_level(*randomness: str) -> Iterator[None]:
 
 
 def check_same_randomness() -> None:
-    """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random
-    numbers.
-    """
+    """Raise RuntimeError inside a `vmap` whose examples should have different random numbers."""
     other = next((kind for kind in thread_context.vmap_randomness if kind != "same"), None)
     if other is not None:
         raise RuntimeError(

@@ -56,13 +56,13 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
     tied = ties(state)
     first: dict[str, Any] = {}
 
-    def gathered(path: tuple[Any, ...], leaf: Any) -> Any:
+    def gather(path: tuple[Any, ...], leaf: Any) -> Any:
         name = tied.get(name_of(path), name_of(path))
         if name not in first:
             first[name] = whole_on(leaf, rank, world)
         return first[name]
 
-    whole = mapped(opened(state), gathered)
+    whole = mapped(opened(state), gather)
     return whole if world.rank == rank else {}
 
 
@@ -128,23 +128,21 @@ def load_full_state_dict(
 
 
 def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """Return the description of the state that all ranks need: shapes and dtypes by name, and
-    values.
-    """
-    found = {name_of(path): leaf for path, leaf in leaves(state)}
-    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    """Return what all ranks need of the state: shapes and dtypes by name, and values."""
+    by_name = {name_of(path): leaf for path, leaf in leaves(state)}
+    tensors = {name: leaf for name, leaf in by_name.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
     if sharded:
         raise ValueError(
             f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use "
             "sm.checkpoint.load_state_dict"
         )
-    values = {name: leaf for name, leaf in found.items() if name not in tensors}
+    values = {name: leaf for name, leaf in by_name.items() if name not in tensors}
     entries = {
         name: StoredLeaf(leaf.shape, leaf.dtype)
         if isinstance(leaf, Tensor)
         else StoredLeaf(None, None)
-        for name, leaf in found.items()
+        for name, leaf in by_name.items()
     }
     return Stored(Path("the state that was given"), entries, structure_of(state), {}, None), values
 
@@ -177,7 +175,7 @@ def _receive(
         return values[name]
     entry = described.entries[name]
     if isinstance(want, Layout):
-        return _scattered(whole.get(name), want, rank, world)
+        return _scatter(whole.get(name), want, rank, world)
     device = want.device if isinstance(want, WholeTensor) else torch.device("cpu")
     x = (
         whole[name].detach().to(device).contiguous()
@@ -188,7 +186,7 @@ def _receive(
     return x
 
 
-def _scattered(whole: Tensor | None, layout: Layout, rank: int, world: World) -> ShardedTensor:
+def _scatter(whole: Tensor | None, layout: Layout, rank: int, world: World) -> ShardedTensor:
     target: Any = layout.mesh
     source = Layout.of(_mesh_of(rank, target.device_type), P(), layout.shape, layout.dtype)
     local = (

@@ -116,9 +116,8 @@ def _read_parts(
         if not isinstance(want, StoredValue)
     }
     plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
-    if (
-        len(node) == 1
-    ):  # each rank starts at another piece, so that together they read an uncached file only once
+    # each rank starts at another piece, so that together they read an uncached file only once
+    if len(node) == 1:
         first = len(plan) * world.rank // world.size
         plan = plan[first:] + plan[:first]
     parts: list[LoadedParts] = []
@@ -180,7 +179,7 @@ def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
         nonlocal text
         if group.rank != 0:
             return None
-        path, named = _found(dir, step)
+        path, named = _locate(dir, step)
         if path is None:
             return _Index(problem=_no_checkpoint(dir, step))
         if step is None:
@@ -206,15 +205,17 @@ def _broadcast(group: Group, text: bytes, length: int) -> bytes:
     return bytes(data.cpu().numpy())
 
 
-def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
+def _locate(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
     """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its
     name does not matter.
     """
     if step is None and os.path.lexists(dir / folders.METADATA):
         return dir, None
-    found = folders.complete(dir)
-    step = max(found, default=None) if step is None else step
-    return (None, None) if step is None or step not in found else (found[step].path, step)
+    checkpoints = folders.complete(dir)
+    step = max(checkpoints, default=None) if step is None else step
+    return (
+        (None, None) if step is None or step not in checkpoints else (checkpoints[step].path, step)
+    )
 
 
 def _warn_of_newer(dir: Path, step: int | None) -> None:

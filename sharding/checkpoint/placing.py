@@ -21,9 +21,8 @@ from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank
 
-PIECE_BYTES = (
-    64 << 20
-)  # the maximum size of a piece, so that a rank that needs some rows reads little more
+# the maximum size of a piece, so that a rank that needs some rows reads little more
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,16 @@ class WriteItem:
 
 def make_write_plan(leaves: Mapping[str, Any], world: World) -> list[WriteItem]:
     """Return all pieces, in the order of the leaves; the same list on every rank."""
-    found: list[WriteItem] = []
+    items: list[WriteItem] = []
     load, boxes = [0] * world.size, {}
     for name, leaf in leaves.items():
         if isinstance(leaf, PerRank):
-            found += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
+            items += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
         elif isinstance(leaf, Tensor):
-            found += _pieces(name, leaf, _held(leaf, world, boxes), load)
+            items += _pieces(name, leaf, _holders_by_box(leaf, world, boxes), load)
         else:
-            found.append(WriteItem(name, None, 0))
-    return found
+            items.append(WriteItem(name, None, 0))
+    return items
 
 
 def own_name(name: str, rank: int) -> str:
@@ -62,10 +61,10 @@ def own_name(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
-def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
-    """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all
-    ranks.
-    """
+def _holders_by_box(
+    leaf: Tensor, world: World, known: dict[Layout, Any]
+) -> dict[Box, Sequence[int]]:
+    """Return each non-empty box with the ranks that hold it; plain tensors are on all ranks."""
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:
@@ -87,9 +86,8 @@ def _pieces(
 ) -> Iterator[WriteItem]:
     """Yield the pieces of each box; the holder with the fewest bytes so far writes it."""
     if not held:
-        yield WriteItem(
-            name, (), -1, leaf.shape, leaf.dtype
-        )  # nothing to write, but the index must have the tensor
+        # nothing to write, but the index must have the tensor
+        yield WriteItem(name, (), -1, leaf.shape, leaf.dtype)
     for box, ranks in held.items():
         for piece in split_box(box, leaf.dtype.itemsize):
             rank = min(ranks, key=load.__getitem__)

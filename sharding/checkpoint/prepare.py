@@ -52,8 +52,7 @@ class SaveState(NamedTuple):
 def prepare_save(
     tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
 ) -> SaveJob:
-    """Return a save that is ready to write, with its folder; with `copies`, of copies of the
-    tensors.
+    """Return a save that is ready to write, and its folder; with `copies`, of copied tensors.
 
     Raises:
         CheckpointError, TypeError, ValueError: see `save`.
@@ -73,7 +72,8 @@ def prepare_save(
     assert collected is not None  # noqa: S101
     state = _reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
-    held, ready = _held(state, plan, world.rank), None
+    held = _leaves_to_write(state, plan, world.rank)
+    ready = None
     if copies:
         copied, failure = attempt(lambda: copy_leaves(held, world))
         held, ready = copied or ({}, None)
@@ -101,24 +101,22 @@ def prepare_save(
 
 
 def _is_lost(world: World, rank: int) -> bool:
-    """Return whether the process of a rank is known to have died, so that it will write nothing
-    more.
-    """
+    """Return whether the process of a rank is known to have died and will write no more."""
     monitor = world.monitor if isinstance(world, ProcessWorld) else None
     return monitor is not None and any(
         member.rank == rank for member in lost_ranks(monitor.directory)
     )
 
 
-def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
+def _leaves_to_write(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
     """Return the leaves of which this rank writes a piece."""
     own = {
         own_name(name, rank): leaf.value
         for name, leaf in state.leaves.items()
         if isinstance(leaf, PerRank)
     }
-    mine = {piece.name for piece in plan if piece.rank == rank}
-    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
+    names = {piece.name for piece in plan if piece.rank == rank}
+    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in names}
 
 
 def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
@@ -142,7 +140,7 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
 
 
 def _begin(
-    group: Group, dir: Path, step: int | None, kept: bool, failure: Exception | None
+    group: Group, dir: Path, step: int | None, keep_lease: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
     """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0
     makes them.
@@ -159,7 +157,7 @@ def _begin(
         if group.rank != 0:
             return None
         dir.mkdir(parents=True, exist_ok=True)
-        lease = take_lease(dir, kept)
+        lease = take_lease(dir, keep_lease)
         folders.clean_up(dir)
         newest = folders.latest(dir)
         number = step if step is not None else 0 if newest is None else newest.step + 1
@@ -195,24 +193,24 @@ def state_of(tree: Any, world: World) -> SaveState:
         raise TypeError(
             f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"
         )
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     paths: dict[str, TreePath] = {}
     for path, leaf in leaves(tree):
         name = name_of(path)
-        if name in found:
+        if name in by_name:
             both = f"{list(paths[name])} and {list(path)}"
             raise ValueError(
                 f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; "
                 "rename one"
             )
-        found[name], paths[name] = leaf, path
-    lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
+        by_name[name], paths[name] = leaf, path
+    lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(by_name, world).items()}
     structure = structure_of(tree)
     try:
         check_structure(structure)
     except Damage as error:
         raise ValueError(f"save: {error}, which could not be loaded") from error
-    return SaveState(found, structure, lines)
+    return SaveState(by_name, structure, lines)
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
@@ -277,13 +275,13 @@ def _reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
     return state._replace(
         leaves={
-            name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf
+            name: _without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
             for name, leaf in state.leaves.items()
         }
     )
 
 
-def _reduced(leaf: ShardedTensor) -> ShardedTensor:
+def _without_pending(leaf: ShardedTensor) -> ShardedTensor:
     return (
         redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
     )

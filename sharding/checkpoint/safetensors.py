@@ -123,9 +123,11 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     """
     world = current_world()
     group = all_ranks(world)
-    found: list[tuple[Stored, dict[str, _FileOffset]]] = []
-    run_on_all_ranks(group, lambda: found.append(_headers(Path(path), ties(like, of_leaves=True))))
-    ((stored, places),) = found
+    headers: list[tuple[Stored, dict[str, _FileOffset]]] = []
+    run_on_all_ranks(
+        group, lambda: headers.append(_headers(Path(path), ties(like, of_leaves=True)))
+    )
+    ((stored, places),) = headers
     tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     for name, want in wants.items():
@@ -176,10 +178,10 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
                 "write the model again"
             )
     for group in [*_groups(aliases), *_groups(tied)]:
-        for kept in [name for name in group if name in entries][:1]:
+        for stored_name in [name for name in group if name in entries][:1]:
             for name in group:
-                entries.setdefault(name, entries[kept])
-                places.setdefault(name, places[kept])
+                entries.setdefault(name, entries[stored_name])
+                places.setdefault(name, places[stored_name])
     return Stored(path, entries, {"dict": [[name, name] for name in entries]}, {}, None), places
 
 
@@ -209,12 +211,12 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice)[
-            "weight_map"
-        ]
-        for file in found.values():
+        weight_map = json.loads(
+            read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice
+        )["weight_map"]
+        for file in weight_map.values():
             check_file_name(file)
-        return found
+        return weight_map
     except OSError as error:
         problem = brief(error)
     except (ValueError, RecursionError) as error:
@@ -232,7 +234,7 @@ def _aliases(metadata: Any) -> dict[str, str]:
     the name that is stored.
     """
     return (
-        {name: kept for name, kept in metadata.items() if name != "format"}
+        {name: stored_name for name, stored_name in metadata.items() if name != "format"}
         if isinstance(metadata, dict)
         else {}
     )
@@ -241,8 +243,8 @@ def _aliases(metadata: Any) -> dict[str, str]:
 def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
     """Return the names that stand for one tensor, group by group."""
     groups: dict[str, list[str]] = {}
-    for name, kept in aliases.items():
-        groups.setdefault(kept, [kept]).append(name)
+    for name, stored_name in aliases.items():
+        groups.setdefault(stored_name, [stored_name]).append(name)
     return list(groups.values())
 
 
@@ -285,10 +287,10 @@ def _opened_path(path: Path, file: io.FileIO) -> Path:
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return mapping
 
 
 def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
@@ -312,7 +314,7 @@ def _read(
     if box is None:
         part = torch.empty(0, dtype=dtype)
     else:
-        part = _mapped(places[name], shape, dtype)[slices(box)].clone(
+        part = _mapped_tensor(places[name], shape, dtype)[slices(box)].clone(
             memory_format=torch.contiguous_format
         )
     if isinstance(want, Layout):
@@ -321,7 +323,7 @@ def _read(
     return part.to(want.device if isinstance(want, WholeTensor) else "cpu")
 
 
-def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _mapped_tensor(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a memory-mapped tensor of a file; only used parts are read."""
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
@@ -366,8 +368,10 @@ def save_safetensors(
         >>> sm.checkpoint.save_safetensors(model, "model.safetensors")
         >>> sm.checkpoint.save_safetensors(model, "llama", max_shard_size="5GB")
     """
-    world, path, tied = current_world(), Path(path), ties(tree)
-    tensors = {name: leaf for name, leaf in _named(tree) if name not in tied}
+    world = current_world()
+    path = Path(path)
+    tied = ties(tree)
+    tensors = {name: leaf for name, leaf in _named_tensors(tree) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))
     parts = [
         chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values()))
@@ -383,7 +387,7 @@ def save_safetensors(
     run_on_all_ranks(all_ranks(world), write)
 
 
-def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a tree by name.
 
     Raises:
@@ -437,10 +441,9 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
 
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
-    aliases = {name: kept for name, kept in tied.items() if kept in tensors}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **aliases}
-    }  # transformers asks for this format
+    aliases = {name: stored_name for name, stored_name in tied.items() if stored_name in tensors}
+    # transformers asks for this format
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
     at = 0
     for name, leaf in tensors.items():
         stop = at + leaf.numel() * leaf.dtype.itemsize
@@ -474,10 +477,8 @@ def _write(
     index = path.with_name(path.name + _INDEX)
     created: list[Path] = []
     try:
-        with (
-            removed_on_error(created),
-            contextlib.ExitStack() as sinks,
-        ):  # open, and so locked, until all are renamed
+        # open, and so locked, until all are renamed
+        with removed_on_error(created), contextlib.ExitStack() as sinks:
             for file in [*files, index]:
                 remove_left_over(file)
             for file, data in zip(temporary, parts, strict=True):

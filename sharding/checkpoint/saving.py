@@ -69,16 +69,17 @@ class SaveJob:
         """Write and sync this rank's pieces, then their list."""
         if self.ready is not None:
             self.ready()
-        mine = [
+        own_pieces = [
             (number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank
         ]
         path = self.unfinished / _file(self.rank)
         try:
             written = []
-            if mine:
+            if own_pieces:
                 with Sink(path) as sink:
                     written = [
-                        [number, *_write_piece(sink, self._data(piece))] for number, piece in mine
+                        [number, *_write_piece(sink, self._data(piece))]
+                        for number, piece in own_pieces
                     ]
                     sink.sync()
             path = self.unfinished / _part(self.rank)
@@ -98,8 +99,7 @@ class SaveJob:
         return serialize(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
 
     def commit(self) -> tuple[folders.Checkpoint, list[Path]]:
-        """Commit on rank 0 when all ranks have written: write the index and the manifest, rename
-        the folder.
+        """Commit on rank 0 after all have written: write index and manifest, rename the folder.
 
         Returns:
             The checkpoint, and the renamed folders to remove: the one it replaces, and those older
@@ -129,7 +129,9 @@ class SaveJob:
 
     def _wait_for_rank(self, rank: int) -> bytes:
         """Wait for a rank's list of written pieces and return it."""
-        path, ended, asked = self.unfinished / _part(rank), None, time.monotonic()
+        path = self.unfinished / _part(rank)
+        ended = None
+        asked = time.monotonic()
         while not path.exists():
             if not self.unfinished.is_dir():
                 raise CheckpointError(
@@ -170,10 +172,8 @@ class SaveJob:
                 )
                 _, pieces = files.get(_file(rank), (0, []))
                 pieces.append((offset, length, crc))
-                files[_file(rank)] = (
-                    offset + length,
-                    pieces,
-                )  # a rank writes its pieces in the order of the plan
+                # a rank writes its pieces in the order of the plan
+                files[_file(rank)] = (offset + length, pieces)
         return entries, files
 
     def _error_text(self, path: Path, error: OSError) -> str:
@@ -220,9 +220,7 @@ def part_of(leaf: Tensor, box: Box) -> Tensor:
 
 
 def on_host(x: Tensor, copy: bool = False) -> Tensor:
-    """Return a contiguous tensor in host memory with its own storage: `torch.save` writes whole
-    storages.
-    """
+    """Return a contiguous host tensor with its own storage: `torch.save` writes whole storages."""
     x = x.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 

@@ -36,8 +36,7 @@ class _StagingMemory:
 def copy_leaves(
     leaves: Mapping[str, Any], world: World
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return copies of leaves, tensors on the host, and a function that waits until they have their
-    values.
+    """Return copies of leaves, tensors on the host, and a function that waits for their values.
 
     The memory of the last copies for this world is used again.
     """
@@ -48,26 +47,24 @@ def copy_leaves(
     }
     parts = {name: _plain(x) for name, x in parts.items()}
     late = [name for name, x in parts.items() if is_asynchronous(x.device.type)]
-    found, ready = start_copies([parts[name] for name in late], world)
-    copies = dict(zip(late, found, strict=True))
-    made = {}
+    late_copies, ready = start_copies([parts[name] for name in late], world)
+    copies = dict(zip(late, late_copies, strict=True))
+    copied_leaves = {}
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
-            made[name] = copy.deepcopy(leaf)
+            copied_leaves[name] = copy.deepcopy(leaf)
             continue
         part = copies[name] if name in copies else on_host(parts[name], copy=True)
-        made[name] = (
+        copied_leaves[name] = (
             ShardedTensor._make_guarded(part, leaf._layout, leaf._lineage)
             if isinstance(leaf, ShardedTensor)
             else part
         )
-    return made, ready
+    return copied_leaves, ready
 
 
 def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the leaves, small plain tensors of devices on the host: the host waits once for all of
-    them.
-    """
+    """Return the leaves, small plain tensors moved to the host with a single wait."""
     small = {
         name: _plain(x)
         for name, x in leaves.items()
@@ -94,21 +91,21 @@ def start_copies(
     if starts[-1] and (memory.buffer is None or memory.buffer.numel() < starts[-1]):
         memory.buffer = None  # free it first
         memory.buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
-    found = []
+    copies = []
     for start, x in zip(starts, tensors, strict=False):
         out = (
             torch.empty_like(x, device="cpu")
             if memory.buffer is None
             else memory.buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
         )
-        found.append(out.copy_(x, non_blocking=True))
+        copies.append(out.copy_(x, non_blocking=True))
     events = [record_event(device) for device in {x.device for x in tensors}]
 
     def ready() -> None:
         for event in events:
             event.synchronize()
 
-    return found, ready
+    return copies, ready
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -96,10 +96,10 @@ def load_state_dict(
                 f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a "
                 "state made with one"
             )
-        numbered = _numbered(state["optimizer"], _names(model, optimizer), optimizer)
+        numbered = _state_by_number(state["optimizer"], _names(model, optimizer), optimizer)
     own = {plain_name(model, name): name for name in model.state_dict()}
     named = {
-        own[key] if (key := _unwrapped(name)) in own else name: value
+        own[key] if (key := _without_wrappers(name)) in own else name: value
         for name, value in state["model"].items()
     }
     model.load_state_dict(named, strict=strict)
@@ -107,14 +107,16 @@ def load_state_dict(
         optimizer.load_state_dict(numbered)
 
 
-def _numbered(
+def _state_by_number(
     numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Return the state by number, as the optimizer has it. A group takes the settings of the group
     of its first parameter.
     """
     number = {name: i for i, name in enumerate(names)}
-    by_name = {_known(name, number): values for name, values in numbered.get("state", {}).items()}
+    by_name = {
+        _plain_name(name, number): values for name, values in numbered.get("state", {}).items()
+    }
     unknown = [name for name in by_name if name not in number]
     if unknown:
         raise ValueError(
@@ -122,7 +124,7 @@ def _numbered(
             f"have; it has {names[:3]}"
         )
     settings = {
-        _known(name, number): group
+        _plain_name(name, number): group
         for group in numbered["param_groups"]
         for name in group["params"]
     }
@@ -188,8 +190,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a name in the module's state, or of a parameter, without the parts that wrappers have
-    added.
+    """Return a name in the module's or optimizer's state without the parts that wrappers add.
 
     "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
@@ -204,16 +205,14 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def _unwrapped(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     """Return a name without the parts of wrappers that no other module has."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
-def _known(name: str, number: Mapping[str, int]) -> str:
-    """Return the plain name of a parameter in a state that may have been saved with the parts of
-    wrappers.
-    """
-    return name if name in number else _unwrapped(name)
+def _plain_name(name: str, number: Mapping[str, int]) -> str:
+    """Return the plain name of a parameter; the state may have been saved with wrappers' parts."""
+    return name if name in number else _without_wrappers(name)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -22,12 +22,12 @@ def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
     `state_dict` has the tied weights of a module.
     """
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    earlier_names: dict[str, str] = {}
     for name, tensor in _tensors(tree, (), of_leaves):
-        kept = first.setdefault(id(tensor), name)
-        if kept != name:
-            found[name] = kept
-    return found
+        first_name = first.setdefault(id(tensor), name)
+        if first_name != name:
+            earlier_names[name] = first_name
+    return earlier_names
 
 
 def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tensor]]:

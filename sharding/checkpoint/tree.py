@@ -218,8 +218,8 @@ def child_of(structure: Structure, key: Any) -> Structure:
     if not isinstance(structure, dict):
         return None
     if "dict" in structure:
-        found = dict(structure["dict"])
-        return found.get(key, found.get(str(key)))
+        entries = dict(structure["dict"])
+        return entries.get(key, entries.get(str(key)))
     items = next(iter(structure.values()))
     return items[key] if isinstance(key, int) and key < len(items) else None
 

@@ -62,10 +62,8 @@ class StoredValue(Leaf):
 
 Want = Layout | WholeTensor | StoredValue
 _MOST_DIMS = 64  # that are shown
-_COMPARED, _LONGEST_NAME = (
-    2000,
-    200,
-)  # names, and characters of a name, that are compared for one that is missing
+_COMPARED = 2000  # names that are compared with one that is missing
+_LONGEST_NAME = 200  # characters of a name that are compared
 
 
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:

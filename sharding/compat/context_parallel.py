@@ -113,15 +113,16 @@ def context_parallel(
             "takes an axis is sm.parallel.context_parallel(axis, method=, balanced=)"
         )
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
-    length = _check_buffers(buffers, dims, kept)
-    ranks, index = mesh.size(), mesh.index_along(mesh.axis_names)
+    unrestored = [] if no_restore_buffers is None else list(no_restore_buffers)
+    length = _check_buffers(buffers, dims, unrestored)
+    ranks = mesh.size()
+    index = mesh.index_along(mesh.axis_names)
     originals: list[tuple[Tensor, Tensor]] = []
     method = current_world().state(_RotateMethod).method
     try:
         for buffer, dim in zip(buffers, dims, strict=True):
             whole = buffer.detach().view_as(buffer)
-            if not any(buffer is other for other in kept):
+            if not any(buffer is other for other in unrestored):
                 originals.append((buffer, whole))
             runs = (
                 [
@@ -146,14 +147,16 @@ def context_parallel(
                 buffer.set_(whole)  # type: ignore[call-overload]
 
 
-def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> int:
+def _check_buffers(
+    buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Sequence[Tensor]
+) -> int:
     """Return the length of the sequence, that of the first buffer, 0 without buffers."""
     if len(buffers) != len(dims):
         raise ValueError(
             f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one "
             "dim for each buffer"
         )
-    if not all(any(x is buffer for buffer in buffers) for x in kept):
+    if not all(any(x is buffer for buffer in buffers) for x in unrestored):
         raise ValueError(
             "context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be "
             "a subset of them"
@@ -231,14 +234,14 @@ class _Block:
                 enable_gqa=enable_gqa,
             )
         if attn_mask is not None or dropout_p:
-            given = (
+            unsupported = (
                 f"dropout_p={dropout_p}"
                 if attn_mask is None
                 else f"attn_mask of shape {list(attn_mask.shape)}"
             )
             raise ValueError(
-                f"scaled_dot_product_attention in context_parallel: {given}; keys of other ranks "
-                "are processed with is_causal or no mask, without dropout"
+                f"scaled_dot_product_attention in context_parallel: {unsupported}; keys of other "
+                "ranks are processed with is_causal or no mask, without dropout"
             )
         if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise ValueError(
@@ -256,10 +259,9 @@ class _Block:
         return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
 
     def _sequence(self, part: Tensor) -> ShardedTensor:
-        """Return the sequence of which this is the part: as long as the buffers, or else of equal
-        parts.
-        """
-        ranks, own = self.mesh.size(), part.shape[-2]
+        """Return the sequence of this part: as long as the buffers, or else of equal parts."""
+        ranks = self.mesh.size()
+        own = part.shape[-2]
         sizes = balanced_sizes(self.length, ranks)
         total = (
             self.length
@@ -334,19 +336,20 @@ def context_parallel_unshard(
             "one dim for each"
         )
     return [
-        _unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
+        _whole_buffer(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
         for buffer, dim in zip(buffers, seq_dims, strict=True)
     ]
 
 
-def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
+def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
     group = mesh.group()
     lengths = group.all_gather_object(part.shape[dim])
     sizes = [lengths[group.ranks.index(int(rank))] for rank in mesh.ranks.flatten()]
     x = _of_balanced_part(part, mesh, dim, sizes)
     if load_balancer is None:
         return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()
-    whole, indices = x.full_tensor(), load_balancer._generate_indices(restore=True)
+    whole = x.full_tensor()
+    indices = load_balancer._generate_indices(restore=True)
     if indices is None:
         return whole
     if len(indices) == 1:

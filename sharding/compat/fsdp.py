@@ -409,15 +409,15 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
         ValueError: no module.
         AssertionError: one is the root of a unit already.
     """
-    given: tuple[Any, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
-    for one in given:
+    modules: tuple[Any, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
+    for one in modules:
         if not isinstance(one, nn.Module):
             raise TypeError(
                 f"{function} takes a module or a list of modules, got {type(one).__name__}"
             )
-    if not given:
+    if not modules:
         raise ValueError(f"{function}([]): the list has no module")
-    target = module if isinstance(module, nn.Module) else _several(list(dict.fromkeys(given)))
+    target = module if isinstance(module, nn.Module) else _several(list(dict.fromkeys(modules)))
     roots = tuple(target) if isinstance(target, UnitModules) else (target,)
     for root in roots:
         unit = unit_of(root)

@@ -150,7 +150,7 @@ class FSDPModule:
         Raises:
             ValueError: something that is not an `FSDPModule`.
         """
-        self._set(False, forward_prefetch=_prefetched(modules))
+        self._set(False, forward_prefetch=_units_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set which modules to gather when this one's backward begins.
@@ -160,7 +160,7 @@ class FSDPModule:
         Raises:
             ValueError: something that is not an `FSDPModule`.
         """
-        self._set(False, backward_prefetch=_prefetched(modules))
+        self._set(False, backward_prefetch=_units_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward waits for, once.
@@ -235,10 +235,8 @@ class FSDPModule:
         units = _units(self)
         if len(units) > 1:
             raise ValueError("set_all_reduce_hook: the module has parameters on several meshes")
-        stage, copies = (
-            units[0].options.stage,
-            set(units[0].options.data_axes) - set(units[0].options.stage.optimizer),
-        )
+        stage = units[0].options.stage
+        copies = set(units[0].options.data_axes) - set(units[0].options.stage.optimizer)
         if copies or not stage.optimizer:
             raise NotImplementedError(
                 f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their "
@@ -327,9 +325,7 @@ _NO_CUSTOM_COLLECTIVE = (
 
 
 class _HookInStream:
-    """A hook that is called in a stream, between what comes before and after it in the
-    current one.
-    """
+    """A hook called in a stream, between what comes before and after it in the current one."""
 
     def __init__(self, hook: Callable[[Tensor], Any], stream: Any) -> None:
         self._hook, self._stream = hook, stream
@@ -366,7 +362,7 @@ def _units_of(module: Any, recurse: bool) -> Iterator[Unit]:
     yield from dict.fromkeys(unit for inner in modules for unit in _units(inner))
 
 
-def _prefetched(modules: Iterable[FSDPModule]) -> list[Unit] | None:
+def _units_to_prefetch(modules: Iterable[FSDPModule]) -> list[Unit] | None:
     modules = list(modules)
     check_modules(modules)
     return list(dict.fromkeys(unit for module in modules for unit in _units(module))) or None
@@ -396,13 +392,13 @@ def set_class(modules: Iterable[nn.Module], base: type[FSDPModule]) -> None:
 
 
 def _class_of(base: type, own: type) -> type:
-    made = _classes.get((base, own))
-    if made is None:
+    cls = _classes.get((base, own))
+    if cls is None:
         prefix = base.__name__.removesuffix("Module")
-        made = _classes[base, own] = type(
+        cls = _classes[base, own] = type(
             f"{prefix}{own.__name__}", (base, own), {"__module__": own.__module__}
         )
-    return made
+    return cls
 
 
 def _restore(base: type, own: type, *args: Any) -> Any:

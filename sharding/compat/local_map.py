@@ -150,10 +150,10 @@ class _FlatFunction:
         return pytree.tree_unflatten(results, tree)
 
     def on_parts(self, *parts: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = [
+        inputs = [
             _with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)
         ]
-        results = self.function(*pytree.tree_unflatten(given, self.tree), **kwargs)
+        results = self.function(*pytree.tree_unflatten(inputs, self.tree), **kwargs)
         flat, thread_context.local_map_tree = pytree.tree_flatten(results)
         if len(self.places) != len(flat):
             raise ValueError(

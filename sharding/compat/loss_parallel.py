@@ -63,7 +63,7 @@ class _PlainTargets(TorchFunctionMode):
         logits = named.get("input")
         if isinstance(logits, ShardedTensor):
             for name in ("target", "weight"):
-                named[name] = _replicated(_LOSSES[func], name, named.get(name), logits)
+                named[name] = _as_replicated(_LOSSES[func], name, named.get(name), logits)
         return func(
             *(named.pop(name) for name in ("input", "target", "weight")[: len(args)]),
             *args[3:],
@@ -71,9 +71,8 @@ class _PlainTargets(TorchFunctionMode):
         )
 
 
-def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
-    """Return a plain tensor as a replicated one on the mesh of the logits; other values are
-    unchanged.
+def _as_replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
+    """Return a plain tensor as a replicated one on the logits' mesh; other values unchanged.
 
     Raises:
         ValueError: a target, and axes split other dims of the logits than the classes.

@@ -164,7 +164,7 @@ class Inspection:
             self._axis_lines(),
             self._rank_lines(),
             self._summary(),
-            self._here_lines(),
+            self._local_lines(),
         ]
         return "\n".join(line for block in blocks for line in block)
 
@@ -233,26 +233,26 @@ class Inspection:
         count = f" ({len(self.same):,} groups)" if len(self.same) > _MAX_GROUPS else ""
         return f"{' | '.join(shown)}{count}"
 
-    def _here_lines(self) -> list[str]:
-        here = self.here
-        if here is None:
+    def _local_lines(self) -> list[str]:
+        local = self.here
+        if local is None:
             return []
-        if here.part is None:
-            memory = f"this rank, {here.rank}: outside the mesh, holds nothing"
+        if local.part is None:
+            memory = f"this rank, {local.rank}: outside the mesh, holds nothing"
         else:
             order = (
-                "contiguous" if here.is_contiguous else f"not contiguous, strides {here.strides}"
+                "contiguous" if local.is_contiguous else f"not contiguous, strides {local.strides}"
             )
-            memory = f"this rank, {here.rank}: on {here.device}, {order}"
-        return [memory, f"gradient: {self._gradient_text(here)}"]
+            memory = f"this rank, {local.rank}: on {local.device}, {order}"
+        return [memory, f"gradient: {self._gradient_text(local)}"]
 
-    def _gradient_text(self, here: LocalPart) -> str:
-        if not here.requires_grad:
+    def _gradient_text(self, local: LocalPart) -> str:
+        if not local.requires_grad:
             return "not required"
-        node = "leaf" if here.is_leaf else f"grad_fn {here.grad_fn}"
-        if here.grad is not None:
-            return f"{node}, .grad is {here.grad.spec}"
-        if here.is_leaf:
+        node = "leaf" if local.is_leaf else f"grad_fn {local.grad_fn}"
+        if local.grad is not None:
+            return f"{node}, .grad is {local.grad.spec}"
+        if local.is_leaf:
             return f"{node}, no .grad yet, will be {self.grad_layout.spec}"
         return f"{node}, flows as {self.layout.dual.spec}"
 
@@ -271,8 +271,8 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
     Communication: none.
 
     Example:
-        >>> found = inspect(Layout.of(AbstractMesh((2, 2), ("dp", "tp")), P("dp"), (5, 8)))
-        >>> found
+        >>> inspection = inspect(Layout.of(AbstractMesh((2, 2), ("dp", "tp")), P("dp"), (5, 8)))
+        >>> inspection
         f32[5, 8] @ P('dp', None) on (dp=2, tp=2)
         axis  ranks  along it
         dp        2  splits dim 0
@@ -284,21 +284,21 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
            3  dp=1, tp=1  3:5, 0:8  [2, 8]     64
         same values: 0,1 | 2,3
         bytes: 160 in total; a rank holds 64 to 96; all ranks together 320, each element twice
-        >>> found.same, found.copies, found.parts[2].box
+        >>> inspection.same, inspection.copies, inspection.parts[2].box
         (((0, 1), (2, 3)), 2, ((3, 5), (0, 8)))
     """
     layout = layout_of(x, "inspect")
     local = getattr(x, "_local", None)
-    found = Inspection(layout, None)
-    return found if local is None else Inspection(layout, _here(x, local, found))
+    inspection = Inspection(layout, None)
+    return inspection if local is None else Inspection(layout, _local_part(x, local, inspection))
 
 
-def _here(x: Any, local: torch.Tensor, found: Inspection) -> LocalPart:
+def _local_part(x: Any, local: torch.Tensor, inspection: Inspection) -> LocalPart:
     mesh = x.mesh
     part = (
         None
         if mesh.coordinate is None
-        else found._part(int(np.ravel_multi_index(mesh.coordinate, mesh.shape)))
+        else inspection._part(int(np.ravel_multi_index(mesh.coordinate, mesh.shape)))
     )
     grad = x.grad if local.requires_grad and (local.is_leaf or local.retains_grad) else None
     grad_fn = None if local.grad_fn is None else type(local.grad_fn).__name__

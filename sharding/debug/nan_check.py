@@ -59,7 +59,10 @@ class BadValueError(FloatingPointError):
         index: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
-        self.operator, self.place, self.rank, self.index = operator, place, rank, tuple(index)
+        self.operator = operator
+        self.place = place
+        self.rank = rank
+        self.index = tuple(index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.operator, self.place, self.rank, self.index)
@@ -129,13 +132,13 @@ class _OperatorCall:
     place: str
     infs: bool
 
-    def is_bad(self, x: Tensor, given: Callable[[], Iterable[Any]]) -> bool:
-        """Return whether a result has a bad value; `given` returns the arguments, which are checked
+    def is_bad(self, x: Tensor, arguments: Callable[[], Iterable[Any]]) -> bool:
+        """Return whether a result has a bad value; `arguments` returns the arguments, which are checked
         if the result is infinite.
         """
         if _is_finite(x):
             return False
-        return _has_nan(x) or (self.infs and all(map(_is_finite, given())))
+        return _has_nan(x) or (self.infs and all(map(_is_finite, arguments())))
 
 
 def _users_place() -> str | None:
@@ -169,9 +172,7 @@ def _values(x: Tensor) -> Tensor:
 
 
 def _is_finite(x: Any) -> bool:
-    """Return whether a tensor has only finite values, or a number is finite; True for other
-    objects.
-    """
+    """Return whether a tensor's values are all finite, or a number is; True for other objects."""
     if isinstance(x, Tensor):
         return (
             not (x.is_floating_point() or x.is_complex())
@@ -182,9 +183,8 @@ def _is_finite(x: Any) -> bool:
 
 
 def _has_finite_values(x: Tensor) -> bool:
-    total = x.sum(
-        dtype=torch.float32 if x.dtype is torch.float16 else None
-    )  # fast: if the sum is finite, all values are
+    # fast: if the sum is finite, all values are
+    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
     return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 
@@ -193,9 +193,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
-    """Return the index of the first bad value in this rank's part, the value, and the number of bad
-    values.
-    """
+    """Return the index of the first bad value in this rank's part, the value and their number."""
     values = _values(x)
     bad = ~torch.isfinite(values) if infs else torch.isnan(values)
     at = bad.nonzero()
@@ -210,11 +208,11 @@ def _check_result(
     call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Raise BadValueError for a bad result that is not a view of an argument."""
-    given = pytree.tree_leaves((args, kwargs))
-    if call.is_bad(x, lambda: (leaf for leaf in given if leaf is not x)) and not any(
-        _is_view(x, leaf) for leaf in given
+    arguments = pytree.tree_leaves((args, kwargs))
+    if call.is_bad(x, lambda: (leaf for leaf in arguments if leaf is not x)) and not any(
+        _is_view(x, leaf) for leaf in arguments
     ):
-        raise _notified(
+        raise _notify_peers(
             _error(
                 call,
                 x,
@@ -254,7 +252,8 @@ def _error(
     call: _OperatorCall, x: Tensor, layout: Layout | None, prefix: str, origin: str
 ) -> BadValueError:
     index, value, count = _first_bad(x, call.infs)
-    rank, operator = current_world().rank, prefix + call.operator
+    rank = current_world().rank
+    operator = prefix + call.operator
     tensor = f"{dtype_name(x.dtype)}{list(_values(x).shape)}"
     if layout is not None:
         index = [i + start for i, (start, _) in zip(index, layout.box, strict=True)]
@@ -269,7 +268,7 @@ def _error(
     )
 
 
-def _notified(error: BadValueError) -> BadValueError:
+def _notify_peers(error: BadValueError) -> BadValueError:
     """Return the error after notifying the other ranks of it."""
     watch = monitor_of(current_world())
     if watch is not None:
@@ -294,15 +293,15 @@ class _Ends:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: dict[str, Any]) -> _Ends:
-        found = _Ends()
+        ends = _Ends()
         for x in tensors_in((args, kwargs)):
             is_sharded = isinstance(x, ShardedTensor)
             local, layout = (x._local, x._layout) if is_sharded else (x, None)
             if local.grad_fn is not None:
-                found.nodes[local.grad_fn] = layout
+                ends.nodes[local.grad_fn] = layout
             elif local.requires_grad:
-                found.leaves[id(local)] = layout
-        return found
+                ends.leaves[id(local)] = layout
+        return ends
 
     def layout_at(self, node: Any) -> Layout | None:
         """Return the layout of the argument whose gradient goes to this node."""
@@ -346,6 +345,6 @@ def _check_gradients(
                 "The gradient that it received is "
                 f"{'finite' if was_finite else 'not finite already'}"
             )
-            raise _notified(
+            raise _notify_peers(
                 _error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin)
             )

@@ -33,11 +33,8 @@ MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
 PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
 _INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
-_STYLE = {
-    "svg.hashsalt": "shardmesh",
-    "svg.fonttype": "none",
-    "hatch.linewidth": 0.4,
-}  # to write the same file each time
+# to write the same file each time
+_STYLE = {"svg.hashsalt": "shardmesh", "svg.fonttype": "none", "hatch.linewidth": 0.4}
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,15 @@ class Panel:
         """The boxes that can be seen, each once, in mesh order of their first holders; no empty
         ones.
         """
-        found: dict[Box, DrawnBox] = {}
+        by_box: dict[Box, DrawnBox] = {}
         for coordinate, box in self.layout.boxes():
             if box_size(box) and self._is_visible(box):
                 rank = int(self.layout.mesh.ranks[coordinate])
-                known = found.get(box)
-                found[box] = DrawnBox(
+                known = by_box.get(box)
+                by_box[box] = DrawnBox(
                     box, self._label(coordinate), min(rank, known.first) if known else rank
                 )
-        return tuple(found.values())
+        return tuple(by_box.values())
 
     @cached_property
     def empty(self) -> int:
@@ -181,7 +178,7 @@ def _draw_plan(
         heading += (
             f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
         )
-    figure = _framed(figure_type, width, height, heading, panels, len(panels))
+    figure = _figure_with_heading(figure_type, width, height, heading, panels, len(panels))
     for i, panel in enumerate(panels):
         left = EDGE + i * (side + GAP)
         axes = figure.add_axes((left / width, BOTTOM / height, side / width, side / height))
@@ -197,13 +194,10 @@ def _draw_plan(
 
 
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
-    """Draw an arrow between two panels, with the collective, its axes and the bytes received by a
-    rank.
-    """
+    """Draw an arrow between two panels, with collective, axes and bytes received by a rank."""
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
-    name = (
-        cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
-    )  # on two lines, since the gap is narrow
+    # on two lines, since the gap is narrow
+    name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
     lines = [name, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
     figure.text(x, y, "\n".join([*lines, ""]), ha="center", va="bottom", fontsize=8)
     figure.text(x, y, "\N{RIGHTWARDS ARROW}", ha="center", va="center", fontsize=16)
@@ -225,8 +219,8 @@ def page_panels(layout: Layout) -> list[Panel]:
         layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'"
     )
     dims = shown_dims(layout)
-    found = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
-    return [Panel(layout, dims, tuple(index)) for index in found] or [Panel(layout, dims)]
+    indices = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
+    return [Panel(layout, dims, tuple(index)) for index in indices] or [Panel(layout, dims)]
 
 
 def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> Figure:
@@ -244,7 +238,8 @@ def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> F
 def _draw_layout(
     figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]
 ) -> Figure:
-    side, in_a_row = _panel_side(panels), min(len(panels), PANELS_IN_A_ROW)
+    side = _panel_side(panels)
+    in_a_row = min(len(panels), PANELS_IN_A_ROW)
     rows = -(-len(panels) // in_a_row)
     width = 2 * EDGE + in_a_row * side + (in_a_row - 1) * EDGE
     height = TOP + rows * side + (rows - 1) * BOTTOM + BOTTOM
@@ -252,7 +247,9 @@ def _draw_layout(
     directions = (
         f": dim {dims[0]} down, dim {dims[1]} to the right" if len(layout.shape) > 2 else ""
     )
-    figure = _framed(figure_type, width, height, title(layout) + directions, panels, in_a_row)
+    figure = _figure_with_heading(
+        figure_type, width, height, title(layout) + directions, panels, in_a_row
+    )
     for i, (panel, name) in enumerate(zip(panels, titles, strict=True)):
         row, col = divmod(i, in_a_row)
         left, bottom = EDGE + col * (side + EDGE), height - TOP - side - row * (side + BOTTOM)
@@ -294,7 +291,7 @@ def _panel_side(panels: Sequence[Panel]) -> float:
     return max([PANEL, *[_INCHES_PER_BOX * count for count in most]])
 
 
-def _framed(
+def _figure_with_heading(
     figure_type: type[Figure],
     width: float,
     height: float,

@@ -32,9 +32,7 @@ T = TypeVar("T")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed
-    arguments.
-    """
+    """Add the command to argparse subparsers; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "plan",
         help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
@@ -130,9 +128,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the function with errors that argparse shows; it hides the text of a ValueError or
-    TypeError.
-    """
+    """Return the function with errors that argparse shows, unlike ValueError and TypeError."""
 
     def parsed(text: str) -> T:
         try:
@@ -179,14 +175,14 @@ def parse_dtype(text: str) -> torch.dtype:
     short = {
         dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
     }
-    found = (by_name | short).get(text.removeprefix("torch."))
-    if found is None:
+    parsed = (by_name | short).get(text.removeprefix("torch."))
+    if parsed is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
         raise ValueError(
             f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of "
             "another torch dtype"
         )
-    return found
+    return parsed
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -210,8 +206,8 @@ def parse_spec(text: str) -> SpecLike:
     """
     node = _expression(text)
     if isinstance(node, (ast.List, ast.Tuple)):
-        return [_called(part, text, _PLACEMENTS) for part in node.elts]
-    return _called(node, text, _SPECS)
+        return [_call_known(part, text, _PLACEMENTS) for part in node.elts]
+    return _call_known(node, text, _SPECS)
 
 
 _PLACEMENTS: Mapping[str, Callable[..., Placement]] = {
@@ -229,7 +225,7 @@ def _expression(text: str) -> ast.expr:
         raise _not_a_spec(text) from None
 
 
-def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
+def _call_known(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
     """Return the result of calling one of the known names with literals as arguments."""
     if not (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known
@@ -238,11 +234,11 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
     if not all(keyword.arg for keyword in node.keywords):
         raise _not_a_spec(text)
     try:
-        given = [ast.literal_eval(part) for part in node.args]
+        args = [ast.literal_eval(part) for part in node.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise _not_a_spec(text) from None
-    return known[node.func.id](*given, **named)
+    return known[node.func.id](*args, **named)
 
 
 def _not_a_spec(text: str) -> ValueError:

@@ -213,7 +213,7 @@ class Layout:
         """Per dim the cut into parts of given sizes, if any, and the index and size of each axis
         that chunks those further.
         """
-        found = []
+        per_dim = []
         for cuts in self.spec.cuts:
             axes = [
                 tuple((self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes)
@@ -223,8 +223,10 @@ class Layout:
             sized = (
                 None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
             )
-            found.append((sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:]))))
-        return tuple(found)
+            per_dim.append(
+                (sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:])))
+            )
+        return tuple(per_dim)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """Yield `(coordinate, box)` of every rank, in mesh order."""
@@ -268,9 +270,8 @@ class Layout:
         """Whether the box of some rank has no elements."""
         if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
             return any(box_size(box) == 0 for _, box in self.boxes())
-        return (
-            box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
-        )  # no part is smaller than the last
+        # no part is smaller than the last
+        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
 
     @cached_property
     def nbytes(self) -> int:
@@ -343,9 +344,7 @@ class _SizedCut(NamedTuple):
 
 
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to
-    trust it.
-    """
+    """Call `Layout.of`: a function with a global name, which `torch.load` can be told to trust."""
     return Layout.of(mesh, spec, shape, dtype)
 
 
@@ -359,9 +358,7 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
-    """Return the names of two meshes for an error, with their ranks if the names alone are the
-    same.
-    """
+    """Return the names of two meshes for an error, with ranks if the names are the same."""
     if repr(one) != repr(other):
         return repr(one), repr(other)
     return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
@@ -394,8 +391,7 @@ def _interned(
 
 
 def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
-    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have
-    equal specs.
+    """Return one dim's cuts with sizes for as few axes as possible: equal layouts, equal specs.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the shape.
@@ -408,13 +404,13 @@ def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> li
         inner = [mesh.size(axis) for axis in axes[count:]]
         each = math.prod(inner)
         merged = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
-        if _chunked(merged, inner) == sizes:
+        if _chunk_lengths(merged, inner) == sizes:
             break
     outer = [Cut(axes[:count], merged)] if count else []
     return [*outer, *[Cut((axis,)) for axis in axes[count:]], *rest]
 
 
-def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+def _chunk_lengths(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of the parts when each interval is chunked by one axis after the other."""
     for n in parts:
         lengths = tuple(
@@ -427,13 +423,13 @@ def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
 
 def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> None:
     axes, sizes = spec.cuts[dim][0]
-    given, count = len(sizes or ()), mesh.size(axes)
+    size_count, part_count = len(sizes or ()), mesh.size(axes)
     where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
-    if given != count:
+    if size_count != part_count:
         raise ValueError(
-            f"{spec} gives {given} sizes for dim {dim}, but ({where}) cuts it into {count} parts; "
-            f"write {count} sizes, one for each rank of the axis (of several axes, for each "
-            "combination of their ranks), 0 for an empty part"
+            f"{spec} gives {size_count} sizes for dim {dim}, but ({where}) cuts it into "
+            f"{part_count} parts; write {part_count} sizes, one for each rank of the axis (of "
+            "several axes, for each combination of their ranks), 0 for an empty part"
         )
     if sum(sizes or ()) != shape[dim]:
         raise ValueError(

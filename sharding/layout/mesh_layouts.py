@@ -46,16 +46,14 @@ class MeshLayouts:
     @staticmethod
     def of(mesh: AbstractMesh) -> MeshLayouts:
         """Return the layouts of a mesh, the same object at every call and in every thread."""
-        found: Any = mesh.cache
-        if found is None:
+        layouts: Any = mesh.cache
+        if layouts is None:
             with _lock:
-                found = mesh.cache = mesh.cache or MeshLayouts()
-        return found
+                layouts = mesh.cache = mesh.cache or MeshLayouts()
+        return layouts
 
     def forget_plans(self) -> None:
-        """Drop what was computed from the layouts and the mesh's topology: compiled plans above
-        all.
-        """
+        """Drop what was computed from layouts and the mesh's topology, above all compiled plans."""
         for layout in (*self.recent.values(), *self.alive.values()):
             layout.caches.clear()
 

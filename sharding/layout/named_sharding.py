@@ -45,9 +45,11 @@ class NamedSharding(Sharding):
             >>> NamedSharding(mesh, P("dp")).is_equivalent_to(NamedSharding(mesh, P("dp", None)), 2)
             True
         """
-        return self.mesh == other.mesh and self._normalized(ndim) == other._normalized(ndim)
+        return self.mesh == other.mesh and self._normalized_spec(ndim) == other._normalized_spec(
+            ndim
+        )
 
-    def _normalized(self, ndim: int) -> P:
+    def _normalized_spec(self, ndim: int) -> P:
         """Return the spec with an entry for each dim, without the axes of one rank."""
         spec, size = as_spec(self.spec, self.mesh.axis_names, ndim), self.mesh.size
         dims = [tuple(axis for axis in axes if size(axis) > 1) for axes in spec.dims]

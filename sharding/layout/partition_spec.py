@@ -133,14 +133,14 @@ class P:
     @cached_property
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
         """Per dim the cuts of its interval, one inside the other, outermost first."""
-        found = []
+        per_dim = []
         for axes in self.dims:
             sized, sizes = next(
                 (pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ())
             )
             chunked = [Cut((axis,)) for axis in axes[len(sized) :]]
-            found.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
-        return tuple(found)
+            per_dim.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
+        return tuple(per_dim)
 
     @classmethod
     def of_cuts(cls, cuts: Iterable[Iterable[Cut]], unreduced: Mapping[str, str]) -> Self:
@@ -240,9 +240,8 @@ class P:
         return hash((self.dims, self.unreduced, self.sizes))
 
     def __hash__(self) -> int:
-        return (
-            self._hash
-        )  # computed once: there may be many sizes, and every look-up of a layout hashes its spec
+        # computed once: there may be many sizes, and every look-up of a layout hashes its spec
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_spec, (self.dims, self.unreduced, self.sizes)
@@ -305,8 +304,8 @@ def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
         )
     return tuple(
         sorted(
-            (_axes_of(axes), lengths_of(given, f"sizes of {axes!r}"))
-            for axes, given in sizes.items()
+            (_axes_of(axes), lengths_of(lengths, f"sizes of {axes!r}"))
+            for axes, lengths in sizes.items()
         )
     )
 
@@ -328,9 +327,7 @@ def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
 
 
 def _check_outermost(spec: P) -> None:
-    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are
-    even.
-    """
+    """Raise ValueError unless sizes are of the first axes of a dim: cuts inside parts are even."""
     for axes, sizes in spec.sizes:
         if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
             raise ValueError(

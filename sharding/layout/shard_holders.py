@@ -40,12 +40,12 @@ def intervals(layout: Layout, dim: int) -> list[Interval]:
     """Return the parts of one dim, ascending, including empty ones."""
     axes, mesh, origin = layout.spec.dims[dim], layout.mesh, [0] * layout.mesh.ndim
     numbers = [mesh.axis_index(axis) for axis in axes]
-    found = []
+    parts = []
     for indices in itertools.product(*[range(mesh.size(axis)) for axis in axes]):
         for number, index in zip(numbers, indices, strict=True):
             origin[number] = index
-        found.append(Interval(*layout.box_at(origin)[dim], tuple(zip(axes, indices, strict=True))))
-    return found
+        parts.append(Interval(*layout.box_at(origin)[dim], tuple(zip(axes, indices, strict=True))))
+    return parts
 
 
 def parts(layout: Layout, dim: int) -> list[Interval]:
@@ -84,8 +84,7 @@ def elements(layout: Layout) -> np.ndarray:
 
 
 def shown_dims(layout: Layout) -> tuple[int, ...]:
-    """Return the two dims that a table shows as rows and columns: the last two that are split, else
-    others.
+    """Return the two dims shown as rows and columns: the last two that are split, else others.
 
     One dim, or none, if the tensor has no more.
     """
@@ -95,8 +94,7 @@ def shown_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def pages(layout: Layout, dims: Sequence[int]) -> list[tuple[Interval | None, ...]]:
-    """Return the pages of a table that shows `dims`: per dim an interval, None for dims that are
-    shown.
+    """Return the pages of a table of `dims`: an interval per dim, None for dims that are shown.
 
     A page shows the part of the tensor at these intervals. Dims that are not split make no further
     pages.
@@ -115,9 +113,7 @@ def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
 
 
 def title(layout: Layout, max_chars: int = 160) -> str:
-    """Return the layout in one line; in long ones, many sizes are shortened to the first and the
-    last.
-    """
+    """Return the layout in one line; of many sizes only the first and the last are shown."""
     text = str(layout)
     for _, sizes in layout.spec.sizes if len(text) > max_chars else ():
         text = text.replace(str(sizes), f"({sizes[0]}, ..., {sizes[-1]})")

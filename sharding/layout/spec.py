@@ -191,15 +191,15 @@ def _joint_sizes(
     sizes = {}
     for dim, axes in enumerate(dims):
         sized = tuple(axis for axis in axes if placements[axis].sizes is not None)
-        given = [placements[axis].sizes for axis in sized]
-        if len(set(given)) > 1:
+        axis_sizes = [placements[axis].sizes for axis in sized]
+        if len(set(axis_sizes)) > 1:
             raise ValueError(
-                f"the axes {sized} that split dim {dim} have sizes {given}, but axes with sizes "
-                "cut the dim jointly; give each of them the same sizes, one length for each "
+                f"the axes {sized} that split dim {dim} have sizes {axis_sizes}, but axes with "
+                "sizes cut the dim jointly; give each of them the same sizes, one length for each "
                 "combination of their ranks, or sizes to the first only"
             )
         if sized:
-            sizes[sized] = given[0]
+            sizes[sized] = axis_sizes[0]
     return sizes
 
 
@@ -239,8 +239,8 @@ def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int,
         shards = [
             p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))
         ]
-        given = [p.order for p in shards if p.order is not None]
-        if given and sorted(given) != list(range(len(entries))):
+        orders = [p.order for p in shards if p.order is not None]
+        if orders and sorted(orders) != list(range(len(entries))):
             raise ValueError(
                 f"the axes that split dim {dim} have orders {[p.order for p in shards]}; give each "
                 f"of the {len(entries)} its own position 0..{len(entries) - 1}, or none of them"

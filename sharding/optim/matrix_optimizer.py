@@ -35,10 +35,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate,
         by default that of the group.
         """
-        self._patterns, self._adamw_lr = (
-            tuple([adamw] if isinstance(adamw, str) else adamw),
-            adamw_lr,
-        )
+        self._patterns = tuple([adamw] if isinstance(adamw, str) else adamw)
+        self._adamw_lr = adamw_lr
         self._matched: set[str] = set()
         super().__init__(params, defaults)
         unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]
@@ -56,7 +54,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; matrices and other parameters become separate groups."""
-        for group in [param_group] if param_group.get("algorithm") else self._split(param_group):
+        for group in (
+            [param_group] if param_group.get("algorithm") else self._split_group(param_group)
+        ):
             self._check_group(group)
             super().add_param_group(group)
 
@@ -90,14 +90,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the matrices of these groups."""
 
-    def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group split into one of matrices and one of other parameters, without empty
-        ones.
-        """
-        params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
-        rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
+    def _split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the non-empty ones of a group of matrices and a group of other parameters."""
+        params = (
+            [param_group["params"]]
+            if isinstance(param_group["params"], Tensor)
+            else list(param_group["params"])
+        )
+        rest: Mapping[str, Any] = {
+            name: value for name, value in param_group.items() if name != "params"
+        }
         matrices, others = (
-            [p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False)
+            [p for p in params if self._is_matrix(p) == is_matrix] for is_matrix in (True, False)
         )
         rate = {} if self._adamw_lr is None else {"lr": self._adamw_lr}
         groups = [
@@ -106,8 +110,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
         return [group for group in groups if group["params"]] or groups[:1]
 
-    def _is_matrix(self, given: Tensor | tuple[str, Tensor]) -> bool:
-        name, x = given if isinstance(given, tuple) else ("", given)
+    def _is_matrix(self, parameter: Tensor | tuple[str, Tensor]) -> bool:
+        name, x = parameter if isinstance(parameter, tuple) else ("", parameter)
         hits = [pattern for pattern in self._patterns if name and fnmatchcase(name, pattern)]
         self._matched.update(hits)
         return self._has_dims(x) and not hits
@@ -126,8 +130,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group["params"] = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         )
-        for given in group["params"]:
-            name, x = given if isinstance(given, tuple) else ("a parameter", given)
+        for parameter in group["params"]:
+            name, x = parameter if isinstance(parameter, tuple) else ("a parameter", parameter)
             if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
                 stacked = " or a stack of them" if self.most_dims is None else ""
                 raise ValueError(
@@ -138,19 +142,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:
-        found = {}
+        grads = {}
         for g, group in enumerate(self.param_groups):
             names = group.get("param_names") or [
                 f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
             ]
-            found.update(
+            grads.update(
                 {
                     f"{name}.grad": p.grad
                     for name, p in zip(names, group["params"], strict=True)
                     if p.grad is not None
                 }
             )
-        return found
+        return grads
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

@@ -14,11 +14,8 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
 from .owners import matrix_shape, owners_of_matrices
 
-JORDAN = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
+# a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
+JORDAN = 3.4445, -4.7750, 2.0315
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MUON = seed_of("muon")
 
@@ -151,15 +148,18 @@ class Muon(MatrixOptimizer):
                 (p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []
             ).append((p, group))
         for (mesh, dtype), some in places.items():
-            given, settings = [updates[p] for p, _ in some], [group for _, group in some]
+            momenta = [updates[p] for p, _ in some]
+            settings = [group for _, group in some]
             if mesh is None:
-                found: Sequence[Tensor] = [
+                directions: Sequence[Tensor] = [
                     _each_orthogonal(x.to(dtype), group)
-                    for x, group in zip(given, settings, strict=True)
+                    for x, group in zip(momenta, settings, strict=True)
                 ]
             else:
-                found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
-            for (p, group), direction in zip(some, found, strict=True):
+                directions = (
+                    _by_owners(momenta, settings, dtype) if mesh.coordinate is not None else momenta
+                )
+            for (p, group), direction in zip(some, directions, strict=True):
                 rate = as_number(group["lr"])
                 p.mul_(1 - rate * group["weight_decay"])
                 p.add_(
@@ -170,9 +170,7 @@ class Muon(MatrixOptimizer):
                 )
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by
-        parameter.
-        """
+        """Return the momentum after this step, by parameter, with Nesterov's look-ahead if set."""
         params = [p for p, _ in with_grads([group])]
         if not params:
             return {}
@@ -181,15 +179,13 @@ class Muon(MatrixOptimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(
                     p.grad, memory_format=torch.preserve_format
                 )
-        grads, buffers = (
-            [p.grad for p in params],
-            [self.state[p]["momentum_buffer"] for p in params],
-        )
+        grads = [p.grad for p in params]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        found = (
+        momenta = (
             torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
         )
-        return dict(zip(params, found, strict=True))
+        return dict(zip(params, momenta, strict=True))
 
 
 def _by_owners(
@@ -201,10 +197,9 @@ def _by_owners(
         layouts, tuple([group["flatten"] for group in groups]), _work, dtype
     )
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
-        wholes = owners.gather(
-            [x._local.to(x.mesh.device) for x in matrices]
-        )  # parts may be offloaded to the host
-        for i in owners.mine:
+        # parts may be offloaded to the host
+        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])
+        for i in owners.own_units:
             wholes[i] = _orthogonal(wholes[i], groups[owners.units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
         owners.scatter(wholes, parts)

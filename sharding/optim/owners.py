@@ -53,7 +53,7 @@ class Owners:
     Attributes:
         units: the units.
         owner: for each unit, the index of its owner in the mesh's group.
-        mine: the indices of the units that this rank owns.
+        own_units: the indices of the units that this rank owns.
     """
 
     def __init__(
@@ -65,19 +65,16 @@ class Owners:
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
-        self.units, self._to_tag, self._from_tag = (
-            units,
-            CommTag(f"{name} to their owners"),
-            CommTag(f"{name} back from their owners"),
-        )
-        places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
+        self.units = units
+        self._to_tag = CommTag(f"{name} to their owners")
+        self._from_tag = CommTag(f"{name} back from their owners")
+        places = [mesh.coordinate_of(rank) for rank in self.group.ranks]
+        me = self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
-        self.mine = tuple(i for i, owner in enumerate(self.owner) if owner == me)
-        nodes, loads = (
-            [int(mesh.topology.node_ids(mesh)[place]) for place in places],
-            [0] * len(places),
-        )
+        self.own_units = tuple(i for i, owner in enumerate(self.owner) if owner == me)
+        nodes = [int(mesh.topology.node_ids(mesh)[place]) for place in places]
+        loads = [0] * len(places)
         to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
             nothing: Box = ((0, 0),) * len(unit.box)
@@ -160,19 +157,18 @@ def _held_parts(
     layouts: Sequence[Layout], units: Sequence[MatrixUnit], places: Sequence[Sequence[int]]
 ) -> list[Pieces]:
     """Return for each unit the part that each rank has; computed once per layout and box."""
-    found: dict[tuple[Layout, Box], Pieces] = {}
+    parts: dict[tuple[Layout, Box], Pieces] = {}
     for unit in units:
         layout = layouts[unit.tensor]
-        if (layout, unit.box) not in found:
-            found[layout, unit.box] = [
+        if (layout, unit.box) not in parts:
+            parts[layout, unit.box] = [
                 intersect(layout.box_at(place), unit.box) for place in places
             ]
-    return [found[layouts[unit.tensor], unit.box] for unit in units]
+    return [parts[layouts[unit.tensor], unit.box] for unit in units]
 
 
 def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
-    """Return the owner of each unit: the largest unit first, to the rank with the least work so
-    far.
+    """Return the owner of each unit: the largest first, to the rank with the least work so far.
 
     Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of
     the optimum.
@@ -181,7 +177,8 @@ def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ..
         held: for each unit, the part that each rank has; a unit that some ranks have whole goes to
             one of them.
     """
-    loads, owner = [0] * len(held[0]), [0] * len(units)
+    loads = [0] * len(held[0])
+    owner = [0] * len(units)
     for i in sorted(range(len(units)), key=lambda i: -units[i].work):
         ranks = [rank for rank, piece in enumerate(held[i]) if piece == units[i].box] or range(
             len(loads)
@@ -211,13 +208,13 @@ def _transfers_to_owner(
     for rank, piece in enumerate(pieces):
         if piece is not None:
             holders.setdefault(piece, []).append(rank)
-    found = []
+    transfers = []
     for box, ranks in holders.items():
         if owner not in ranks:
             sender = min(ranks, key=lambda rank: (nodes[rank] != nodes[owner], loads[rank]))
             loads[sender] += box_size(box)
-            found.append(Transfer(sender, owner, box))
-    return found
+            transfers.append(Transfer(sender, owner, box))
+    return transfers
 
 
 def _transfers_from_owner(owner: int, pieces: Pieces) -> list[Transfer]:
@@ -243,7 +240,7 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Ten
 def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[..., list[Tensor]]:
     """Return the local copy for units that need no communication."""
     cuts = [
-        None if share.kept is None else slices(share.kept, box_origin(share.have))
+        None if share.keep is None else slices(share.keep, box_origin(share.have))
         for share in shares
     ]
     shapes = [box_shape(share.want) for share in shares]

@@ -118,8 +118,8 @@ class Shampoo(MatrixOptimizer):
         """
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in zip(saved, mine, strict=True):
+        own_params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, own_params, strict=True):
             for name, x in state_dict["state"].get(index, {}).items():
                 if name.startswith(_SIDES):
                     self.state[p][name] = x.to(
@@ -136,12 +136,12 @@ class Shampoo(MatrixOptimizer):
             )
         for (mesh, dtype), some in places.items():
             if mesh is None:
-                found = [self._alone(p, group, dtype) for p, group in some]
+                directions = [self._alone(p, group, dtype) for p, group in some]
             elif mesh.coordinate is None:
-                found = [p.grad for p, _ in some]
+                directions = [p.grad for p, _ in some]
             else:
-                found = self._by_owners(some, mesh, dtype)
-            for (p, group), direction in zip(some, found, strict=True):
+                directions = self._by_owners(some, mesh, dtype)
+            for (p, group), direction in zip(some, directions, strict=True):
                 self._apply(p, group, direction)
 
     def _begin(self, p: Any) -> None:
@@ -149,7 +149,8 @@ class Shampoo(MatrixOptimizer):
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
-        rate, state = as_number(group["lr"]), self.state[p]
+        rate = as_number(group["lr"])
+        state = self.state[p]
         if group["momentum"]:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(
@@ -163,7 +164,8 @@ class Shampoo(MatrixOptimizer):
         """Return the direction of a plain matrix."""
         direction = torch.empty_like(p, dtype=dtype)
         for b, box in enumerate(blocks(p.shape, group["block_size"])):
-            index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
+            index = slices(box)
+            state = self._state_of(p, b, box, group, dtype, None)
             direction[index] = _precondition(
                 p.grad[index].to(dtype),  # type: ignore[index]
                 state,
@@ -175,9 +177,7 @@ class Shampoo(MatrixOptimizer):
     def _by_owners(
         self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
     ) -> list[ShardedTensor]:
-        """Return the directions of matrices on one mesh, with their layouts. Communication: two
-        all_to_all.
-        """
+        """Return the laid-out directions of matrices on one mesh. Communication: two all_to_all."""
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
@@ -187,10 +187,9 @@ class Shampoo(MatrixOptimizer):
             for i, (u, b) in enumerate(zip(units, numbers, strict=True))
         ]
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
-            wholes = owners.gather(
-                [g._local.to(mesh.device) for g in grads]
-            )  # parts may be offloaded to the host
-            for i in owners.mine:
+            # parts may be offloaded to the host
+            wholes = owners.gather([g._local.to(mesh.device) for g in grads])
+            for i in owners.own_units:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
             parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]
@@ -228,28 +227,28 @@ class Shampoo(MatrixOptimizer):
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )
-        found = {}
+        parts = {}
         for i, name in enumerate(names):
-            n, layout = box_shape(box)[i % 2], None if at is None else at[i % 2]
+            n = box_shape(box)[i % 2]
+            layout = None if at is None else at[i % 2]
             key = f"{name}_{b}"
-            kept = self.state[p].get(key)
-            if kept is None:
-                kept = _identity(
+            matrix = self.state[p].get(key)
+            if matrix is None:
+                matrix = _identity(
                     n,
                     group["epsilon"],
                     dtype,
                     p.device if layout is None else p.mesh.device,
                     layout,
                 )
-            elif layout is not None and not isinstance(
-                kept, ShardedTensor
-            ):  # loaded whole on every rank
-                kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
-            elif layout is not None and kept._layout is not layout:
-                kept = kept.redistribute(p.mesh, layout.spec)
-            self.state[p][key] = kept
-            found[name] = kept if layout is None else kept._local  # type: ignore[attr-defined]
-        return found
+            elif layout is not None and not isinstance(matrix, ShardedTensor):
+                # loaded whole on every rank
+                matrix = distribute_tensor(matrix, p.mesh, layout.spec, src_data_rank=None)
+            elif layout is not None and matrix._layout is not layout:
+                matrix = matrix.redistribute(p.mesh, layout.spec)
+            self.state[p][key] = matrix
+            parts[name] = matrix if layout is None else matrix._local  # type: ignore[attr-defined]
+        return parts
 
     def _renews(self, p: Tensor, group: dict[str, Any]) -> bool:
         return (int(self.state[p]["step"]) - 1) % group["update_freq"] == 0
@@ -259,9 +258,7 @@ class Shampoo(MatrixOptimizer):
 
 
 def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
-    """Return the boxes of a matrix with at most `size` elements along each side, in row-major
-    order.
-    """
+    """Return the boxes of a matrix with at most `size` elements a side, in row-major order."""
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
@@ -287,9 +284,7 @@ def _work(rows: int, columns: int) -> int:
 def _identity(
     n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None
 ) -> Tensor:
-    """Return `scale` times the identity; with a layout, whole at the owner and without rows
-    elsewhere.
-    """
+    """Return `scale` times the identity; with a layout, without rows away from the owner."""
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
     return ShardedTensor._make_guarded(

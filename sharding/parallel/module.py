@@ -79,8 +79,7 @@ def distribute_module(
 
 
 def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted
-    with a warning.
+    """Return a hook that takes the module first; torch's older `(values, mesh)` gets a warning.
 
     Raises:
         ValueError: a function of another number of arguments.
@@ -151,9 +150,8 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | No
                 shard_parameter(module, name, mesh, src_data_rank=src_data_rank)
 
 
-Places = list[
-    tuple[dict[str, Any], str]
-]  # modules' dicts of parameters or buffers, and names in them
+# modules' dicts of parameters or buffers, and names in them
+Places = list[tuple[dict[str, Any], str]]
 
 
 def _tied_places(module: nn.Module) -> list[Places]:
@@ -164,9 +162,9 @@ def _tied_places(module: nn.Module) -> list[Places]:
             for name, tensor in table.items():
                 places.setdefault(id(tensor), []).append((table, name))
     return [
-        found
-        for found in places.values()
-        if len(found) > 1 and found[0][0][found[0][1]] is not None
+        tensor_places
+        for tensor_places in places.values()
+        if len(tensor_places) > 1 and tensor_places[0][0][tensor_places[0][1]] is not None
     ]
 
 

@@ -86,9 +86,7 @@ class TensorEntry:
 
 
 def module_table(module: nn.Module) -> str:
-    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of
-    this rank's part.
-    """
+    """Return a table of parameters and buffers: name, dtype, shape, spec, part and its bytes."""
     rows, footer = _table(module)
     return "\n".join([*table_lines(rows, right=(4,)), footer])
 
@@ -119,25 +117,28 @@ def _table(module: nn.Module) -> tuple[list[list[str]], str]:
         *module.named_buffers(remove_duplicate=False),
     ]
     first: dict[int, str] = {}
-    found = [
+    entries = [
         TensorEntry(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named
     ]
     rows = [
         ["tensor", "global", "spec", "local", "bytes", "same tensor"],
-        *[entry.row() for entry in found],
+        *[entry.row() for entry in entries],
     ]
-    if all(entry.first == entry.name for entry in found):
+    if all(entry.first == entry.name for entry in entries):
         rows = [row[:-1] for row in rows]
-    return rows, _footer([entry for entry in found if entry.first == entry.name])
+    return rows, _footer([entry for entry in entries if entry.first == entry.name])
 
 
-def _footer(found: Sequence[TensorEntry]) -> str:
+def _footer(entries: Sequence[TensorEntry]) -> str:
     """Return `3 tensors on (tp=2): 36 bytes on this rank, 60 in all`; each tensor counts once."""
-    meshes = list(dict.fromkeys(entry.layout.mesh for entry in found if entry.layout))
+    meshes = list(dict.fromkeys(entry.layout.mesh for entry in entries if entry.layout))
     on = " and ".join(dict.fromkeys(mesh_text(mesh) for mesh in meshes))
-    here, total = sum(entry.nbytes for entry in found), sum(entry.global_nbytes for entry in found)
-    count = f"{len(found)} tensor{'' if len(found) == 1 else 's'}"
-    return f"{count}{' on ' * bool(on)}{on}: {here:,} bytes on this rank, {total:,} in all"
+    local_bytes, total = (
+        sum(entry.nbytes for entry in entries),
+        sum(entry.global_nbytes for entry in entries),
+    )
+    count = f"{len(entries)} tensor{'' if len(entries) == 1 else 's'}"
+    return f"{count}{' on ' * bool(on)}{on}: {local_bytes:,} bytes on this rank, {total:,} in all"
 
 
 def mesh_text(mesh: AbstractMesh) -> str:
@@ -161,10 +162,12 @@ def module_tree(module: nn.Module) -> str:
     children = [
         (name, module_tree(child)) for name, child in module._modules.items() if child is not None
     ]
-    extra, tensors, name = own_extra_repr(module), tensor_lines(module), module._get_name()
+    extra = own_extra_repr(module)
+    tensors = tensor_lines(module)
+    name = module._get_name()
     if not children and not tensors and "\n" not in extra:
         return f"{name}({extra})"
-    lines = [*filter(None, [extra]), *tensors, *_folded(children)]
+    lines = [*filter(None, [extra]), *tensors, *_folded_lines(children)]
     return "\n".join(
         [f"{name}(", *["\n".join("  " + line for line in text.split("\n")) for text in lines], ")"]
     )
@@ -185,14 +188,12 @@ def tensor_lines(module: nn.Module) -> list[str]:
 
 
 def _hook_lines(module: nn.Module) -> list[str]:
-    """Return the lines `shown` of the hooks that have this attribute: those that redistribute
-    inputs and outputs.
-    """
+    """Return the lines `shown` of the hooks that redistribute inputs and outputs."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
 
 
-def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
+def _folded_lines(children: Iterable[tuple[str, str]]) -> list[str]:
     lines = []
     for text, group in itertools.groupby(children, lambda child: child[1]):
         names = [name for name, _ in group]
@@ -221,8 +222,10 @@ def show_layouts_in_repr(module: nn.Module) -> None:
 
 def own_extra_repr(module: nn.Module) -> str:
     """Return `extra_repr()` of the module's class, without the lines about layouts."""
-    found = module.__dict__.get("extra_repr")
-    return type(module).extra_repr(module) if isinstance(found, LayoutRepr) else module.extra_repr()
+    override = module.__dict__.get("extra_repr")
+    return (
+        type(module).extra_repr(module) if isinstance(override, LayoutRepr) else module.extra_repr()
+    )
 
 
 class LayoutRepr:

@@ -74,18 +74,18 @@ class RankTable:
         dims = shown_dims(layout)
         # A dim that the tensor does not have is shown as one interval.
         rows, cols = [*[[None]] * (2 - len(dims)), *[parts(layout, dim) for dim in dims]]
-        found = pages(layout, dims) if rows and cols else []
-        shown = [page for page in elided(found, MAX_PAGES) if page is not None]
-        titles = [page_title(layout, page) if len(found) > 1 else "" for page in shown]
+        all_pages = pages(layout, dims) if rows and cols else []
+        shown = [page for page in elided(all_pages, MAX_PAGES) if page is not None]
+        titles = [page_title(layout, page) if len(all_pages) > 1 else "" for page in shown]
         counts = {
             "rows": (len(rows), MAX_ROWS),
             "columns": (len(cols), MAX_COLUMNS),
-            "pages": (len(found), MAX_PAGES),
+            "pages": (len(all_pages), MAX_PAGES),
         }
         hidden = [
-            f"{there - most:,} of {there:,} {name}"
-            for name, (there, most) in counts.items()
-            if there > most
+            f"{count - most:,} of {count:,} {name}"
+            for name, (count, most) in counts.items()
+            if count > most
         ]
         drawn = [
             _page(layout, name, page, rows, cols) for name, page in zip(titles, shown, strict=True)

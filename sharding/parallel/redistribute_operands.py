@@ -10,8 +10,7 @@ from ..tensor.redistribute import redistribute_many
 
 
 def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:
-    """Redistribute tensors to the target layouts; one that already has its layout is returned
-    unchanged.
+    """Redistribute tensors to the target layouts; one that has its layout is unchanged.
 
     Communication: that of `redistribute_many`, for the others.
     """
@@ -20,9 +19,9 @@ def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> 
         for i, (x, target) in enumerate(zip(tensors, targets, strict=True))
         if x._layout is not target
     ]
-    found = list(tensors)
+    results = list(tensors)
     if moving:
         moved = redistribute_many([tensors[i] for i in moving], [targets[i].spec for i in moving])
         for i, x in zip(moving, moved, strict=True):
-            found[i] = x
-    return found
+            results[i] = x
+    return results

@@ -158,9 +158,7 @@ def uneven_inputs(
 
 
 def _positions(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int]:
-    """Return the indices of the axes. Raises: MeshError for unknown axes, or none if the mesh has
-    several.
-    """
+    """Return the indices of the axes. Raises: MeshError: unknown, or none of several."""
     if axes is None and mesh.ndim > 1:
         raise MeshError(
             f"join on {mesh!r}: pass the axes along which ranks have different batches, as in "
@@ -200,29 +198,29 @@ def _turns(loader: Iterable[Any], samples_of: Callable[[Any], int]) -> Iterator[
 
 
 def _steps(turns: Iterator[_Turn], exchange: _StepExchange, mode: str) -> Iterator[Any]:
-    mine = next(turns)
-    exchange.send(mine)
+    turn = next(turns)
+    exchange.send(turn)
     stand_in: Any = None
     try:
         for step in count_up():
             received = exchange.read()
-            _check(exchange, mine, received, step)
+            _check(exchange, turn, received, step)
             if _is_over(exchange, received, mode, step):
                 return
             if step == 0 and mode != "stop":
-                stand_in = _make_stand_in(_first_batch(exchange, mine, received), mode)
-            given = _given(mine, received, mode, stand_in)
-            mine = next(turns)
-            exchange.send(mine)
-            yield given
+                stand_in = _make_stand_in(_first_batch(exchange, turn, received), mode)
+            item = _loop_item(turn, received, mode, stand_in)
+            turn = next(turns)
+            exchange.send(turn)
+            yield item
     finally:
         exchange.leave()
 
 
-def _given(mine: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
+def _loop_item(turn: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
     """Return what the loop's body receives."""
-    batch = mine.batch if mine.state == _HAS else pytree.tree_map(_copied, stand_in)
-    return (batch, _weight(mine.samples, received)) if mode == "shadow" else batch
+    batch = turn.batch if turn.state == _HAS else pytree.tree_map(_copy_leaf, stand_in)
+    return (batch, _weight(turn.samples, received)) if mode == "shadow" else batch
 
 
 def _weight(samples: int, received: np.ndarray) -> float:
@@ -255,29 +253,27 @@ class _StepExchange:
             self._stream = torch.Stream(self.device)
         self._work: Work | None = None
 
-    def send(self, mine: _Turn) -> None:
+    def send(self, turn: _Turn) -> None:
         """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under
         way when this returns.
         """
         with self._stream:
-            self._mine = torch.tensor(
-                [mine.state, mine.samples], dtype=torch.int64, device=self.device
+            self._own_state = torch.tensor(
+                [turn.state, turn.samples], dtype=torch.int64, device=self.device
             )
-            self._received = self._mine.new_empty(self.group.size, 2)
-            self._work = self.group.all_gather(self._received, self._mine, async_op=True)
+            self._received = self._own_state.new_empty(self.group.size, 2)
+            self._work = self.group.all_gather(self._received, self._own_state, async_op=True)
 
     def read(self) -> np.ndarray:
         """Wait for all ranks; return state and samples of each, in group order."""
         with self._stream:
             self._wait()
-            received, mine = self._received.cpu().numpy(), self._mine.cpu().numpy()
-        received[received[:, 0] == 0] = mine  # ranks of a null world: like this one
+            received, own = self._received.cpu().numpy(), self._own_state.cpu().numpy()
+        received[received[:, 0] == 0] = own  # ranks of a null world: like this one
         return received
 
     def leave(self) -> None:
-        """Wait for the exchange under way when the body leaves the loop: all ranks have
-        started it.
-        """
+        """Wait for the exchange under way when the loop is left: all ranks have started it."""
         with suppress(RuntimeError):  # a rank has failed, which later collectives report
             self._wait()
 
@@ -303,12 +299,12 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
     return True
 
 
-def _check(exchange: _StepExchange, mine: _Turn, received: np.ndarray, step: int) -> None:
+def _check(exchange: _StepExchange, turn: _Turn, received: np.ndarray, step: int) -> None:
     """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same
     batch do not.
     """
     if (received[:, 0] == _RAISED).any():
-        _raise(exchange, mine, step)
+        _raise(exchange, turn, step)
     grid = received[exchange.places]
     for axis in exchange.replicated:
         unlike = (grid != grid.take([0], axis)).any(-1)
@@ -339,24 +335,22 @@ def _words(state: int, samples: int) -> str:
     return f"a batch of {samples} samples" if samples else "a batch"
 
 
-def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
+def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
     received = exchange.group.all_gather_object(
-        None if mine.error is None else _seen(exchange, mine.error)
+        None if turn.error is None else _describe_error(exchange, turn.error)
     )
-    if mine.error is not None:
-        mine.error.add_note(
+    if turn.error is not None:
+        turn.error.add_note(
             f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch "
             "raise PeerError"
         )
-        raise mine.error
+        raise turn.error
     raise _peer_error([one for one in received if one is not None], step)
 
 
-def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
-    """Return the description of an error for other ranks: rank, call and line, and the
-    traceback.
-    """
+def _describe_error(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
+    """Return an error for other ranks: rank, call and line, and the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
@@ -402,12 +396,14 @@ def _rows_of(batch: Any) -> int:
 def _make_stand_in(batch: Any, mode: str) -> Any:
     """Return the batch for a rank that has run out."""
     if mode == "shadow":
-        return pytree.tree_map(_copied, batch)
+        return pytree.tree_map(_copy_leaf, batch)
     rows = _rows_of(batch)
-    return pytree.tree_map(lambda leaf: _copied(leaf[:0] if _has_rows(leaf, rows) else leaf), batch)
+    return pytree.tree_map(
+        lambda leaf: _copy_leaf(leaf[:0] if _has_rows(leaf, rows) else leaf), batch
+    )
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the
     whole base.
     """
@@ -420,19 +416,19 @@ def _has_rows(leaf: Any, rows: int) -> bool:
     return _is_array(leaf) and len(leaf) == rows
 
 
-def _first_batch(exchange: _StepExchange, mine: _Turn, received: np.ndarray) -> Any:
+def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> Any:
     """Return this rank's first batch; if it has none, one like that of the first rank that has one.
 
     Communication: if a rank has none, an all_gather of one row.
     """
     has = received[:, 0] == _HAS
     if has.all():
-        return mine.batch
+        return turn.batch
     sender = int(has.argmax())
     packed = exchange.group.all_gather_object(
-        _packed(mine.batch) if exchange.group.rank == sender else None
+        _pack_first_row(turn.batch) if exchange.group.rank == sender else None
     )[sender]
-    return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
+    return turn.batch if turn.state == _HAS else _unpack_batch(packed, exchange.mesh.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,10 +450,8 @@ class _Array:
         return value if self.was_on_cpu else value.to(device)
 
 
-def _packed(batch: Any) -> Any:
-    """Return a batch with the first row of each tensor only: enough to make a batch of the same
-    structure.
-    """
+def _pack_first_row(batch: Any) -> Any:
+    """Return a batch with the first row of each tensor only, enough to make one like it."""
     leaves, tree = pytree.tree_flatten(batch)
     rows = next((len(leaf) for leaf in leaves if _is_array(leaf)), None)
     return tree.unflatten([_packed_leaf(leaf, rows) for leaf in leaves])
@@ -467,12 +461,12 @@ def _packed_leaf(leaf: Any, rows: int | None) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
     is_rows = rows is not None and _has_rows(leaf, rows)
-    value = _copied(leaf[:1] if is_rows else leaf)
+    value = _copy_leaf(leaf[:1] if is_rows else leaf)
     was_on_cpu = not isinstance(value, Tensor) or value.device.type == "cpu"
     return _Array(value if was_on_cpu else value.cpu(), rows if is_rows else None, was_on_cpu)
 
 
-def _unpacked(packed: Any, device: torch.device) -> Any:
+def _unpack_batch(packed: Any, device: torch.device) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
     )

@@ -30,21 +30,21 @@ class TensorShare:
         want: the rank's box after.
         sends: by group index, the boxes sent there.
         recvs: by group index, the boxes received from there.
-        kept: the box that the rank has before and after, if it is not among `sends` and `recvs`.
+        keep: the box that the rank has before and after, if it is not among `sends` and `recvs`.
     """
 
     have: Box
     want: Box
     sends: Sequence[Sequence[Box]]
     recvs: Sequence[Sequence[Box]]
-    kept: Box | None
+    keep: Box | None
 
 
 def sent_to_self(share: TensorShare, me: int) -> TensorShare:
     """Return the share with the boxes that the rank keeps sent to itself."""
-    kept = [share.kept] if share.kept is not None else []
-    sends = [kept if p == me else boxes for p, boxes in enumerate(share.sends)]
-    recvs = [kept if p == me else boxes for p, boxes in enumerate(share.recvs)]
+    kept_boxes = [share.keep] if share.keep is not None else []
+    sends = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.sends)]
+    recvs = [kept_boxes if p == me else boxes for p, boxes in enumerate(share.recvs)]
     return TensorShare(share.have, share.want, sends, recvs, None)
 
 
@@ -65,29 +65,26 @@ def _unpacks(shares: Sequence[TensorShare]) -> tuple[list[Unpack], list[int]]:
 def _packings(
     tensors: Sequence[tuple[Box, Sequence[Sequence[Box]]]], make: Callable[..., PackT]
 ) -> tuple[list[PackT], list[int]]:
-    """Return packings of a buffer in which the boxes of one rank are consecutive, and their length
-    for each rank.
+    """Return packings of a buffer with each rank's boxes in a row, and their length by rank.
 
     Args:
         tensors: the rank's own box of each tensor, and by group index the boxes to pack.
     """
     by_peer = [[boxes[p] for _, boxes in tensors] for p in range(len(tensors[0][1]))]
     splits = [sum(map(_numel, boxes)) for boxes in by_peer]
-    starts = iter(
-        accumulate(
-            (box_size(box) for peer in by_peer for boxes in peer for box in boxes), initial=0
-        )
-    )
-    found: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
+    in_order = chain.from_iterable(chain.from_iterable(by_peer))
+    starts = iter(accumulate(map(box_size, in_order), initial=0))
+    packings: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
     for peer in by_peer:
-        for (boxes, offsets), mine, (local, _) in zip(found, peer, tensors, strict=True):
-            for box in mine:
+        for (boxes, offsets), peer_boxes, (local, _) in zip(packings, peer, tensors, strict=True):
+            for box in peer_boxes:
                 boxes.append(shift(box, box_origin(local)))
                 offsets.append(next(starts))
     if len(tensors) == 1:  # one after the other, which is the default
-        return [make(box_shape(tensors[0][0]), found[0][0])], splits
+        return [make(box_shape(tensors[0][0]), packings[0][0])], splits
     return [
-        make(box_shape(local), *packing) for (local, _), packing in zip(tensors, found, strict=True)
+        make(box_shape(local), *packing)
+        for (local, _), packing in zip(tensors, packings, strict=True)
     ], splits
 
 
@@ -108,7 +105,7 @@ class AllToAllV(Collective):
         self.unpacks, self.out_splits = _unpacks(shares)
         self.shapes, self.total = [box_shape(share.want) for share in shares], sum(self.out_splits)
         self.receives_in_place = (
-            len(shares) == 1 and shares[0].kept is None and self.unpacks[0].zero_copy
+            len(shares) == 1 and shares[0].keep is None and self.unpacks[0].zero_copy
         )
 
     def start(
@@ -148,8 +145,7 @@ def _through_buffers(me: int, share: TensorShare) -> TensorShare | None:
 
 
 class AllToAllReduce(Collective):
-    """all_to_all_reduce: every rank receives all contributions to its boxes and combines them in
-    group order.
+    """all_to_all_reduce: a rank receives all contributions, and combines them in group order.
 
     Sums and products of 16-bit floats are accumulated in fp32 and rounded once. A rank's own
     contribution is among `sends` and `recvs` at its own index, see `sent_to_self`.
@@ -167,8 +163,8 @@ class AllToAllReduce(Collective):
         self.packs, self.in_splits = _packs(shares)
         stacks, self.out_splits = _stacks(shares)
         self.combines = [
-            compile_combine(box_shape(share.want), found, kind)
-            for share, found in zip(shares, stacks, strict=True)
+            compile_combine(box_shape(share.want), starts, kind)
+            for share, starts in zip(shares, stacks, strict=True)
         ]
         self.total = sum(self.out_splits)
 
@@ -194,16 +190,16 @@ def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], 
     """Return for each tensor, box of its result -> where its contributions start in the buffer, in
     group order; and the splits.
     """
-    found: list[dict[Box, list[int]]] = [{} for _ in shares]
+    per_tensor: list[dict[Box, list[int]]] = [{} for _ in shares]
     start, splits = 0, []
     for peer in range(len(shares[0].recvs)):
         begin = start
-        for stacks, share in zip(found, shares, strict=True):
+        for stacks, share in zip(per_tensor, shares, strict=True):
             for box in share.recvs[peer]:
                 stacks.setdefault(shift(box, box_origin(share.want)), []).append(start)
                 start += box_size(box)
         splits.append(start - begin)
-    return found, splits
+    return per_tensor, splits
 
 
 class CollectivePermute(Collective):
@@ -232,9 +228,8 @@ class CollectivePermute(Collective):
 
 # -- several collectives for one result ------------------------------------------------------------
 
-FillResult = Callable[
-    [Tensor, Tensor, CommTag | None], None
-]  # (this rank's tensor, the result, tag): writes a part of the result
+# (this rank's tensor, the result, tag): writes a part of the result
+FillResult = Callable[[Tensor, Tensor, CommTag | None], None]
 
 
 class CollectiveSequence(Collective):
@@ -265,11 +260,11 @@ class CollectiveSequence(Collective):
 
 def keep_local(share: TensorShare) -> FillResult:
     """Return a function that copies the elements that the rank already holds into the result."""
-    if share.kept is None:
+    if share.keep is None:
         return lambda x, out, tag: None
     before, after = (
-        slices(share.kept, box_origin(share.have)),
-        slices(share.kept, box_origin(share.want)),
+        slices(share.keep, box_origin(share.have)),
+        slices(share.keep, box_origin(share.want)),
     )
     return lambda x, out, tag: out.__setitem__(after, x[before])
 
@@ -280,7 +275,8 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
     """
     fill = _pack_from_both(share)
     (unpack,), out_splits = _unpacks([share])
-    in_splits, total = [_numel(boxes) for boxes in share.sends], sum(out_splits)
+    in_splits = [_numel(boxes) for boxes in share.sends]
+    total = sum(out_splits)
 
     def run(x: Tensor, out: Tensor, tag: CommTag | None) -> None:
         sent, received = out.new_empty(sum(in_splits)), out.new_empty(total)
@@ -292,9 +288,7 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
 
 
 def _pack_from_both(share: TensorShare) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return a function that packs boxes of this rank's tensor and boxes of the result into one
-    send buffer.
-    """
+    """Return a function that packs boxes of the tensor and of the result into one send buffer."""
     held: tuple[list[Box], list[int]] = ([], [])
     received: tuple[list[Box], list[int]] = ([], [])
     start = 0

@@ -75,8 +75,7 @@ def start_redistribute(
     outs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
-    """Launch a redistribution of one or more tensors. Return a function that waits for it and
-    returns the results.
+    """Launch a redistribution of tensors; return a function that waits for the results.
 
     Args:
         tensors: a list of this rank's parts, which is emptied.
@@ -110,10 +109,12 @@ def start_redistribute(
         for i in nonlinear
     }
     rest = [i for i in range(len(tensors)) if i not in results]
-    given = [tensors[i] for i in rest]
+    linear_tensors = [tensors[i] for i in rest]
     tensors.clear()
     wait = (
-        start_linear(given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options)
+        start_linear(
+            linear_tensors, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
+        )
         if rest
         else list
     )

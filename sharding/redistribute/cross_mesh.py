@@ -118,7 +118,8 @@ class CrossMeshExchange:
         self.source, self.target = plan.source, plan.target
         world, _ = (device_mesh(layout).world for layout in (plan.src, plan.dst))
         share = _share(plan, world.rank)
-        self._have, self._shape = box_shape(share.have), self.target.local_shape
+        self._have = box_shape(share.have)
+        self._shape = self.target.local_shape
         takes_part = plan.transfers and world.rank in plan.ranks
         self._exchange = (
             AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).start
@@ -147,7 +148,7 @@ def _share(plan: CrossMeshPlan, rank: int) -> TensorShare:
 
 def _keep_local(share: TensorShare) -> Any:
     """Return a function that takes a rank's part from its local tensor, without communication."""
-    if share.kept is None:
+    if share.keep is None:
         return lambda local: local.new_empty(box_shape(share.want))
-    index = slices(share.kept, box_origin(share.have))
+    index = slices(share.keep, box_origin(share.have))
     return lambda local: local[index]

@@ -89,9 +89,8 @@ class _Stage:
             steps = [segments[i][-1] for i in members]
             scales = {_exact_scale(local[i]) for i in members}
             scale = scales.pop() if len(scales) == 1 and can_scale(steps[0]) else None
-            if (
-                scale is not None
-            ):  # the division of an average is done while packing, with the same bits
+            # the division of an average is done while packing, with the same bits
+            if scale is not None:
                 for i in members:
                     local[i] = local[i][:-1]
             collective = compile_collective(steps, scale)
@@ -110,9 +109,7 @@ class _Stage:
 
 
 def _exact_scale(steps: Sequence[Step]) -> float | None:
-    """Return the factor by which the last of these steps multiplies, if it divides by a power of
-    two.
-    """
+    """Return the factor of the last of these steps, if it divides by a power of two."""
     if not steps or steps[-1].op != "scale":
         return None
     count = steps[-1].group_size
@@ -120,8 +117,7 @@ def _exact_scale(steps: Sequence[Step]) -> float | None:
 
 
 class Executor:
-    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only
-    handle data.
+    """Plans compiled for this rank: boxes, groups and packing are looked up once, not per call.
 
     The parts may have another dtype than the plans: local steps keep it, and the first collective
     casts as it packs. On a rank outside the mesh, parts are returned unchanged.
@@ -143,10 +139,10 @@ class Executor:
         depth = max(map(len, segments))
         self.stages = [
             _Stage(
-                [found[k] if k < len(found) else () for found in segments],
+                [plan_segments[k] if k < len(plan_segments) else () for plan_segments in segments],
                 [
-                    k == len(found) - 1 and not rest
-                    for found, rest in zip(segments, last, strict=True)
+                    k == len(plan_segments) - 1 and not rest
+                    for plan_segments, rest in zip(segments, last, strict=True)
                 ],
             )
             for k in range(depth)
@@ -155,9 +151,8 @@ class Executor:
         self._dtypes = [p.dst.dtype for p in plans]
         self._tag = CommTag(_name(plans))
         self._runs = self._sequential() if len(plans) == 1 else []
-        self._meta_result = (
-            plans[0].dst if meshes[0].device_type != "meta" else None
-        )  # the result for a part on "meta"
+        # the result for a part on "meta"
+        self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None
 
     @property
     def launches(self) -> int:
@@ -251,7 +246,7 @@ class Executor:
             is_new[i] = is_new[i] or stage.makes_new[i]
         launched: Launched = []
         for bucket in stage.buckets:
-            given = [parts[i] for i in bucket.members]
+            inputs = [parts[i] for i in bucket.members]
             for i in bucket.members:
                 parts[i] = None  # so that its memory can be freed as soon as it is packed
             donated = (donate or bucket.is_all_reduce) and all(is_new[i] for i in bucket.members)
@@ -259,29 +254,29 @@ class Executor:
                 [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
             )
             launched.append(
-                (bucket, bucket.collective.launch(given, donate=donated, outs=into, tag=tag))
+                (bucket, bucket.collective.launch(inputs, donate=donated, outs=into, tag=tag))
             )
         return launched
 
     def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:
-        found = []
+        results = []
         for i, (part, runs, dtype) in enumerate(zip(parts, self.after, self._dtypes, strict=True)):
             for run in runs:
                 part = run(part)
             if outs is not None and part is not outs[i]:
                 part = outs[i].copy_(part.view_as(outs[i]))
-            found.append(part if part.dtype is dtype else part.to(dtype))
-        return found
+            results.append(part if part.dtype is dtype else part.to(dtype))
+        return results
 
 
 def _segments(steps: Sequence[Step]) -> tuple[list[list[Step]], list[Step]]:
     """Return the steps up to and including each collective, and those after the last one."""
-    found: list[list[Step]] = [[]]
+    segments: list[list[Step]] = [[]]
     for step in steps:
-        found[-1].append(step)
+        segments[-1].append(step)
         if not step.is_local:
-            found.append([])
-    return found[:-1], found[-1]
+            segments.append([])
+    return segments[:-1], segments[-1]
 
 
 def _finish(launched: Launched, parts: list[Any], is_new: list[bool]) -> None:
@@ -315,9 +310,7 @@ def executor(
     accumulate_dtype: torch.dtype | None = None,
     transport: str | None = None,
 ) -> Executor:
-    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are
-    those of `plan`.
-    """
+    """Return the compiled plan, cached on the source layout. The options are those of `plan`."""
     plain = max_bytes is None and accumulate_dtype is None and transport is None
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     compiled = _executors.get(src, key)
@@ -330,12 +323,11 @@ def executor(
 
 
 def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
-    """Return the compiled plans of these (source, destination) layouts, cached on the first
-    source.
-    """
+    """Return the compiled plans of these pairs of layouts, cached on the first source."""
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
-    first, key = pairs[0][0], (tuple(pairs), *options.values())
+    first = pairs[0][0]
+    key = (tuple(pairs), *options.values())
     compiled = _executors.get(first, key)
     if compiled is None:
         compiled = Executor([plan(src, dst, **options) for src, dst in pairs])

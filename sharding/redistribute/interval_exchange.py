@@ -56,11 +56,11 @@ class IntervalExchange:
         dst: the layout of the operator's result, on the same mesh; it determines which ranks want
             the same.
         dim: the dim of `src` that the intervals are of. The other dims of a part do not change.
-        wanted: `(start, stop)` of a rank's part of the result along its dim `dst_dim` -> the
+        intervals_of: `(start, stop)` of a rank's part of the result along its dim `dst_dim` -> the
             intervals of `dim` that the rank needs, in order. A function of these numbers alone, so
             that all ranks agree.
         dst_dim: the dim of `dst` that determines the intervals; by default `dim`. None if the
-            result has no such dim: `wanted` is then called with (0, 0).
+            result has no such dim: `intervals_of` is then called with (0, 0).
 
     Raises:
         ValueError: an axis that splits the dim in `dst` splits another dim in `src`.
@@ -70,9 +70,15 @@ class IntervalExchange:
     """
 
     def __init__(
-        self, src: Layout, dst: Layout, dim: int, wanted: Wanted, dst_dim: int | None = -1
+        self,
+        src: Layout,
+        dst: Layout,
+        dim: int,
+        intervals_of: Wanted,
+        dst_dim: int | None = -1,
     ) -> None:
-        self.src, self.dst, self.dim, self.wanted = src, dst, dim, wanted
+        self.src, self.dst, self.dim = src, dst, dim
+        self.intervals_of = intervals_of
         self.dst_dim = dim if dst_dim == -1 else dst_dim
         self._batched: dict[int, IntervalExchange] = {}
         mesh: Any = src.mesh
@@ -90,7 +96,8 @@ class IntervalExchange:
     def __call__(self, local: Tensor) -> Tensor:
         if not self.moves:
             parts = [
-                local.narrow(self.dim, p.start - self._start, p.stop - p.start) for p in self._mine
+                local.narrow(self.dim, p.start - self._start, p.stop - p.start)
+                for p in self._own_sources
             ]
             return (
                 parts[0]
@@ -107,16 +114,16 @@ class IntervalExchange:
 
     def batched(self, count: int) -> IntervalExchange:
         """Return the same exchange for parts with a batch dim of this length at the end."""
-        found = self._batched.get(count)
-        if found is None:
+        exchange = self._batched.get(count)
+        if exchange is None:
             layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
-            found = keep(
+            exchange = keep(
                 self._batched,
                 count,
-                IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim),
+                IntervalExchange(*layouts, self.dim, self.intervals_of, self.dst_dim),
                 HEAVY_LIMIT,
             )
-        return found
+        return exchange
 
     # -- which rank sends what to which ------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class IntervalExchange:
         return [mesh.coordinate_of(rank) for rank in ranks]
 
     @cached_property
-    def _held(self) -> list[Interval]:
+    def _held_intervals(self) -> list[Interval]:
         return [self.src.box_at(c)[self.dim] for c in self._peers]
 
     @cached_property
@@ -138,7 +145,7 @@ class IntervalExchange:
 
     @cached_property
     def _start(self) -> int:
-        return self._held[self._me][0]
+        return self._held_intervals[self._me][0]
 
     @cached_property
     def _sources(self) -> list[list[SourceInterval]]:
@@ -148,21 +155,19 @@ class IntervalExchange:
     def _sources_of(self, number: int) -> list[SourceInterval]:
         box = self.dst.box_at(self._peers[number])
         interval = (0, 0) if self.dst_dim is None else box[self.dst_dim]
-        found: list[SourceInterval] = []
+        sources: list[SourceInterval] = []
         offset = 0
-        for start, stop in self.wanted(*interval):
+        for start, stop in self.intervals_of(*interval):
             while start < stop:
                 owner = self._owner(start, number)
-                end = min(stop, self._held[owner][1])
-                found.append(SourceInterval(owner, start, end, offset))
+                end = min(stop, self._held_intervals[owner][1])
+                sources.append(SourceInterval(owner, start, end, offset))
                 start, offset = end, offset + end - start
-        return found
+        return sources
 
     def _owner(self, index: int, wanter: int) -> int:
-        """Return the rank that sends an element: the wanting rank itself if it holds it, else the
-        first that does.
-        """
-        start, stop = self._held[wanter]
+        """Return the rank that sends an element: the receiver itself, or the first holder."""
+        start, stop = self._held_intervals[wanter]
         if start <= index < stop:
             return wanter
         starts, owners = self._first_owners
@@ -172,7 +177,7 @@ class IntervalExchange:
     def _first_owners(self) -> tuple[list[int], list[int]]:
         """Where each part of the dim starts, and the first rank that holds it."""
         first: dict[int, int] = {}
-        for owner, (start, stop) in enumerate(self._held):
+        for owner, (start, stop) in enumerate(self._held_intervals):
             if start < stop:
                 first.setdefault(start, owner)
         return sorted(first), [first[start] for start in sorted(first)]
@@ -183,7 +188,7 @@ class IntervalExchange:
         return any(p.owner != number for number, pieces in enumerate(self._sources) for p in pieces)
 
     @cached_property
-    def _mine(self) -> list[SourceInterval]:
+    def _own_sources(self) -> list[SourceInterval]:
         return self._sources[self._me]
 
     # -- moving ------------------------------------------------------------------------------------
@@ -195,18 +200,19 @@ class IntervalExchange:
         """The boxes of the part that are sent, elements for each rank, boxes of the result that are
         received, elements from each, shape.
         """
-        shape, count = self.src.local_shape, len(self._peers)
+        shape = self.src.local_shape
+        count = len(self._peers)
         outgoing = [
             [(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me]
             for ps in self._sources
         ]
         incoming = [
-            [(p.offset, p.offset + p.stop - p.start) for p in self._mine if p.owner == i]
+            [(p.offset, p.offset + p.stop - p.start) for p in self._own_sources if p.owner == i]
             for i in range(count)
         ]
         sends, in_splits = self._boxes(outgoing, shape)
         recvs, out_splits = self._boxes(incoming, shape)
-        length = sum(p.stop - p.start for p in self._mine)
+        length = sum(p.stop - p.start for p in self._own_sources)
         return (
             sends,
             in_splits,
@@ -240,9 +246,7 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """Apply the transpose of `forward`: send every element back to the rank that holds it, and
-        sum there.
-        """
+        """Apply `forward`'s transpose: send every element back to its holder, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(
@@ -286,5 +290,6 @@ class _ExchangeNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad, op = with_memory(grads[0]), ctx.op.transpose
+        grad = with_memory(grads[0])
+        op = ctx.op.transpose
         return under_transforms(grad, op) if transforming() else _ExchangeNode.apply(grad, op), None

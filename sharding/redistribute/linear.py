@@ -68,16 +68,15 @@ def start_linear(
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
-    given = list(tensors)
+    inputs = list(tensors)
     tensors.clear()
-    ready = executor_of_many(pairs, **options).start([x.detach() for x in given])
+    ready = executor_of_many(pairs, **options).start([x.detach() for x in inputs])
 
-    def wait() -> list[
-        Tensor
-    ]:  # one node for all: those that did not require grad before do not after
-        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
+    # one node for all: those that did not require grad before do not after
+    def wait() -> list[Tensor]:
+        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, inputs)
         return [
-            out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)
+            out if x.requires_grad else out.detach() for x, out in zip(inputs, results, strict=True)
         ]
 
     return wait
@@ -155,9 +154,7 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
 
 
 def _whole(part: Tensor, origin: Tensor) -> Tensor:
-    """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep
-    alive.
-    """
+    """Return the part; a copy if it is a view of its origin, whose memory it would keep alive."""
     is_piece = (
         part.numel() < origin.numel()
         and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
@@ -174,8 +171,7 @@ def apply_node(
     ready: Callable[[], list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node. `ready` gives the results if the redistribution was
-    launched already.
+    """Redistribute in one autograd node; `ready` gives results that were launched already.
 
     Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
     between the duals.
@@ -184,8 +180,7 @@ def apply_node(
 
 
 class _Redistribute(torch.autograd.Function):
-    """Linear redistributions of one or more tensors; backward redistributes between the duals, in
-    buckets.
+    """Linear redistributions of tensors; backward redistributes between the duals, in buckets.
 
     A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor
     is one value, and so is its gradient. The gradient of that is laid out as the value again, so
@@ -201,7 +196,9 @@ class _Redistribute(torch.autograd.Function):
         *locals_: Tensor,
     ) -> tuple[Tensor, ...]:
         src, dst, _, dst_grad = ends[0]
-        ctx.ends, ctx.dtypes, ctx.backward_dtype = ends, [x.dtype for x in locals_], backward_dtype
+        ctx.ends = ends
+        ctx.dtypes = [x.dtype for x in locals_]
+        ctx.backward_dtype = backward_dtype
         ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.lineage = src.mesh.world.comm_context.lineage  # type: ignore[attr-defined]
         if len(locals_) == 1:
@@ -217,16 +214,19 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [
+        indexed_grads = [
             (i, grad)
             for i, grad in enumerate(grads)
             if grad is not None and ctx.needs_input_grad[i + 3]
         ]
-        found: list[Tensor | None] = [None] * len(grads)
-        moves = [_backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype) for i, grad in given]
+        input_grads: list[Tensor | None] = [None] * len(grads)
+        moves = [
+            _backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype)
+            for i, grad in indexed_grads
+        ]
         world = ctx.ends[0][0].mesh.world
-        if len(given) == 1:
-            (_, grad), (src, dst, src_grad, dst_grad) = given[0], moves[0]
+        if len(indexed_grads) == 1:
+            (_, grad), (src, dst, src_grad, dst_grad) = indexed_grads[0], moves[0]
             if (
                 ctx.path is not None
                 and src.replicated_axes == ctx.ends[0][1].replicated_axes
@@ -235,16 +235,17 @@ class _Redistribute(torch.autograd.Function):
                 check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
             with backward_comm_context(world, ctx.lineage):
                 moved = [redistribute_grad(with_memory(grad), src, dst, src_grad, dst_grad)]
-        elif given:
+        elif indexed_grads:
             with backward_comm_context(world, ctx.lineage):
                 moved = redistribute_grads(
-                    [with_memory(grad) for _, grad in given], [(src, dst) for src, dst, *_ in moves]
+                    [with_memory(grad) for _, grad in indexed_grads],
+                    [(src, dst) for src, dst, *_ in moves],
                 )
         else:
             moved = []
-        for (i, _), grad in zip(given, moved, strict=True):
-            found[i] = cast(grad, ctx.dtypes[i])
-        return None, None, None, *found
+        for (i, _), grad in zip(indexed_grads, moved, strict=True):
+            input_grads[i] = cast(grad, ctx.dtypes[i])
+        return None, None, None, *input_grads
 
 
 def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
@@ -258,9 +259,7 @@ def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
 def _gradient_end(
     layout: Layout, grad_layout: Layout | None, dtype: torch.dtype
 ) -> tuple[Layout, Layout | None]:
-    """Return the layout of the gradient of an end, and that of the gradient of the gradient if it
-    is not the dual.
-    """
+    """Return the layouts of an end's gradient, and of that one's gradient if not the dual."""
     if grad_layout is None:
         return layout.dual.replace(dtype=dtype), None
     return grad_layout.replace(dtype=dtype), layout.replace(dtype=dtype)

@@ -40,9 +40,9 @@ def redistribute_nonlinear(
     local = cast(local, src.dtype)
     for reduce_kind in (_reduce_average, _reduce_extreme, _reduce_product):
         local, src = reduce_kind(local, src, dst)
-    kept = {a: k for a, k in src.spec.unreduced if dst.pending.get(a) == k}
+    unchanged = {a: k for a, k in src.spec.unreduced if dst.pending.get(a) == k}
     sums = {a: k for a, k in dst.spec.unreduced if k == "sum"}
-    middle = dst.replace(dst.spec.with_unreduced({**kept, **sums}))
+    middle = dst.replace(dst.spec.with_unreduced({**unchanged, **sums}))
     if transforming():
         local = (
             cast(local, middle.dtype)
@@ -91,32 +91,31 @@ class _Extreme(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, src: Layout, reduced: Layout) -> Tensor:
         out = executor(src, reduced)(local)
         ctx.src, ctx.reduced = src, reduced
-        mine = (local == out) | (local.isnan() & out.isnan())
-        ctx.save_for_backward(mine)
+        is_extreme = (local == out) | (local.isnan() & out.isnan())
+        ctx.save_for_backward(is_extreme)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (mine,) = ctx.saved_tensors
-        axes, dual = _leaving(ctx.src, ctx.reduced, "max", "min"), ctx.reduced.dual
-        holders = _count_holders(mine, ctx.src, axes)
+        (is_extreme,) = ctx.saved_tensors
+        axes = _leaving(ctx.src, ctx.reduced, "max", "min")
+        dual = ctx.reduced.dual
+        holders = _count_holders(is_extreme, ctx.src, axes)
         grad = redistribute_grad(grads[0], dual, _with_kind(dual, axes, None))
-        return torch.where(mine, grad / holders, torch.zeros_like(grad)), None, None
+        return torch.where(is_extreme, grad / holders, torch.zeros_like(grad)), None, None
 
 
-def _count_holders(mine: Tensor, src: Layout, axes: tuple[str, ...]) -> Tensor:
-    """Return how many ranks along the axes hold the extreme of each element. Communication: one
-    all_reduce.
-    """
+def _count_holders(is_extreme: Tensor, src: Layout, axes: tuple[str, ...]) -> Tensor:
+    """Return how many ranks hold the extreme of each element. Communication: an all_reduce."""
     counted = _with_kind(src.grad, axes, None)
-    return redistribute_linear(mine.to(src.dtype), _with_kind(counted, axes, "sum"), counted)
+    return redistribute_linear(is_extreme.to(src.dtype), _with_kind(counted, axes, "sum"), counted)
 
 
-def _shares(mine: Tensor, src: Layout, reduced: Layout) -> Tensor:
-    """Return how much of the extreme's gradient each element of this part gets: 1 / number of
-    holders, or 0.
-    """
-    return mine.to(src.dtype) / _count_holders(mine, src, _leaving(src, reduced, "max", "min"))
+def _shares(is_extreme: Tensor, src: Layout, reduced: Layout) -> Tensor:
+    """Return each element's share of the extreme's gradient: 1 / number of holders, or 0."""
+    return is_extreme.to(src.dtype) / _count_holders(
+        is_extreme, src, _leaving(src, reduced, "max", "min")
+    )
 
 
 class _ExtremeTransformed(torch.autograd.Function):
@@ -129,9 +128,9 @@ class _ExtremeTransformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         local, ctx.src, ctx.reduced = inputs
-        mine = (local == output) | (local.isnan() & output.isnan())
-        ctx.save_for_backward(mine)
-        ctx.save_for_forward(mine)
+        is_extreme = (local == output) | (local.isnan() & output.isnan())
+        ctx.save_for_backward(is_extreme)
+        ctx.save_for_forward(is_extreme)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,13 +156,12 @@ class _ExtremeTransformed(torch.autograd.Function):
 
 
 def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:
-    """Gather the factors along a new leading dim and multiply: the gradients are exact even if a
-    factor is zero.
-    """
+    """Gather the factors and multiply: gradients are exact even if a factor is zero."""
     axes = _leaving(src, dst, "product")
     if not axes:
         return local, src
-    reduced, count = _with_kind(src, axes, None), src.mesh.size(axes)
+    reduced = _with_kind(src, axes, None)
+    count = src.mesh.size(axes)
     shape, cuts = (count, *src.shape), reduced.spec.cuts
     factors = [Cut((axis,)) for axis in axes]
     stacked = Layout.of(src.mesh, P.of_cuts([factors, *cuts], reduced.pending), shape, src.dtype)

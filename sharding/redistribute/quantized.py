@@ -69,9 +69,9 @@ class Quantized(Collective):
         del floats
         received = sent.new_empty(self.bytes_received)
         work = self.send(received, sent, async_op, tag)
-        return results(work, partial(self._combined, received, outs))
+        return results(work, partial(self._combine, received, outs))
 
-    def _combined(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
+    def _combine(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
         outs = (
             [received.new_empty(c.shape, dtype=self.dtype) for c in self.combines]
             if outs is None
@@ -111,8 +111,7 @@ class QuantizedAllGather(Quantized):
 
 
 class QuantizedAllToAll(Quantized):
-    """`AllToAllV` and `AllToAllReduce` of quantized boxes; several records for one box are added
-    up.
+    """`AllToAllV` and `AllToAllReduce` of quantized boxes; records for one box are added up.
 
     A rank's own boxes are among `sends` and `recvs` at its own index, see `sent_to_self`.
     """
@@ -125,10 +124,12 @@ class QuantizedAllToAll(Quantized):
         recvs, self.out_splits = _records(shares, lambda share: share.recvs)
         self.bytes_sent, self.bytes_received = sum(self.in_splits), sum(self.out_splits)
         self.quantizes = [
-            _quantize(share, found, transport) for share, found in zip(shares, sends, strict=True)
+            _quantize(share, records, transport)
+            for share, records in zip(shares, sends, strict=True)
         ]
         self.combines = [
-            _dequantize(share, found, transport) for share, found in zip(shares, recvs, strict=True)
+            _dequantize(share, records, transport)
+            for share, records in zip(shares, recvs, strict=True)
         ]
 
     def send(
@@ -145,21 +146,20 @@ _Record = tuple[Box, int]
 def _records(
     shares: Sequence[TensorShare], peers: Callable[[TensorShare], Sequence[Sequence[Box]]]
 ) -> tuple[list[list[_Record]], list[int]]:
-    """Return for each tensor its boxes and where their records begin in the buffer, and the bytes
-    of each rank.
+    """Return by tensor its boxes and where their records begin, and the bytes of each rank.
 
     In the buffer the records of one rank are consecutive.
     """
-    found: list[list[_Record]] = [[] for _ in shares]
+    per_tensor: list[list[_Record]] = [[] for _ in shares]
     start, splits = 0, []
     for peer in range(len(peers(shares[0]))):
         begin = start
-        for records, share in zip(found, shares, strict=True):
+        for records, share in zip(per_tensor, shares, strict=True):
             for box in peers(share)[peer]:
                 records.append((box, start))
                 start += record_bytes(box_size(box))
         splits.append(start - begin)
-    return found, splits
+    return per_tensor, splits
 
 
 def _quantize(share: TensorShare, records: Sequence[_Record], transport: str) -> Quantize:

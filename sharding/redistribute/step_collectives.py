@@ -86,7 +86,8 @@ def _compile_pad(
     if step.kind not in _NEUTRAL:
         return lambda local: local  # pending max, min and avg mean that every rank holds a value
     src, dst = step.src, step.dst
-    shape, box = box_shape(after), slices(before, box_origin(after))
+    shape = box_shape(after)
+    box = slices(before, box_origin(after))
     new = [a for a, kind in dst.spec.unreduced if src.pending.get(a) != kind and kind in _NEUTRAL]
     keeps = all(coordinate[mesh.axis_index(a)] == 0 for a in new if a not in src.dim_of)
     neutral = _NEUTRAL[step.kind]
@@ -112,15 +113,14 @@ def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Col
     if steps[0].rounds > 1 or steps[0].op == "hierarchical_all_to_all_v":
         return _sequence(steps)
     if steps[0].transport is not None:
-        return _quantized(steps, steps[0].transport)
+        return _quantized_collective(steps, steps[0].transport)
     if (
         steps[0].symmetric is not None
         and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES
     ):
         return _symmetric(steps, steps[0].symmetric)
-    is_permute = (
-        steps[0].op == "permute" and len(steps) == 1
-    )  # one in a bucket with others is an all_to_all_v
+    # one in a bucket with others is an all_to_all_v
+    is_permute = steps[0].op == "permute" and len(steps) == 1
     make: Callable[..., Collective] = _permute if is_permute else _COLLECTIVES[steps[0].op]
     return make(steps) if scale is None else make(steps, scale)
 
@@ -198,7 +198,7 @@ _COLLECTIVES: dict[str, Callable[..., Collective]] = {
 }
 
 
-def _quantized(steps: Sequence[Step], transport: str) -> Collective:
+def _quantized_collective(steps: Sequence[Step], transport: str) -> Collective:
     group = _group(steps[0])
     if steps[0].op == "all_gather":
         return QuantizedAllGather(
@@ -216,17 +216,24 @@ def _quantized(steps: Sequence[Step], transport: str) -> Collective:
 
 
 def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
-    group, device, first = _group(steps[0]), device_mesh(steps[0].src).device, steps[0]
+    group = _group(steps[0])
+    device = device_mesh(steps[0].src).device
+    first = steps[0]
     if first.op == "all_reduce":
         return SymmetricAllReduce(
             group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps]
         )
     return SymmetricPull(
-        group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps]
+        group,
+        device,
+        first.op,
+        first.kind,
+        _dtype(steps),
+        [_staged_tensor(step, group) for step in steps],
     )
 
 
-def _staged(step: Step, group: Group) -> StagedTensor:
+def _staged_tensor(step: Step, group: Group) -> StagedTensor:
     """Return the boxes that every rank of the group stages, and those that this one reads."""
     have, want, peers = step.src.box, step.dst.box, _peers(step)
     if step.op == "all_gather":
@@ -243,12 +250,8 @@ def _staged(step: Step, group: Group) -> StagedTensor:
         )
     shares = [sent_to_self(_shares(step, c)[0], i) for i, c in enumerate(peers)]
     staged = [list(dict.fromkeys(chain.from_iterable(share.sends))) for share in shares]
-    sent = sum(
-        box_size(box)
-        for i, boxes in enumerate(shares[group.rank].sends)
-        if i != group.rank
-        for box in boxes
-    )
+    peer_boxes = [boxes for i, boxes in enumerate(shares[group.rank].sends) if i != group.rank]
+    sent = sum(map(box_size, chain.from_iterable(peer_boxes)))
     return StagedTensor(have, want, staged, shares[group.rank].recvs, sent)
 
 
@@ -262,15 +265,16 @@ def _dtype(steps: Sequence[Step]) -> torch.dtype:
 
 def _peers(step: Step) -> list[Coordinate]:
     """Return the coordinates of the group's ranks, in group order (ascending global rank)."""
-    found = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
-    return [c for c in found if c is not None]
+    coordinates = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
+    return [c for c in coordinates if c is not None]
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
     """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in
     each all_to_all of the step.
     """
-    mesh, group = device_mesh(step.src), _group(step)
+    mesh = device_mesh(step.src)
+    group = _group(step)
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)
     return [
@@ -288,10 +292,10 @@ def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShar
 def _by_peer(peers: RankBoxes, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
     """Return the boxes by the other rank's index in the group."""
     index = {rank: i for i, rank in enumerate(group.ranks)}
-    found: list[list[Box]] = [[] for _ in group.ranks]
+    by_index: list[list[Box]] = [[] for _ in group.ranks]
     for coordinate, box in peers:
-        found[index[int(mesh.ranks[coordinate])]].append(box)
-    return found
+        by_index[index[int(mesh.ranks[coordinate])]].append(box)
+    return by_index
 
 
 # -- several collectives for one step --------------------------------------------------------------
@@ -305,13 +309,13 @@ def _sequence(steps: Sequence[Step]) -> Collective:
         whole = sent_to_self(first, group.rank)
         rounds = [_round(whole, i, step.rounds) for i in range(step.rounds)]
         if step.transport is not None:
-            made: list[Collective] = [
+            collectives: list[Collective] = [
                 QuantizedAllToAll(group, dtype, step.transport, [share]) for share in rounds
             ]
         else:
-            made = [AllToAllReduce(group, step.kind, dtype, [share]) for share in rounds]
+            collectives = [AllToAllReduce(group, step.kind, dtype, [share]) for share in rounds]
         return CollectiveSequence(
-            dtype, box_shape(first.want), [_fill(collective) for collective in made]
+            dtype, box_shape(first.want), [_fill(collective) for collective in collectives]
         )
     fills: list[FillResult] = [keep_local(first)]
     fills += [
@@ -341,23 +345,23 @@ def _round(share: TensorShare, index: int, rounds: int) -> TensorShare:
 
 
 def _pieces(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
-    found = []
+    pieces = []
     for box in boxes:
         dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0], default=None)
         if dim is None:
-            found += [box] * (index == 0)
+            pieces += [box] * (index == 0)
             continue
         piece = (*box[:dim], chunk(*box[dim], rounds, index), *box[dim + 1 :])
-        found += [piece] * (box_size(piece) > 0)
-    return found
+        pieces += [piece] * (box_size(piece) > 0)
+    return pieces
 
 
 def _inside_node(step: Step, group: Group, share: TensorShare) -> tuple[Group, TensorShare]:
     """Return the ranks of the group in this rank's node, and the transfers between them."""
     mesh = device_mesh(step.src)
     nodes = (step.topology or mesh.topology).node_ids(mesh)
-    here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
-    sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
-    return mesh.world.group([group.ranks[i] for i in here]), TensorShare(
+    node_indices = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
+    sends, recvs = ([peers[i] for i in node_indices] for peers in (share.sends, share.recvs))
+    return mesh.world.group([group.ranks[i] for i in node_indices]), TensorShare(
         share.have, share.want, sends, recvs, None
     )

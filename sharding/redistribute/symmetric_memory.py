@@ -72,7 +72,10 @@ class SymmetricPull(Collective):
         dtype: torch.dtype,
         tensors: Sequence[StagedTensor],
     ) -> None:
-        self.group, self.device, self.op, self.dtype = group, device, _GROUP_OP.get(op, op), dtype
+        self.group = group
+        self.device = device
+        self.op = _GROUP_OP.get(op, op)
+        self.dtype = dtype
         starts = _starts(tensors)
         self.packs = [_pack(i, t, group.rank, starts[group.rank]) for i, t in enumerate(tensors)]
         self.pulls = [_pull(i, t, starts, kind) for i, t in enumerate(tensors)]
@@ -116,7 +119,7 @@ Starts = dict[tuple[int, Box], int]  # (index of the tensor, box) -> where it be
 
 def _starts(tensors: Sequence[StagedTensor]) -> list[Starts]:
     """Return, by group index, where each box of each tensor begins in the rank's staging area."""
-    found: list[Starts] = []
+    per_peer: list[Starts] = []
     for peer in range(len(tensors[0].staged)):
         starts: Starts = {}
         end = 0
@@ -124,8 +127,8 @@ def _starts(tensors: Sequence[StagedTensor]) -> list[Starts]:
             for box in t.staged[peer]:
                 starts[i, box] = end
                 end += box_size(box)
-        found.append(starts)
-    return found
+        per_peer.append(starts)
+    return per_peer
 
 
 def _pack(number: int, tensor: StagedTensor, rank: int, starts: Starts) -> Pack:
@@ -173,12 +176,13 @@ class SymmetricAllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        x, given = concatenated(tensors, self.dtype), tensors[0]
+        x = concatenated(tensors, self.dtype)
+        first = tensors[0]
         tensors.clear()
         if outs is not None and len(outs) == 1:
             total = outs[0]
         else:
-            total = x if donate or x.data_ptr() != given.data_ptr() else torch.empty_like(x)
+            total = x if donate or x.data_ptr() != first.data_ptr() else torch.empty_like(x)
         two_shots = takes_two_shots(x.nbytes, self.group.size, self.link)
         moved = (
             2 * (self.group.size - 1) * x.nbytes // self.group.size

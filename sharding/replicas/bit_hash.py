@@ -35,7 +35,7 @@ def bit_hash(x: Tensor) -> Tensor:
     bits = flat_of(x).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), _AT_A_TIME):
-        total += _mixed(bits[start : start + _AT_A_TIME], start // 8).sum()
+        total += _mixed_words(bits[start : start + _AT_A_TIME], start // 8).sum()
     return total
 
 
@@ -45,7 +45,7 @@ def flat_of(x: Tensor) -> Tensor:
     return dense.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _mixed(part: Tensor, start: int) -> Tensor:
+def _mixed_words(part: Tensor, start: int) -> Tensor:
     """Return the words of these bytes, mixed with their positions, which begin at `start`."""
     count = -(-part.numel() // 8)
     words = torch.arange(start, start + count, device=part.device).mul_(GOLDEN)

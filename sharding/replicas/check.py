@@ -60,7 +60,8 @@ class ReplicaCheck:
         self, model: Any, optimizer: Optimizer | None, every: int, mesh: DeviceMesh | None
     ) -> None:
         self.every, self.step, self.last_equal = every, 0, 0
-        self._trees, self._mesh = [model] if optimizer is None else [model, optimizer], mesh
+        self._trees = [model] if optimizer is None else [model, optimizer]
+        self._mesh = mesh
 
     def __call__(self) -> None:
         """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas
@@ -128,9 +129,9 @@ def _compare(prefix: str, trees: Sequence[Any], mesh: DeviceMesh | None) -> None
         return
     world = current_world()
     group = world.group(range(world.size)) if mesh is None else mesh.group()
-    found = replica_leaves(leaves, group.ranks)
-    compare(prefix, found, group)
-    for leaf in found:
+    replicas = replica_leaves(leaves, group.ranks)
+    compare(prefix, replicas, group)
+    for leaf in replicas:
         if not leaf.can_be_compared:
             raise TypeError(
                 f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor "

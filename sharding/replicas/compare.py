@@ -50,11 +50,9 @@ class ReplicaError(RuntimeError):
         index: Sequence[int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.path, self.ranks, self.index = (
-            path,
-            tuple(ranks),
-            None if index is None else tuple(index),
-        )
+        self.path = path
+        self.ranks = tuple(ranks)
+        self.index = None if index is None else tuple(index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.path, self.ranks, self.index)
@@ -101,7 +99,7 @@ def _fingerprints(leaves: Sequence[ReplicaLeaf]) -> list[bytes]:
         if isinstance(c.value, Tensor) and not c.value.is_meta
     }
     numbers = _to_numbers(hashes)
-    return [_digest((_described(leaf), numbers.get(i))) for i, leaf in enumerate(leaves)]
+    return [_digest((_describe_part(leaf), numbers.get(i))) for i, leaf in enumerate(leaves)]
 
 
 def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
@@ -110,17 +108,17 @@ def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
     for i, x in hashes.items():
         on_device[x.device].append(i)
     values = {
-        device: torch.stack([hashes[i] for i in found]).tolist()
-        for device, found in on_device.items()
+        device: torch.stack([hashes[i] for i in indices]).tolist()
+        for device, indices in on_device.items()
     }
     return {
         i: value
-        for device, found in on_device.items()
-        for i, value in zip(found, values[device], strict=True)
+        for device, indices in on_device.items()
+        for i, value in zip(indices, values[device], strict=True)
     }
 
 
-def _described(leaf: ReplicaLeaf) -> str:
+def _describe_part(leaf: ReplicaLeaf) -> str:
     """Return dtype and shape of this rank's part, or the text of a leaf that is not a tensor."""
     if isinstance(leaf.value, Tensor):
         return f"{dtype_name(leaf.value.dtype)}{list(leaf.value.shape)}"
@@ -130,24 +128,25 @@ def _described(leaf: ReplicaLeaf) -> str:
 def _by_holders(
     leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes]
 ) -> dict[bytes, tuple[int, bytes]]:
-    """Return for each set of ranks with which this one shares leaves its size, and a hash of all
-    these leaves.
-    """
+    """Return, for each set of ranks that shares leaves with this one, its size and their hash."""
     shared: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
     for leaf, hash_ in zip(leaves, hashes, strict=True):
         if leaf.holders:
             shared[leaf.holders].append(hash_)
-    return {_digest(holders): (len(holders), _digest(found)) for holders, found in shared.items()}
+    return {
+        _digest(holders): (len(holders), _digest(shared_hashes))
+        for holders, shared_hashes in shared.items()
+    }
 
 
 def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
     """Return whether all ranks of each set have an entry for it, with the same hash."""
-    found: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
+    by_holders: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
     for shared in everyone:
         for holders, entry in shared.items():
-            found[holders].append(entry)
+            by_holders[holders].append(entry)
     return all(
-        len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in found.values()
+        len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in by_holders.values()
     )
 
 
@@ -156,10 +155,10 @@ def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
 
 def _equal_ranks(values: Iterable[tuple[int, Any]]) -> EqualRanks:
     """Group ranks by their value, given as `(rank, value)` with ascending ranks."""
-    found: dict[Any, list[int]] = defaultdict(list)
+    by_value: dict[Any, list[int]] = defaultdict(list)
     for rank, value in values:
-        found[value].append(rank)
-    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
+        by_value[value].append(rank)
+    return sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def _is_tie(groups: EqualRanks) -> bool:
@@ -193,7 +192,7 @@ def _others(count: int) -> str:
     return "1 other leaf differs" if count == 1 else f"{count} other leaves differ"
 
 
-def _named(leaf: ReplicaLeaf) -> str:
+def _leaf_text(leaf: ReplicaLeaf) -> str:
     return f"{leaf.path or 'the tree'}, {leaf.kind},"
 
 
@@ -223,10 +222,10 @@ def _other_trees(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> Re
 
 def _kinds(leaves: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return name -> kind, or kinds if several leaves have the same name."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_path: dict[str, list[str]] = defaultdict(list)
     for path, kind in leaves:
-        found[path].append(kind)
-    return {path: " and ".join(kinds) for path, kinds in found.items()}
+        by_path[path].append(kind)
+    return {path: " and ".join(kinds) for path, kinds in by_path.items()}
 
 
 def _difference(
@@ -246,10 +245,8 @@ def _difference(
     if not differing:
         return _other_holders(prefix, leaves, group)
     first, *others = differing
-    leaf, outliers = (
-        leaves[first],
-        sorted(rank for groups in sets[first] for rank in _outliers(groups)),
-    )
+    leaf = leaves[first]
+    outliers = sorted(rank for groups in sets[first] for rank in _outliers(groups))
     where, index = _first_difference(leaf, (sets[first][0][0][0], sets[first][0][1][0]), group)
     also = (
         f" {_others(len(others))}, too: {_some([leaves[i].path for i in others], ', ')}."
@@ -257,21 +254,19 @@ def _difference(
         else ""
     )
     text = (
-        f"{_named(leaf)} is not the same on ranks that should hold the same of it: "
+        f"{_leaf_text(leaf)} is not the same on ranks that should hold the same of it: "
         f"{_some(list(map(_who, sets[first])), '; ')}"
     )
     return ReplicaError(f"{prefix}{text}. {where}.{also}", leaf.path, outliers, index)
 
 
 def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
-    rank first.
-    """
-    found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
+    """Return the sets of ranks that should hold the same leaf and do not, lowest rank first."""
+    by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in zip(ranks, row, strict=True):
         if holders:
-            found[holders].append((rank, hash_))
-    return [groups for groups in map(_equal_ranks, found.values()) if len(groups) > 1]
+            by_holders[holders].append((rank, hash_))
+    return [groups for groups in map(_equal_ranks, by_holders.values()) if len(groups) > 1]
 
 
 def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
@@ -281,20 +276,13 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     everyone = group.all_gather_object([leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
-        found = next(
-            (
-                (rank, other)
-                for rank in group.ranks
-                for other in holders[rank]
-                if holders[other] != holders[rank]
-            ),
-            None,
-        )
-        if found is not None:
-            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
+        pairs = [(rank, other) for rank in group.ranks for other in holders[rank]]
+        pair = next((p for p in pairs if holders[p[0]] != holders[p[1]]), None)
+        if pair is not None:
+            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
             return ReplicaError(
-                f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on "
-                "all ranks",
+                f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks "
+                "on all ranks",
                 leaf.path,
             )
     raise RuntimeError(
@@ -309,11 +297,11 @@ def _first_difference(
     leaf: ReplicaLeaf, pair: tuple[int, int], group: Group
 ) -> tuple[str, list[int] | None]:
     """Return where the values of two ranks differ, in words, and the index in the global tensor."""
-    one, other = _of_pair(_described(leaf), pair, group)
+    one, other = _of_pair(_describe_part(leaf), pair, group)
     if one != other or not isinstance(leaf.value, Tensor):
         return f"Rank {pair[0]} holds {one[:_LONGEST]} and rank {pair[1]} {other[:_LONGEST]}", None
     flat = flat_of(leaf.value)
-    low, high = _narrowed(flat, pair, group)
+    low, high = _narrow_interval(flat, pair, group)
     values = _elements(flat[low:high]) if group.world.rank in pair else []
     ones, others = _of_pair((values, list(leaf.value.shape), leaf.start), pair, group)
     at = next(i for i, (a, b) in enumerate(zip(ones[0], others[0], strict=True)) if a != b)
@@ -328,23 +316,23 @@ def _first_difference(
     )
 
 
-def _of_pair(mine: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
+def _of_pair(own: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
     """Return the objects of two of the ranks, on all ranks."""
-    everyone = group.all_gather_object(mine if group.world.rank in pair else None)
+    everyone = group.all_gather_object(own if group.world.rank in pair else None)
     return everyone[group.ranks.index(pair[0])], everyone[group.ranks.index(pair[1])]
 
 
-def _narrowed(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, int]:
+def _narrow_interval(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, int]:
     """Return an interval of at most `_PARTS` elements that has the first one that differs."""
     low, high = 0, _of_pair(flat.numel(), pair, group)[0]
     while high - low > _PARTS:
         step = -(-(high - low) // _PARTS)
-        mine = (
+        own_parts = (
             [flat[i : min(i + step, high)] for i in range(low, high, step)]
             if group.world.rank in pair
             else []
         )
-        one, other = _of_pair([int(bit_hash(part)) for part in mine], pair, group)
+        one, other = _of_pair([int(bit_hash(part)) for part in own_parts], pair, group)
         part = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         low, high = low + part * step, min(high, low + (part + 1) * step)
     return low, high

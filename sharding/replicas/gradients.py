@@ -194,18 +194,14 @@ def _of_elements(device: torch.device) -> Tensor:
 
 
 def _of_rows(first: int, count: int, device: torch.device) -> Tensor:
-    """Return the factors of rows: for each projection a random direction, so that every row counts
-    equally.
-    """
+    """Return the factors of rows: random directions, one a projection; all rows count equally."""
     uniform = _uniform((1 << 40) + first * PROJECTIONS * _TERMS, count, device) - 0.5
     directions = uniform.view(count, _TERMS, PROJECTIONS)
     return (directions / directions.norm(dim=1, keepdim=True)).view(count, -1)
 
 
 def _uniform(counter: int, count: int, device: torch.device) -> Tensor:
-    """Return [count, columns] numbers of [0, 1), the same on every rank and device: SplitMix64 of a
-    counter.
-    """
+    """Return [count, columns] numbers of [0, 1), the same everywhere: SplitMix64 of a counter."""
     columns = PROJECTIONS * _TERMS
     words = torch.arange(1, 1 + count * columns, device=device).add_(counter).mul_(GOLDEN)
     words ^= (words >> 30).bitwise_and_((1 << 34) - 1)

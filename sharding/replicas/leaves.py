@@ -51,24 +51,20 @@ def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) ->
     Leaves that are not tensors are first, since a setting that differs makes tensors differ.
     """
     holders_of = _HoldersOf(frozenset(ranks))
-    found = [_replica_leaf(path, leaf, ranks, holders_of) for path, leaf in leaves]
-    return sorted(found, key=lambda leaf: (isinstance(leaf.value, Tensor), leaf.path))
+    replicas = [_replica_leaf(path, leaf, ranks, holders_of) for path, leaf in leaves]
+    return sorted(replicas, key=lambda leaf: (isinstance(leaf.value, Tensor), leaf.path))
 
 
 def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
-    """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is
-    none.
-    """
+    """Return the mesh of a leaf whose ranks include those of all leaves; None if there is none."""
     meshes = {layout.mesh for _, leaf in leaves if (layout := _layout_of(leaf)) is not None}
     ranks = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
-    return next((mesh for mesh, found in ranks.items() if found == everyone), None)
+    return next((mesh for mesh, members in ranks.items() if members == everyone), None)
 
 
 def _layout_of(leaf: Any) -> Layout | None:
-    """Return the layout of a sharded tensor, whose class is of a higher layer; None for other
-    leaves.
-    """
+    """Return the layout of a sharded tensor, a class of a higher layer; None for other leaves."""
     return getattr(leaf, "_layout", None) if isinstance(leaf, Tensor) else None
 
 
@@ -79,15 +75,14 @@ class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
         self.ranks = ranks
 
     def __missing__(self, layout: Layout) -> tuple[int, ...]:
-        self[layout] = found = tuple(
+        self[layout] = holders = tuple(
             rank for rank in replica_ranks(layout.mesh, layout.spec) if rank in self.ranks
         )
-        return found
+        return holders
 
 
 def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
-    """Return the ranks of a mesh that hold the same values as this one, ascending; none outside the
-    mesh.
+    """Return the ranks of a mesh with the same values as this one, ascending; none outside it.
 
     Contributions to a pending value are not the same.
     """
@@ -146,14 +141,14 @@ def _leaves(path: str, tree: Any, names: dict[int, str]) -> Iterator[tuple[str, 
 
 
 def _module_leaves(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for found in (module.named_parameters(), module.named_buffers()):
-        for name, x in found:
+    for named_tensors in (module.named_parameters(), module.named_buffers()):
+        for name, x in named_tensors:
             yield f"{path}.{name}".removeprefix("."), x
 
 
 def _parameter_names(trees: Sequence[Any]) -> dict[int, str]:
-    found = [each for tree in trees for each in pytree.tree_flatten_with_path(tree)[0]]
-    modules = [(pytree.keystr(keys), leaf) for keys, leaf in found if isinstance(leaf, nn.Module)]
+    leaves = [each for tree in trees for each in pytree.tree_flatten_with_path(tree)[0]]
+    modules = [(pytree.keystr(keys), leaf) for keys, leaf in leaves if isinstance(leaf, nn.Module)]
     return {id(x): name for path, module in modules for name, x in _module_leaves(path, module)}
 
 
@@ -161,14 +156,14 @@ def _optimizer_leaves(
     path: str, optimizer: Optimizer, names: dict[int, str]
 ) -> Iterator[tuple[str, Any]]:
     for i, group in enumerate(optimizer.param_groups):
-        here = f"{path}.param_groups[{i}]".removeprefix(".")
+        prefix = f"{path}.param_groups[{i}]".removeprefix(".")
         for key, value in group.items():
             if key != "params":
-                yield from _leaves(f"{here}[{key!r}]", value, names)
+                yield from _leaves(f"{prefix}[{key!r}]", value, names)
         for j, parameter in enumerate(group["params"]):
             name = names.get(id(parameter))
             if name is None:  # its module is not in the trees
-                name = f"{here}['params'][{j}]"
+                name = f"{prefix}['params'][{j}]"
                 yield name, parameter
             for key, value in optimizer.state.get(parameter, {}).items():
                 yield from _leaves(f"{key} of {name}", value, names)

@@ -45,9 +45,9 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     Example:
         >>> y = sm.with_sharding_constraint(x, P("dp"))
     """
-    found = list(constrained_leaves(x, spec, "with_sharding_constraint"))
-    moving = [(i, leaf, where) for i, (leaf, where) in enumerate(found) if leaf is not None]
-    out = [leaf for leaf, _ in found]
+    leaves = list(constrained_leaves(x, spec, "with_sharding_constraint"))
+    moving = [(i, leaf, where) for i, (leaf, where) in enumerate(leaves) if leaf is not None]
+    out = [leaf for leaf, _ in leaves]
     if len(moving) == 1:
         laid = [redistribute(moving[0][1], moving[0][2])]
     else:
@@ -78,10 +78,13 @@ def constrained_leaves(x: Any, spec: Any, context: str) -> Iterator[tuple[Any, A
                 "on a mesh first, with device_put(t, mesh, P(...)) or "
                 "ShardedTensor.from_local(part, mesh, P(...))"
             )
-        yield leaf, where if leaf is None else leaf._layout.replace(_constrained(leaf, where)).spec
+        yield (
+            leaf,
+            where if leaf is None else leaf._layout.replace(_constrained_spec(leaf, where)).spec,
+        )
 
 
-def _constrained(x: ShardedTensor, where: Any) -> Any:
+def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
     """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except
     those that the spec names.
 
@@ -91,7 +94,7 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
     spec = where.spec if isinstance(where, Sharding) and where.mesh == x.mesh else where
     if not isinstance(spec, P) or UNCONSTRAINED not in spec.dims:
         return where
-    spec, named, here = spec.padded(x.ndim), spec.axes, x.spec
+    spec, named, current = spec.padded(x.ndim), spec.axes, x.spec
     cuts = list(spec.cuts)
     for dim, entry in enumerate(spec.dims):
         if entry is UNCONSTRAINED:
@@ -99,15 +102,14 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
                 [Cut((a,)) for a in cut.axes if a not in named]
                 if set(cut.axes) & set(named)
                 else [cut]
-                for cut in here.cuts[dim]
+                for cut in current.cuts[dim]
             ]
             cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
 def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its
-    place.
+    """Yield each leaf's (path, leaf, spec); a spec applies to everything below its place.
 
     Raises:
         TypeError: an invalid spec.
@@ -135,11 +137,9 @@ def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tupl
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the children of the root of the tree, each with its key as text, and the structure of
-    that level.
-    """
-    found, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return [(pytree.keystr(keys), child) for keys, child in found], shape
+    """Return the root's children, each with its key as text, and the structure of that level."""
+    entries, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return [(pytree.keystr(keys), child) for keys, child in entries], shape
 
 
 def _at(path: str) -> str:
@@ -147,5 +147,5 @@ def _at(path: str) -> str:
 
 
 def _with_keys(children: list[tuple[str, Any]], specs: list[tuple[str, Any]]) -> str:
-    there, given = [key for key, _ in children], [key for key, _ in specs]
-    return "" if there == given else f" ({', '.join(given)} for {', '.join(there)})"
+    tree_keys, spec_keys = [key for key, _ in children], [key for key, _ in specs]
+    return "" if tree_keys == spec_keys else f" ({', '.join(spec_keys)} for {', '.join(tree_keys)})"

@@ -111,7 +111,7 @@ def from_local(
         local_tensor = local_tensor.reshape(-1)[:0]  # part of the graph, as on other ranks
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
     if run_check and device_mesh.coordinate is not None:
-        local_tensor = _checked(local_tensor, layout)
+        local_tensor = _checked_part(local_tensor, layout)
     if local_tensor.shape != layout.local_shape:
         raise ValueError(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank "
@@ -127,9 +127,8 @@ def from_local(
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if (
-        grad_layout is layout.dual and not local_tensor.is_leaf
-    ):  # the gradient passes through unchanged
+    # the gradient passes through unchanged
+    if grad_layout is layout.dual and not local_tensor.is_leaf:
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
     return ShardedTensor._make_guarded(_FromLocal.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
@@ -170,7 +169,7 @@ def _of_gradient(layout: Layout) -> Layout:
     )
 
 
-def _checked(local: Tensor, layout: Layout) -> Tensor:
+def _checked_part(local: Tensor, layout: Layout) -> Tensor:
     """Compare the parts of all ranks with the layout; return this rank's part with the values of
     the first replica.
 
@@ -189,10 +188,10 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
             r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))]
             for r in group.ranks
         }
-        given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
+        parts_by_rank = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
         raise ValueError(
-            f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} "
-            f"requires {held}"
+            f"run_check: by rank the parts are {parts_by_rank}, and {layout.spec} of "
+            f"{list(layout.shape)} requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
@@ -214,9 +213,7 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays
-    there.
-    """
+    """Return the tensor on the mesh's device type, as torch does; one on "meta" stays there."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
         tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
     return (
@@ -271,11 +268,11 @@ def to_local(
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if (captures := current_captures()) is not None and captures.is_foreign(
-        x
-    ):  # a mapped function closes over x
+    # a mapped function closes over x
+    if (captures := current_captures()) is not None and captures.is_foreign(x):
         return captures.local(x)
-    layout, local = x._layout, known_local(x)
+    layout = x._layout
+    local = known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return (
             local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())

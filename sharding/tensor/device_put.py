@@ -62,16 +62,16 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     if is_placement(mesh):
         mesh, spec = mesh_and_spec(mesh, spec)
     if spec is None:
-        found: list[Any] = [
+        entries: list[Any] = [
             (pytree.keystr(keys), leaf, None) for keys, leaf in pytree.tree_flatten_with_path(x)[0]
         ]
     else:
-        found = [
+        entries = [
             (path.removeprefix(" at "), leaf, where)
             for path, leaf, where in matched(x, spec, "device_put")
         ]
     todo: list[Any] = []
-    for path, leaf, where in found:
+    for path, leaf, where in entries:
         todo.append(None if leaf is None else (as_tensor(leaf, path=f" at {path}"), where))
         if leaf is not None and not from_dtensor.is_dtensor(leaf):
             _check_fits(todo[-1][0], mesh, where, path)
@@ -83,9 +83,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Return True if this is a container, other than placements and the leaves of torch's
-    pytree.
-    """
+    """Return True if this is a container other than placements and the leaves of pytree."""
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 

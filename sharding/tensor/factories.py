@@ -273,15 +273,15 @@ def _positional(
     return (tuple(shape), *mesh_and_spec(mesh, placements))
 
 
-def _mesh_and_placements(given: Sequence[Any]) -> Sequence[Any]:
+def _mesh_and_placements(args: Sequence[Any]) -> Sequence[Any]:
     """Return the mesh, or the placements in its place, and the placements.
 
     Raises:
         TypeError: more than two arguments.
     """
-    if len(given) > 2:
+    if len(args) > 2:
         raise TypeError(
             "after the shape a factory takes a mesh and a P or list of placements, each once; got "
-            f"{list(given)}"
+            f"{list(args)}"
         )
-    return given if len(given) == 2 else (given[0], None)
+    return args if len(args) == 2 else (args[0], None)

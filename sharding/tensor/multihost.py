@@ -51,7 +51,7 @@ def process_allgather(in_tree: Any, tiled: bool = False) -> Any:
         >>> losses = sm.multihost.process_allgather(loss.item())  # one number for each rank
     """
     group, leaves, shape, _ = _compare_trees("process_allgather", in_tree)
-    return pytree.tree_unflatten([_gathered(group, leaf, tiled) for leaf in leaves], shape)
+    return pytree.tree_unflatten([_gather_leaf(group, leaf, tiled) for leaf in leaves], shape)
 
 
 def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
@@ -112,8 +112,11 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
     Communication: a small all_gather.
     """
     leaves, shape = pytree.tree_flatten_with_path(in_tree)
-    mine = str(shape), {pytree.keystr(path) or "the value": _digest(leaf) for path, leaf in leaves}
-    everyone = _group().all_gather_object(mine)
+    description = (
+        str(shape),
+        {pytree.keystr(path) or "the value": _digest(leaf) for path, leaf in leaves},
+    )
+    everyone = _group().all_gather_object(description)
     if all(each == everyone[0] for each in everyone):
         return
     start = f"{fail_message}: " if fail_message else ""
@@ -154,7 +157,7 @@ def host_local_array_to_global_array(
     Communication: for each split leaf, a small all_gather of the shapes.
     """
 
-    def made(leaf: Any, spec: Any) -> Any:
+    def place(leaf: Any, spec: Any) -> Any:
         x = as_tensor(leaf, "host_local_array_to_global_array")
         return (
             from_local(x, global_mesh, spec)
@@ -162,7 +165,7 @@ def host_local_array_to_global_array(
             else make_array_from_process_local_data(global_mesh, spec, x)
         )
 
-    return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, made)
+    return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, place)
 
 
 def global_array_to_host_local_array(
@@ -220,8 +223,7 @@ def _group() -> Group:
 def _compare_trees(
     context: str, tree: Any, is_source: bool = True
 ) -> tuple[Group, list[Any], Any, int]:
-    """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the
-    source rank.
+    """Return the group of all ranks, the leaves as tensors, the tree and the source rank.
 
     Raises:
         ValueError: on every rank: the trees of ranks differ, or there is not exactly one source.
@@ -229,11 +231,11 @@ def _compare_trees(
     leaves, shape = pytree.tree_flatten(tree)
     tensors = [leaf if leaf is None else as_tensor(leaf, context) for leaf in leaves]
     group = _group()
-    mine = (
+    description = (
         str(shape),
         [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors],
     )
-    everyone = group.all_gather_object((mine, is_source))
+    everyone = group.all_gather_object((description, is_source))
     if any(each[0] != everyone[0][0] for each in everyone):
         kinds = [f"{', '.join(map(str, parts))} in {tree}" for (tree, parts), _ in everyone]
         raise ValueError(
@@ -248,14 +250,14 @@ def _compare_trees(
     return group, tensors, shape, sources[0]
 
 
-def _gathered(group: Group, x: Any, tiled: bool) -> Any:
+def _gather_leaf(group: Group, x: Any, tiled: bool) -> Any:
     if x is None:
         return None
     if isinstance(x, ShardedTensor):
         return x.detach().full_tensor()
-    mine = _bytes(group, x)
-    everyone = mine.new_empty(group.size * mine.numel())
-    group.all_gather(everyone, mine)
+    own_bytes = _bytes(group, x)
+    everyone = own_bytes.new_empty(group.size * own_bytes.numel())
+    group.all_gather(everyone, own_bytes)
     rows = everyone.to(x.device).view(x.dtype).reshape(group.size, *x.shape)
     return rows.flatten(0, 1) if tiled and x.ndim else rows
 

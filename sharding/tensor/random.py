@@ -71,7 +71,7 @@ def manual_seed(seed: int) -> None:
     """
     state = current_world().state(RandomStream)
     state.seed, state.drawn = seed & _MASK, 0
-    _reseeded()
+    _notify_recorder()
 
 
 def get_rng_state() -> Tensor:
@@ -106,10 +106,10 @@ def set_rng_state(state: Tensor) -> None:
         )
     own = current_world().state(RandomStream)
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
-    _reseeded()
+    _notify_recorder()
 
 
-def _reseeded() -> None:
+def _notify_recorder() -> None:
     """Notify a recorder that positions no longer follow from that at the start of the recording."""
     if thread_context.recorder is not None:
         thread_context.recorder.draws.relative = False
@@ -121,7 +121,8 @@ def fork_rng() -> Iterator[None]:
 
     Communication: none.
     """
-    state, recorder = current_world().state(RandomStream), thread_context.recorder
+    state = current_world().state(RandomStream)
+    recorder = thread_context.recorder
     before, relative = (state.seed, state.drawn), recorder is None or recorder.draws.relative
     try:
         yield
@@ -141,15 +142,16 @@ def check_rng_state(mesh: Any) -> None:
     """
     if mesh.coordinate is None:
         return
-    state, group = mesh.world.state(RandomStream), mesh.group(mesh.axis_names)
+    state = mesh.world.state(RandomStream)
+    group = mesh.group(mesh.axis_names)
     states = group.all_gather_object((state.seed, state.drawn))
     if len(set(states)) > 1:
-        found = ", ".join(
+        by_rank = ", ".join(
             f"rank {r}: seed {seed}, {n} drawn"
             for r, (seed, n) in zip(group.ranks, states, strict=True)
         )
         raise RuntimeError(
-            f"the ranks of {mesh} would draw different random numbers ({found}); call "
+            f"the ranks of {mesh} would draw different random numbers ({by_rank}); call "
             "sm.random.manual_seed with the same seed on every rank, and draw the same tensors on "
             "every rank"
         )
@@ -226,9 +228,7 @@ def _bernoulli(
 
 
 def permutation(layout: Layout) -> Tensor:
-    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit
-    keys.
-    """
+    """Return this rank's part of a random 0 ... n - 1: every rank sorts n random 64-bit keys."""
     return draw(_permutation, layout)
 
 

@@ -27,9 +27,8 @@ from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
-_PLACEMENTS = frozenset(
-    {P, list, tuple}
-)  # as the only positional argument: placements on the tensor's own mesh
+# as the only positional argument: placements on the tensor's own mesh
+_PLACEMENTS = frozenset({P, list, tuple})
 
 
 class Resharding(TensorHandle):
@@ -130,7 +129,8 @@ def redistribute(
     local, layout = x._local, x._layout
     if not local.requires_grad and any_requires_grad(x):
         local = known_local(x)
-    mesh, spec = layout.mesh, where[0] if len(where) == 1 else None
+    mesh = layout.mesh
+    spec = where[0] if len(where) == 1 else None
     if type(spec) not in _PLACEMENTS or device_mesh is not None:
         mesh, spec = _mesh_and_placements(x, where, device_mesh, placements)
     src = layout if forward_dtype is None else layout.replace(dtype=forward_dtype)
@@ -173,7 +173,7 @@ def redistribute(
                 moved = redistribute_local(local, src, target, backward_dtype=backward_dtype)
             else:
                 moved = executor(src, target)(local)
-    result = ShardedTensor._make(_unshared(moved, local), target)
+    result = ShardedTensor._make(_copy_if_shared(moved, local), target)
     result._lineage = x._lineage
     return result
 
@@ -186,11 +186,10 @@ def _start(
     donate: bool,
     out: ShardedTensor | None,
 ) -> Callable[[], ShardedTensor]:
-    """Launch the collectives of a redistribution with options; return what waits for them and gives
-    the result.
-    """
+    """Launch a redistribution with options; return a function that waits for the result."""
     _check_writable(x, target, donate, out)
-    kept, lineage = None if donate else tensors[0], x._lineage
+    source = None if donate else tensors[0]
+    lineage = x._lineage
     into = None if out is None else [known_local(out)]
     if donate:
         DonatedTensor.take(x)
@@ -199,7 +198,9 @@ def _start(
 
     def finish() -> ShardedTensor:
         (moved,) = wait()
-        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        result = (
+            out if out is not None else ShardedTensor._make(_copy_if_shared(moved, source), target)
+        )
         result._lineage = lineage
         return result
 
@@ -265,7 +266,7 @@ def redistribute_many(
         _check_writable(x, target, donate, None)
     if donate and len({id(x) for x in tensors}) < len(tensors):
         raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
-    kept = [None if donate else local for local in locals_]
+    sources = [None if donate else local for local in locals_]
     lineages = [x._lineage for x in tensors]
     with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
@@ -274,8 +275,10 @@ def redistribute_many(
 
     def finish() -> list[ShardedTensor]:
         results = []
-        for moved, local, lineage, (_, target) in zip(wait(), kept, lineages, pairs, strict=True):
-            results.append(ShardedTensor._make(_unshared(moved, local), target))
+        for moved, local, lineage, (_, target) in zip(
+            wait(), sources, lineages, pairs, strict=True
+        ):
+            results.append(ShardedTensor._make(_copy_if_shared(moved, local), target))
             results[-1]._lineage = lineage
         return results
 
@@ -324,26 +327,28 @@ def _mesh_and_placements(
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
     if placements is None and to is not x.mesh:
-        here, there = distinct_mesh_names(x.mesh, to)
+        src_mesh, dst_mesh = distinct_mesh_names(x.mesh, to)
         raise ValueError(
-            f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, "
-            "placements)"
+            f"{x._layout} on {src_mesh} has no placements on {dst_mesh}; write "
+            "x.redistribute(mesh, placements)"
         )
     return to, x._layout.spec if placements is None else placements
 
 
 def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     """Raise a ValueError for an option that a redistribution to another mesh does not support."""
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if given:
-        here, there = distinct_mesh_names(layout.mesh, target.mesh)
+    option_names = [
+        name for name, value in options.items() if value is not None and value is not False
+    ]
+    if option_names:
+        src_mesh, dst_mesh = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
-            f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to "
-            f"{there}; leave it out, and redistribute on one of the meshes with it"
+            f"{option_names[0]}= is for a redistribution on one mesh, and {layout} goes from "
+            f"{src_mesh} to {dst_mesh}; leave it out, and redistribute on one of the meshes with it"
         )
 
 
-def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
+def _copy_if_shared(moved: Tensor, local: Tensor | None) -> Tensor:
     """Return the result of a move, copied if it shares memory with the part before (`local`, None
     if that was donated).
 
@@ -355,9 +360,8 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     if local is None:
         shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
     else:
-        before = (
-            local.untyped_storage()
-        )  # a storage without memory (empty, or on "meta") is known by its object
+        # a storage without memory (empty, or on "meta") is known by its object
+        before = local.untyped_storage()
         shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
 

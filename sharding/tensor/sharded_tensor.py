@@ -94,11 +94,9 @@ class ShardedTensor(Tensor):
             requires_grad=local.requires_grad,
         )
         torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]  # it has no memory
-        out._local, out._layout, out._lineage = (
-            local,
-            layout,
-            root(layout) if lineage is None else lineage,
-        )
+        out._local = local
+        out._layout = layout
+        out._lineage = root(layout) if lineage is None else lineage
         return out
 
     def _expose_device(self) -> None:
@@ -116,8 +114,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _refuse_dispatch(func: Any) -> Any:
-        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no
-        values.
+        """Refuse what bypasses `__torch_function__` and would run on the wrapper without values.
 
         Raises:
             RuntimeError: always.
@@ -463,9 +460,7 @@ def _offload_of_stager() -> Any:
 
 
 def _called_by(func: Any) -> bool:
-    """Return True if the method that calls this was called by `func`, or by a comprehension
-    in it.
-    """
+    """Return True if this method's caller was called by `func`, or by a comprehension in it."""
     if func is None:
         return False
     frame = sys._getframe(2)

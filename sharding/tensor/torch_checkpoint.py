@@ -115,9 +115,8 @@ def register() -> None:
     """
     utils: Any = sys.modules[_UTILS]
     with _lock:
-        if "__hash__" not in vars(ShardedTensor) or not hasattr(
-            utils, _distribute_state_dict.__name__
-        ):  # still being imported
+        is_imported = hasattr(utils, _distribute_state_dict.__name__)
+        if "__hash__" not in vars(ShardedTensor) or not is_imported:
             return
         del ShardedTensor.__hash__  # from now on that of torch
     for adapted in (
@@ -158,7 +157,7 @@ def _broadcast_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, keys)
+    sharded = _sharded_entries(local, keys)
     function(full, local, keys, *args, **kwargs)
     _lay_out(local, sharded)
 
@@ -170,7 +169,7 @@ def _broadcast_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, local)
+    sharded = _sharded_entries(local, local)
     function(full, local, *args, **kwargs)
     _lay_out(local, sharded)  # those of 0 dims, which are broadcast otherwise
 
@@ -182,7 +181,7 @@ def _distribute_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    sharded = _sharded(local, full)
+    sharded = _sharded_entries(local, full)
     function(
         {name: value for name, value in full.items() if name not in sharded}, local, *args, **kwargs
     )
@@ -190,7 +189,7 @@ def _distribute_state_dict(
     _lay_out(local, sharded)
 
 
-def _sharded(local: dict[str, Any], names: Iterable[str]) -> dict[str, ShardedTensor]:
+def _sharded_entries(local: dict[str, Any], names: Iterable[str]) -> dict[str, ShardedTensor]:
     return {name: local[name] for name in names if isinstance(local.get(name), ShardedTensor)}
 
 

@@ -50,10 +50,9 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
-        self.decay, self._updates = (
-            decay,
-            torch.zeros((), dtype=torch.int64),
-        )  # a tensor, so that a graph of `sm.jit` can count
+        self.decay = decay
+        # a tensor, so that a graph of `sm.jit` can count
+        self._updates = torch.zeros((), dtype=torch.int64)
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(
@@ -78,10 +77,8 @@ class EMA:
                 "the block"
             )
         self._check_layouts()
-        averages, parameters = (
-            list(self.average.values()),
-            [p.detach() for p in self._parameters.values()],
-        )
+        averages = list(self.average.values())
+        parameters = [p.detach() for p in self._parameters.values()]
         for some in _by_dtype(parameters):
             now = [parameters[i].to(averages[i].dtype) for i in some]
             torch._foreach_lerp_([averages[i] for i in some], now, 1 - self.decay)
@@ -129,13 +126,13 @@ class EMA:
         Communication: for averages with another layout, their redistribution; else none.
         """
         self._refuse_swapped("load_state_dict")
-        given: Mapping[str, Tensor] = state["average"]
-        _check_same(given, self.average)
-        for path, mine in self.average.items():
-            theirs = given[path]
-            if isinstance(theirs, ShardedTensor) and isinstance(mine, ShardedTensor):
-                theirs = theirs.redistribute(mine.mesh, mine.spec)
-            mine.copy_(theirs)
+        averages: Mapping[str, Tensor] = state["average"]
+        _check_same(averages, self.average)
+        for path, own in self.average.items():
+            loaded = averages[path]
+            if isinstance(loaded, ShardedTensor) and isinstance(own, ShardedTensor):
+                loaded = loaded.redistribute(own.mesh, own.spec)
+            own.copy_(loaded)
         self.decay = state["decay"]
         self._updates.fill_(state["updates"])
 
@@ -145,7 +142,8 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         for path, p in self._parameters.items():
-            before, average = p.detach().to(self.average[path].dtype, copy=True), self.average[path]
+            before = p.detach().to(self.average[path].dtype, copy=True)
+            average = self.average[path]
             p.copy_(average)
             average.copy_(before)
 
@@ -181,23 +179,23 @@ def _layout_key(x: Tensor) -> Any:
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors that one `foreach` operator can process."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
-        found.setdefault((x.device, x.dtype, isinstance(x, ShardedTensor)), []).append(i)
-    return list(found.values())
+        groups.setdefault((x.device, x.dtype, isinstance(x, ShardedTensor)), []).append(i)
+    return list(groups.values())
 
 
-def _check_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check_same(loaded: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Raise a ValueError if paths or shapes differ."""
-    missing, unknown = [p for p in own if p not in given], [p for p in given if p not in own]
+    missing, unknown = [p for p in own if p not in loaded], [p for p in loaded if p not in own]
     if missing or unknown:
         raise ValueError(
             f"EMA.load_state_dict: the state lacks averages of {missing or 'nothing'}, and has "
             f"averages of {unknown or 'nothing'}, which the model does not have; it has {list(own)}"
         )
     for path, x in own.items():
-        if given[path].shape != x.shape:
+        if loaded[path].shape != x.shape:
             raise ValueError(
-                f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the "
+                f"EMA.load_state_dict: the average of {path} is {list(loaded[path].shape)}, the "
                 f"parameter {list(x.shape)}"
             )

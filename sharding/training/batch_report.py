@@ -48,14 +48,14 @@ class BatchReport:
         """The earlier learning rate times `ratio`, as for SGD: Goyal et al. 2017,
         arXiv:1706.02677.
         """
-        return self._scaled(self.ratio)
+        return self._scaled_lr(self.ratio)
 
     @property
     def sqrt_lr(self) -> float | None:
         """The earlier learning rate times the square root of `ratio`, as for Adam: Malladi et al.
         2022, arXiv:2205.10287.
         """
-        return self._scaled(math.sqrt(self.ratio))
+        return self._scaled_lr(math.sqrt(self.ratio))
 
     @property
     def same_accumulation(self) -> int | None:
@@ -64,8 +64,8 @@ class BatchReport:
         """
         if self.before is None:
             return self.accumulation
-        found, rest = divmod(self.before.effective, self.per_rank * self.ranks)
-        return None if rest or not found else found
+        micro_batches, rest = divmod(self.before.effective, self.per_rank * self.ranks)
+        return None if rest or not micro_batches else micro_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers for a checkpoint, without `before`. `batch_report(before=...)` accepts
@@ -85,7 +85,7 @@ class BatchReport:
                 ]
         return "\n".join(table_lines(rows, right=(1, 2)))
 
-    def _scaled(self, factor: float) -> float | None:
+    def _scaled_lr(self, factor: float) -> float | None:
         known = self.lr if self.before is None else self.before.lr
         return None if known is None else known * factor
 

@@ -103,22 +103,23 @@ class Batches:
 
     def _with_known_sizes(self, sampler: DistributedSampler) -> Iterator[Any]:
         """Yield batches if every rank knows the rows of all."""
-        rows, batch = self._rows(), None
+        rows = self._rows()
+        batch = None
         sampler.begin() if rows else sampler.finish()
         coming = iter(self.loader)
         for step, sizes in enumerate(rows):
-            mine = sizes[sampler.rank]
-            batch = next(coming) if mine else _without_rows(self.loader, batch)
-            sharded = self._to_sharded(batch, sizes, mine)
-            sampler.finish() if step == len(rows) - 1 else sampler.advance(
-                sum(sizes)
-            )  # before the loop's body, which may save it
+            own_rows = sizes[sampler.rank]
+            batch = next(coming) if own_rows else _without_rows(self.loader, batch)
+            sharded = self._to_sharded(batch, sizes, own_rows)
+            # before the loop's body, which may save it
+            sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))
             yield sharded
 
     def _rows(self) -> list[tuple[int, ...]]:
         """Return by step the number of rows of each rank along the axes of the batch dim."""
         loader: Any = self.loader
-        size, lengths = loader.batch_size, loader.sampler.lengths()
+        size = loader.batch_size
+        lengths = loader.sampler.lengths()
         if loader.drop_last:
             lengths = [length // size * size for length in lengths]
         starts = range(0, max(lengths, default=0), size)
@@ -135,24 +136,24 @@ class Batches:
             range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i])
         )
         for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
-            mine = _row_count(batch)
-            row_counts = group.all_gather_object(mine)
-            yield self._to_sharded(batch, tuple(row_counts[i] for i in order), mine)
+            own_rows = _row_count(batch)
+            row_counts = group.all_gather_object(own_rows)
+            yield self._to_sharded(batch, tuple(row_counts[i] for i in order), own_rows)
 
-    def _to_sharded(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
+    def _to_sharded(self, batch: Any, sizes: Sequence[int], own_rows: int) -> Any:
         """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes
         of the batch dim.
         """
-        total = sum(sizes) if sizes else mine
+        total = sum(sizes) if sizes else own_rows
 
         def place(path: Any, x: Any) -> Any:
             if not _is_array(x):
                 return x
-            if len(x) != mine:
+            if len(x) != own_rows:
                 raise ValueError(
                     f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} "
-                    f"rows, but this rank's batch has {mine} samples; make the loader's collate_fn "
-                    "return one row per sample along dim 0"
+                    f"rows, but this rank's batch has {own_rows} samples; make the loader's "
+                    "collate_fn return one row per sample along dim 0"
                 )
             dims = self.spec.dims[: x.ndim]
             where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)
@@ -165,15 +166,13 @@ class Batches:
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this
-    library.
-    """
-    found = (
+    """Return the loader's sampler, if it is a `DistributedSampler` of this library."""
+    is_distributed = (
         isinstance(loader, DataLoader)
         and loader.batch_size is not None
         and isinstance(loader.sampler, DistributedSampler)
     )
-    return loader.sampler if found else None  # type: ignore[return-value]
+    return loader.sampler if is_distributed else None  # type: ignore[return-value]
 
 
 def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:

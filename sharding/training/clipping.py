@@ -47,9 +47,10 @@ def get_total_norm(
     Example:
         >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     """
-    ord, found = checked_ord("get_total_norm", norm_type), _as_list(tensors)
-    check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(found)})
-    return _total("get_total_norm", found, ord, error_if_nonfinite)
+    ord = checked_ord("get_total_norm", norm_type)
+    tensor_list = _as_list(tensors)
+    check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(tensor_list)})
+    return _total("get_total_norm", tensor_list, ord, error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -93,8 +94,9 @@ def clip_grad_norm_(
         >>> norm = sm.training.clip_grad_norm_(model.parameters(), 1.0)
         >>> optimizer.step()
     """
-    ord, found = checked_ord("clip_grad_norm_", norm_type), _parameters(parameters)
-    grads = list(_grads("clip_grad_norm_", found).values())
+    ord = checked_ord("clip_grad_norm_", norm_type)
+    parameter_list = _parameters(parameters)
+    grads = list(_grads("clip_grad_norm_", parameter_list).values())
     total = _total("clip_grad_norm_", grads, ord, error_if_nonfinite)
     _scale(grads, (float(max_norm) / (total + 1e-6)).clamp(max=1.0))
     return total
@@ -120,9 +122,9 @@ def clip_grad_value_(
     Example:
         >>> sm.training.clip_grad_value_(model.parameters(), 0.5)
     """
-    found = _parameters(parameters)
-    _grads("clip_grad_value_", found)
-    nn.utils.clip_grad_value_(found, clip_value, foreach)
+    parameter_list = _parameters(parameters)
+    _grads("clip_grad_value_", parameter_list)
+    nn.utils.clip_grad_value_(parameter_list, clip_value, foreach)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: boo
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    found = torch.float32
+    promoted = torch.float32
     for dtype in {x.dtype for x in tensors}:
-        found = torch.promote_types(found, dtype.to_real())
-    return found
+        promoted = torch.promote_types(promoted, dtype.to_real())
+    return promoted

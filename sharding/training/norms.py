@@ -48,16 +48,17 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     """
     if of not in ("parameter", "grad"):
         raise ValueError(f'norms(of={of!r}): write "parameter" or "grad"')
-    ord, named = checked_ord("norms", ord), dict(_named(tensors))
-    found = {path: x.grad if of == "grad" else x for path, x in named.items()}
-    there = {path: x.detach() for path, x in found.items() if x is not None}
+    ord = checked_ord("norms", ord)
+    named = dict(_named_tensors(tensors))
+    by_path = {path: x.grad if of == "grad" else x for path, x in named.items()}
+    measured = {path: x.detach() for path, x in by_path.items() if x is not None}
     check_reduced(
-        "norms", {f"{path}.grad" if of == "grad" else path: x for path, x in there.items()}
+        "norms", {f"{path}.grad" if of == "grad" else path: x for path, x in measured.items()}
     )
-    return dict(zip(there, norms_of(list(there.values()), ord).tolist(), strict=True))
+    return dict(zip(measured, norms_of(list(measured.values()), ord).tolist(), strict=True))
 
 
-def _named(tensors: Any) -> Iterable[tuple[str, Tensor]]:
+def _named_tensors(tensors: Any) -> Iterable[tuple[str, Tensor]]:
     if isinstance(tensors, nn.Module):
         return tensors.named_parameters()
     return tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -79,14 +80,14 @@ def check_reduced(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as
-    `tensor_norms`.
-    """
+    """norms_of([x, y]) -> their norms, plain float64. Communication: as `tensor_norms`."""
     tally = tally_of(tensors)
-    mine = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
+    powers = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
     if tally.counted:
-        mine[list(tally.counted)] = _powers([tensors[i] for i in tally.counted], ord, mine.device)
-    return _agreed(mine, ord, tensors)
+        powers[list(tally.counted)] = _powers(
+            [tensors[i] for i in tally.counted], ord, powers.device
+        )
+    return _global_norms(powers, ord, tensors)
 
 
 def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
@@ -100,10 +101,10 @@ def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
         if ord < math.inf
         else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)
     )
-    return _agreed(one, ord, tensors)[0]
+    return _global_norms(one, ord, tensors)[0]
 
 
-def _agreed(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
+def _global_norms(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
     """Return norms from each rank's share of their powers."""
     tally = tally_of(tensors)
     if ord < math.inf:
@@ -134,10 +135,9 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
     rows = [torch.zeros((), dtype=torch.float64, device=device)] * len(parts)
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
-        found = send(torch.stack(list(some)), device).to(torch.float64).real
-        for i, row in zip(
-            places, found.unbind(), strict=True
-        ):  # an index would be copied to the device, for which the host waits
+        norms = send(torch.stack(list(some)), device).to(torch.float64).real
+        # one by one: an index would be copied to the device, for which the host waits
+        for i, row in zip(places, norms.unbind(), strict=True):
             rows[i] = row
     powers = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
     return powers if ord == math.inf else powers**ord

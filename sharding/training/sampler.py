@@ -131,13 +131,13 @@ class DistributedSampler(Sampler[int]):
         """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid
         for any number of ranks.
         """
-        kept = {
+        return {
             "epoch": self.epoch,
             "consumed": self.consumed,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "length": len(self.dataset),
         }
-        return {**kept, "length": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state: the next iteration gives the samples that were not used.

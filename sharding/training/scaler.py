@@ -92,24 +92,24 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler: the gradients are in float16; keep parameters in float32, and compute "
                 "in float16 by autocast"
             )
-        found = _unscaled(list(grads.values()), inv_scale, found_inf)
-        return {found_inf.device: _reduced(found, parameters)}
+        own_found_inf = _unscale_parts(list(grads.values()), inv_scale, found_inf)
+        return {found_inf.device: _reduce_found_inf(own_found_inf, parameters)}
 
 
-def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+def _unscale_parts(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
     """Unscale this rank's parts; return 1.0 if one has an infinity or NaN."""
     parts: dict[Any, list[Tensor]] = defaultdict(list)
     for g in grads:
         part = g._local if isinstance(g, ShardedTensor) else g
         parts[part.device, part.dtype].append(part)
     for (device, _), some in parts.items():
-        found, scale = found_inf.to(device), inv_scale.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(some, found, scale)
-        found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        device_found_inf, scale = found_inf.to(device), inv_scale.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, device_found_inf, scale)
+        found_inf = torch.maximum(found_inf, device_found_inf.to(found_inf.device))
     return found_inf
 
 
-def _reduced(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _reduce_found_inf(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return the maximum over ranks, which take part also without gradients; a rank outside all
     meshes contributes 0.
     """

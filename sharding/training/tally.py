@@ -53,10 +53,8 @@ class Tally:
         """
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
-        world, sharded = (
-            self.group.world,
-            [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)],
-        )
+        world = self.group.world
+        sharded = [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)]
         with comm_context(world, mixed(_TALLY, sharded)):
             self.group.all_reduce(values, op, tag=CommTag.of(f"{op} over {len(tensors)} tensors"))
         return values
@@ -85,13 +83,12 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     world, device = roots[0].world, roots[0].device
     if world.rank not in ranks:
         return Tally(None, (), device, known=False)
-    home = next(
-        root for root in roots if ranks[0] in root.ranks
-    )  # its first rank counts plain tensors
-    found = [(home, ()) if split is None else split for split in splits]
+    # the first rank of this mesh counts plain tensors
+    home = next(root for root in roots if ranks[0] in root.ranks)
+    roots_and_axes = [(home, ()) if split is None else split for split in splits]
     counted = [
         i
-        for i, (root, split) in enumerate(found)
+        for i, (root, split) in enumerate(roots_and_axes)
         if _counts(root, split, root.axis_names, i * (splits[i] is not None))
     ]
     return Tally(world.group(ranks), tuple(counted), device)
@@ -127,9 +124,7 @@ def _is_slice(mesh: DeviceMesh) -> bool:
 
 
 def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the
-    tensor.
-    """
+    """Return the root of the tensor's mesh, and its longer axes that split the tensor."""
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:

@@ -56,22 +56,22 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
     Communication: none. (`load` looks on rank 0 for all ranks.)
 
     Example:
-        >>> found = sm.checkpoint.latest("checkpoints")
-        >>> start = 0 if found is None else found.step + 1
+        >>> newest = sm.checkpoint.latest("checkpoints")
+        >>> start = 0 if newest is None else newest.step + 1
     """
-    found = complete(Path(dir))
-    return found[max(found)] if found else None
+    checkpoints = complete(Path(dir))
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def complete(folder: Path) -> dict[int, Checkpoint]:
     """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the
     new one is renamed.
     """
-    found: dict[int, Checkpoint] = {}
+    checkpoints: dict[int, Checkpoint] = {}
     for step, state, path in sorted(_entries(folder), key=lambda entry: entry[1] == "old"):
-        if state in ("", "old") and step not in found and (path / MANIFEST).is_file():
-            found[step] = Checkpoint(step, path)
-    return found
+        if state in ("", "old") and step not in checkpoints and (path / MANIFEST).is_file():
+            checkpoints[step] = Checkpoint(step, path)
+    return checkpoints
 
 
 def without_manifest(folder: Path) -> dict[int, Path]:
@@ -131,15 +131,14 @@ def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
     Return the renamed ones.
     """
     others = sorted(
-        (found for found in complete(folder).values() if found.step != step), reverse=True
+        (checkpoint for checkpoint in complete(folder).values() if checkpoint.step != step),
+        reverse=True,
     )
-    return [mark_for_removal(found.path) for found in others[keep - 1 :]]
+    return [mark_for_removal(checkpoint.path) for checkpoint in others[keep - 1 :]]
 
 
 def mark_for_removal(path: Path) -> Path:
-    """Rename a folder before removal, so that a half-removed one is never taken for a
-    checkpoint.
-    """
+    """Rename a folder before removal, so that no half-removed one looks like a checkpoint."""
     if ".gone-" in path.name:
         return path
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")

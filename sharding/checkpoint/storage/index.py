@@ -61,9 +61,7 @@ class Damage(ValueError):
 
 
 class IndexedLeaf:
-    """A leaf of an index: shape and dtype, None for a value, and its pieces as (box, file, offset,
-    length).
-    """
+    """A leaf of an index: shape, dtype (None for values), pieces as (box, file, offset, length)."""
 
     def __init__(self, shape: torch.Size | None, dtype: torch.dtype | None) -> None:
         self.shape, self.dtype = shape, dtype
@@ -82,7 +80,7 @@ def read_entries(index: bytes) -> tuple[dict[str, IndexedLeaf], dict[str, tuple[
     leaves: dict[str, IndexedLeaf] = {}
     boxes: dict[str, dict[tuple[int, ...], Box]] = {}
     for name, record in described.items():
-        leaves[name], boxes[name] = _described(name, record, budget)
+        leaves[name], boxes[name] = _leaf_and_boxes(name, record, budget)
     for key, record in _pairs(fields.get("storage_data"), "storage_data"):
         _add_piece(leaves, boxes, key, record, budget)
     _check_ranges(leaves)
@@ -103,7 +101,7 @@ class _Budget:
             )
 
 
-def _described(
+def _leaf_and_boxes(
     name: str, record: Any, budget: _Budget
 ) -> tuple[IndexedLeaf, dict[tuple[int, ...], Box]]:
     """Return a leaf without its pieces, and its boxes by their origin."""
@@ -237,9 +235,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
-    """Check boxes in pairs, where they are split along so many dims that they have too many
-    corners.
-    """
+    """Check boxes in pairs, where splits along many dims give them too many corners."""
     if len(boxes) ** 2 > _CORNERS:
         raise Damage(f"{_quoted(name)} has {len(boxes)} boxes, split along too many dims")
     for number, box in enumerate(boxes):
@@ -338,14 +334,14 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, item in _pairs(value, what):
         if type(key) is not str:
             raise Damage(f"{what} has {brief(_kind(key))} in the place of a name")
-        if key in found:
+        if key in mapping:
             raise Damage(f"{what} has {_quoted(key)} twice")
-        found[key] = item
-    return found
+        mapping[key] = item
+    return mapping
 
 
 def _pairs(value: Any, what: str) -> Iterator[tuple[Any, Any]]:

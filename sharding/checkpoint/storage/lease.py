@@ -65,18 +65,20 @@ class Lease:
     Attributes:
         folder: the folder.
         owner: this process.
-        kept: whether to keep it between saves, until the process ends.
+        keep: whether to keep it between saves, until the process ends.
         saving: whether a save is in progress.
     """
 
-    def __init__(self, folder: Path, owner: Owner, kept: bool) -> None:
-        self.folder, self.owner, self.kept, self.saving = folder, owner, kept, False
-        self._number, self._pid = 0, os.getpid()
+    def __init__(self, folder: Path, owner: Owner, keep: bool) -> None:
+        self.folder, self.owner, self.keep, self.saving = folder, owner, keep, False
+        self._number = 0
+        self._pid = os.getpid()
         self._ended = threading.Event()
 
     def begin(self) -> None:
         """Begin a save: touch the file regularly from now on."""
-        self.saving, self._ended = True, threading.Event()
+        self.saving = True
+        self._ended = threading.Event()
         threading.Thread(
             target=self._beat, args=(self._ended,), name="shardmesh-lease", daemon=True
         ).start()
@@ -85,7 +87,7 @@ class Lease:
         """End the save."""
         self.saving = False
         self._ended.set()
-        if not self.kept:
+        if not self.keep:
             self.release()
 
     def release(self) -> None:
@@ -116,10 +118,8 @@ class Lease:
         finally:
             temporary.unlink(missing_ok=True)
         owners = {number for number, is_file in _numbers(self.folder).items() if is_file}
-        if owners - {
-            last,
-            self._number,
-        }:  # another process started again from 1 after `last` was released
+        # another process started again from 1 after `last` was released
+        if owners - {last, self._number}:
             path.unlink(missing_ok=True)
             return False
         for left in self.folder.glob(".owner-*"):
@@ -134,13 +134,12 @@ class Lease:
                 os.utime(_file(self.folder, self._number))
 
 
-def take_lease(folder: Path, kept: bool) -> Lease:
-    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to
-    end.
+def take_lease(folder: Path, keep: bool) -> Lease:
+    """Take the lease of a folder and begin a save; wait up to a minute for the current owner.
 
     Args:
         folder: an existing folder.
-        kept: see `Lease`.
+        keep: see `Lease`.
 
     Raises:
         CheckpointError: another job that is alive has the folder, or has taken it from this one;
@@ -148,13 +147,13 @@ def take_lease(folder: Path, kept: bool) -> Lease:
     """
     folder = folder.resolve()
     with _lock:
-        mine = _held.get(folder)
-    if mine is None or mine._pid != os.getpid() or mine.saving or not _is_valid(mine):
-        mine = _wait_for(Lease(folder, _self(), kept))
+        lease = _held.get(folder)
+    if lease is None or lease._pid != os.getpid() or lease.saving or not _is_valid(lease):
+        lease = _wait_for(Lease(folder, _self(), keep))
         with _lock:
-            _held[folder] = mine
-    mine.begin()
-    return mine
+            _held[folder] = lease
+    lease.begin()
+    return lease
 
 
 def _is_valid(lease: Lease) -> bool:
@@ -176,41 +175,40 @@ def _is_valid(lease: Lease) -> bool:
     return False
 
 
-def _wait_for(mine: Lease) -> Lease:
-    deadline, observer = time.monotonic() + _WAIT_S, _OwnerObserver(mine)
+def _wait_for(lease: Lease) -> Lease:
+    deadline = time.monotonic() + _WAIT_S
+    observer = _OwnerObserver(lease)
     while True:
-        number, owner = _newest(mine.folder)
-        if observer.is_free(number, owner) and mine.claim(number):
-            return mine
+        number, owner = _newest(lease.folder)
+        if observer.is_free(number, owner) and lease.claim(number):
+            return lease
         if time.monotonic() > deadline:
-            raise CheckpointError(_in_use_text(mine, owner))
+            raise CheckpointError(_in_use_text(lease, owner))
         time.sleep(_POLL_S * (0.5 + os.urandom(1)[0] / 256))  # jitter
 
 
 class _OwnerObserver:
     """Observes a folder's owner while a job waits for it."""
 
-    def __init__(self, mine: Lease) -> None:
-        self._mine = mine
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         self._seen: tuple[int, int] | None = None
         self._since = time.monotonic()
 
     def is_free(self, number: int, owner: Owner | None) -> bool:
-        """Return whether the owner has ended, or is on another machine and not known to be
-        alive.
-        """
-        card = self._mine.owner.card
-        if not number or (owner is None and not _is_file(self._mine.folder, number)):
+        """Return whether the owner has ended, or is elsewhere and not known to be alive."""
+        card = self._lease.owner.card
+        if not number or (owner is None and not _is_file(self._lease.folder, number)):
             return True
         if owner is not None and owner.card.is_same_process(card):
-            return not _is_saving(self._mine.folder, owner)
+            return not _is_saving(self._lease.folder, owner)
         if owner is not None and owner.card.machine == card.machine:
             return owner.card.is_gone()
         first, before = self._seen is None, self._seen
-        self._seen = number, _touched(self._mine.folder, number)
+        self._seen = number, _touch_time(self._lease.folder, number)
         if self._seen != before:
             self._since = time.monotonic()
-        idle = owner is not None and not any(self._mine.folder.glob("step-*.tmp-*"))
+        idle = owner is not None and not any(self._lease.folder.glob("step-*.tmp-*"))
         return (first and idle) or time.monotonic() > self._since + _STALE_S
 
 
@@ -261,7 +259,9 @@ def _is_file(folder: Path, number: int) -> bool:
 def _read(folder: Path, number: int) -> Owner | None:
     try:
         stored = json.loads(read_regular(_file(folder, number), _LONGEST))
-        card, token, since = RankInfo(**stored["card"]), stored["token"], stored["since"]
+        card = RankInfo(**stored["card"])
+        token = stored["token"]
+        since = stored["since"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     is_typed = all(
@@ -277,7 +277,7 @@ def _read(folder: Path, number: int) -> Owner | None:
     return Owner(card, token, since)
 
 
-def _touched(folder: Path, number: int) -> int:
+def _touch_time(folder: Path, number: int) -> int:
     """Return when the file was touched, by the clock of the writer."""
     try:
         with open_regular(_file(folder, number)) as file:  # open it, so that NFS asks the server
@@ -301,15 +301,15 @@ def _create(temporary: Path, path: Path) -> None:
             file.write(temporary.read_text())
 
 
-def _in_use_text(mine: Lease, owner: Owner | None) -> str:
-    same = owner is not None and owner.card.is_same_process(mine.owner.card)
+def _in_use_text(lease: Lease, owner: Owner | None) -> str:
+    same = owner is not None and owner.card.is_same_process(lease.owner.card)
     who = (
         "another save of this process"
         if same
         else f"another job ({owner or 'its file cannot be read'})"
     )
     return (
-        f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at "
+        f"save: {who} saves into {lease.folder} and did not end within {_WAIT_S:.0f} s; one job at "
         "a time can save into a folder: end the other job, or use another folder"
     )
 

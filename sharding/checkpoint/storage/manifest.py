@@ -83,13 +83,11 @@ class Stored:
 def index_of(
     entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]
 ) -> bytes:
-    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and
-    their files.
-    """
+    """Return torch's file `.metadata`: the boxes of each tensor and their files."""
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    def described(entry: StoredLeaf) -> Any:
+    def metadata_of(entry: StoredLeaf) -> Any:
         if entry.shape is None or entry.dtype is None:
             return dcp.BytesStorageMetadata()
         boxes = [piece.box for piece in entry.pieces if piece.box is not None]
@@ -101,16 +99,16 @@ def index_of(
             dcp.TensorProperties(dtype=entry.dtype), entry.shape, chunks
         )
 
-    where = {
-        dcp.MetadataIndex(
-            piece.name, None if piece.box is None else box_origin(piece.box)
-        ): _StorageInfo(piece.file, piece.offset, piece.length)
-        for entry in entries.values()
-        for piece in entry.pieces
-    }
+    where: dict[Any, Any] = {}
+    for entry in entries.values():
+        for piece in entry.pieces:
+            key = dcp.MetadataIndex(
+                piece.name, None if piece.box is None else box_origin(piece.box)
+            )
+            where[key] = _StorageInfo(piece.file, piece.offset, piece.length)
     meta = dcp.StorageMeta(checkpoint_id=str(folder))
-    described_all = {name: described(entry) for name, entry in entries.items()}
-    return pickle.dumps(dcp.Metadata(described_all, dict(paths), where, meta, version="1.0.0"))
+    by_name = {name: metadata_of(entry) for name, entry in entries.items()}
+    return pickle.dumps(dcp.Metadata(by_name, dict(paths), where, meta, version="1.0.0"))
 
 
 def manifest_of(
@@ -210,9 +208,7 @@ def _names(path: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by
-    file and offset.
-    """
+    """A manifest: step, structure, file sizes, (length, CRC-32) of pieces by file and offset."""
 
     step: int
     structure: Structure
@@ -260,10 +256,10 @@ def _no_constant(text: str) -> Any:
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return mapping
 
 
 def check_structure(structure: Any, depth: int = 0) -> None:
@@ -298,9 +294,7 @@ def check_structure(structure: Any, depth: int = 0) -> None:
 
 
 def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> StoredLeaf:
-    """Return a leaf of the index with the checksums of the manifest, which must have the same
-    pieces.
-    """
+    """Return a leaf of the index with the manifest's checksums; both must have the same pieces."""
     pieces = []
     for box, file, offset, length in leaf.pieces:
         crc = None

@@ -140,11 +140,11 @@ def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:
             record.state = state
         elif op == 0x93:  # STACK_GLOBAL
             name, module = _expect(stack.pop(), str), _expect(stack.pop(), str)
-            stack.append(_known(module, name, known))
+            stack.append(_known_name(module, name, known))
         elif op == 0x63:  # GLOBAL
             middle = data.index(b"\n", at)
             stop = data.index(b"\n", middle + 1)
-            name = _known(_text(data, at, middle), _text(data, middle + 1, stop), known)
+            name = _known_name(_text(data, at, middle), _text(data, middle + 1, stop), known)
             stack.append(name)
             at = stop + 1
         elif op == 0x58:  # BINUNICODE
@@ -185,7 +185,7 @@ def _expect(value: Any, kind: type) -> Any:
     return value
 
 
-def _known(module: str, name: str, known: Mapping[str, Collection[str]]) -> Name:
+def _known_name(module: str, name: str, known: Mapping[str, Collection[str]]) -> Name:
     if name not in known.get(module, ()):
         path = brief(f"{module}.{name}")
         raise PickleError(f"it refers to {path}, which an index of a checkpoint may not")

@@ -25,10 +25,8 @@ from . import files
 from .manifest import Stored, StoredPiece
 
 _HEAD_BYTES = 4096  # more than what torch.save writes before the elements
-_RECORD, _RECORD_BYTES = (
-    b"PK\x03\x04",
-    30,
-)  # the signature of a record in the container, and the bytes before its name
+_RECORD = b"PK\x03\x04"  # the signature of a record in the container
+_RECORD_BYTES = 30  # before its name
 
 
 def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:
@@ -59,9 +57,8 @@ def read_tensor(
     """
     head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
     box = piece.box or ()
-    start = (
-        None if piece.crc is None else _start_of_elements(head)
-    )  # without a CRC another program wrote it, maybe in another form
+    # without a CRC another program wrote it, maybe in another form
+    start = None if piece.crc is None else _start_of_elements(head)
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
@@ -89,22 +86,18 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
     Raises:
         CheckpointError: it cannot be loaded without running code from the file.
     """
-    return _unpacked(stored, stored.entries[name].pieces[0], partial(_loaded, data))
+    return _load_or_raise(stored, stored.entries[name].pieces[0], partial(_load_pickle, data))
 
 
 def _start_of_elements(head: bytes) -> int | None:
-    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for
-    another form.
-    """
+    """Return where the elements of a contiguous tensor begin in a file of `torch.save`, or None."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
-    if (
-        record < 0 or sys.byteorder.encode() not in head[:record]
-    ):  # the content of the record "byteorder"
+    # the byte order is the content of the record "byteorder"
+    if record < 0 or sys.byteorder.encode() not in head[:record]:
         return None
-    lengths = head[
-        record + _RECORD_BYTES - 4 : record + _RECORD_BYTES
-    ]  # of the record's name and of its padding
+    # the lengths of the record's name and of its padding
+    lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]
     return (
         record
         + _RECORD_BYTES
@@ -115,17 +108,19 @@ def _start_of_elements(head: bytes) -> int | None:
 
 def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
     """Return a piece as loaded by `torch.load`."""
-    x = _unpacked(stored, piece, partial(_loaded, read_value(stored, piece), map_location="cpu"))
+    x = _load_or_raise(
+        stored, piece, partial(_load_pickle, read_value(stored, piece), map_location="cpu")
+    )
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
         has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
         raise CheckpointError(
-            _damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}")
+            _damage_text(stored, piece, f"it has {has} instead of {brief(piece.box)}")
         )
     return x
 
 
-def _loaded(data: bytes, **settings: Any) -> Any:
+def _load_pickle(data: bytes, **settings: Any) -> Any:
     """Return what `torch.save` wrote, without running code from it.
 
     Raises:
@@ -170,36 +165,36 @@ def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
     size = stored.sizes.get(piece.file)
     if size is None:
         size = f"at least {piece.offset + piece.length}"
-    return _damaged(stored, piece, f"it has {has} bytes of {size}")
+    return _damage_text(stored, piece, f"it has {has} bytes of {size}")
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
-    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is
-    one.
-    """
+    """Raise CheckpointError unless the parts together have the piece's CRC-32, if it has one."""
     crc = 0
     for part in parts if piece.crc is not None else ():
         crc = zlib.crc32(part, crc)
     if piece.crc not in (None, crc):
         where = f"{piece.offset}:{piece.offset + piece.length}"
         raise CheckpointError(
-            _damaged(
+            _damage_text(
                 stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"
             )
         )
 
 
-def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
+def _damage_text(stored: Stored, piece: StoredPiece, how: str) -> str:
     return (
         f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: "
         f"{how}; load another step"
     )
 
 
-def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
+def _load_or_raise(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise CheckpointError(_damaged(stored, piece, f"torch.load says {brief(error)}")) from error
+        raise CheckpointError(
+            _damage_text(stored, piece, f"torch.load says {brief(error)}")
+        ) from error

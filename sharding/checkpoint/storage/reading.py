@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,10 +62,9 @@ class LoadedParts:
     values: dict[str, bytes] = field(default_factory=dict)
 
     def memory_of(self, reading: PieceRead, rank: int) -> Tensor | None:
-        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the
-        host.
-        """
-        box, name = reading.parts.get(rank), reading.piece.name
+        """Return the memory for a piece needed whole here, if it is contiguous and on the host."""
+        box = reading.parts.get(rank)
+        name = reading.piece.name
         if box is None or box != reading.piece.box:
             return None
         place = self.tensors[name][slices(box, box_origin(self.boxes[name]))]
@@ -88,15 +88,17 @@ def box_of(layout: Layout, rank: int) -> Box | None:
 
 def plan_reads(
     stored: Stored,
-    wanted: Mapping[str, Layout | None],
+    layouts: Mapping[str, Layout | None],
     values: Mapping[str, Sequence[int]],
     ranks: Sequence[int],
 ) -> list[PieceRead]:
-    """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values`
+    """Return the plan of reads: of tensors by layout (None: whole on each rank), and of `values`
     with the ranks that need them.
     """
-    load, boxes, found = dict.fromkeys(ranks, 0), {}, []
-    for name, layout in wanted.items():
+    load = dict.fromkeys(ranks, 0)
+    boxes = {}
+    reads = []
+    for name, layout in layouts.items():
         entry = stored.entries[name]
         key = layout or entry.shape
         if key not in boxes:
@@ -105,21 +107,23 @@ def plan_reads(
                 for rank in ranks
             }
         for piece in entry.pieces:
-            found += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
+            reads += _piece_reads(piece, entry.dtype, _overlaps(piece, boxes[key]), load)
     for name, needing in values.items():
         for piece in stored.entries[name].pieces:
-            found += _reading(piece, None, {rank: None for rank in needing if rank in load}, load)
-    return found
+            reads += _piece_reads(
+                piece, None, {rank: None for rank in needing if rank in load}, load
+            )
+    return reads
 
 
-def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
+def _overlaps(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
     common = (
         (rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None
     )
     return {rank: box for rank, box in common if box is not None}
 
 
-def _reading(
+def _piece_reads(
     piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]
 ) -> list[PieceRead]:
     """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if
@@ -167,7 +171,7 @@ def read(
             failure = error
     for these in _rounds(plan):
         sends: list[list[Tensor]] = [[] for _ in group.ranks]
-        work = partial(_read_mine, stored, these, group.ranks, rank, loaded, sends, failure)
+        work = partial(_read_own, stored, these, group.ranks, rank, loaded, sends, failure)
         if any(len(reading.parts) > 1 for reading in these):
             run_on_all_ranks(group, work)
             _exchange(these, group, rank, loaded, sends, device)
@@ -197,7 +201,7 @@ def _rounds(plan: Sequence[PieceRead]) -> Iterator[list[PieceRead]]:
         yield these
 
 
-def _read_mine(
+def _read_own(
     stored: Stored,
     these: Sequence[PieceRead],
     ranks: Sequence[int],
@@ -253,13 +257,14 @@ def _exchange(
     outgoing = torch.cat(
         [torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]
     ).to(device)
-    splits = [sum(r.nbytes(rank) for r in plan_reads) for plan_reads in arriving]
+    splits = [sum(r.nbytes(rank) for r in reads) for reads in arriving]
     incoming = torch.empty(sum(splits), dtype=torch.uint8, device=device)
     group.all_to_all(
         incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends]
     )
-    at, incoming = 0, incoming.cpu()
-    for reading in (r for plan_reads in arriving for r in plan_reads):
+    at = 0
+    incoming = incoming.cpu()
+    for reading in chain.from_iterable(arriving):
         stop = at + reading.nbytes(rank)
         loaded.put(reading, rank, _as_box(incoming[at:stop], reading, rank))
         at = stop
@@ -269,6 +274,5 @@ def _as_box(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
     box = reading.parts[rank]
     if box is None or reading.dtype is None:
         return data
-    return (
-        data.clone().view(reading.dtype).reshape(box_shape(box))
-    )  # a copy, since a view must be aligned
+    # a copy, since a view must be aligned
+    return data.clone().view(reading.dtype).reshape(box_shape(box))

@@ -19,7 +19,7 @@ COLOURS = {"operator": "#4878a8", "collective": "#e1812c", "wait": "#d0d0d0"}
 _LEAST_SHARE = 0.004  # of the width per letter: a label that does not fit is left out
 
 
-def timeline_picture(found: Timeline, path: str | PathLike[str] | None = None) -> Figure:
+def timeline_picture(timeline: Timeline, path: str | PathLike[str] | None = None) -> Figure:
     """timeline_picture(timeline, path) -> Figure: a row for each lane, bars for events, labels
     where they fit.
 
@@ -27,28 +27,30 @@ def timeline_picture(found: Timeline, path: str | PathLike[str] | None = None) -
         ImportError: matplotlib is not installed.
         ValueError: a file format that matplotlib does not know.
     """
-    return drawn(lambda figure_type: _draw(figure_type, found), path)
+    return drawn(lambda figure_type: _draw(figure_type, timeline), path)
 
 
-def _draw(figure_type: type[Figure], found: Timeline) -> Figure:
-    lanes = found.lanes
+def _draw(figure_type: type[Figure], timeline: Timeline) -> Figure:
+    lanes = timeline.lanes
     figure = figure_type(figsize=(WIDTH, EDGES + ROW * len(lanes)))
     axes = figure.add_subplot()
-    unit, scale = _unit(found.seconds)
+    unit, scale = _unit(timeline.seconds)
     for row, lane in enumerate(lanes):
         for kind, colour in COLOURS.items():
-            events = [event for event in found.events if event.lane == lane and event.kind == kind]
+            events = [
+                event for event in timeline.events if event.lane == lane and event.kind == kind
+            ]
             bars = [(event.start * scale, event.duration * scale) for event in events]
             axes.broken_barh(
                 bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3
             )
             for event in events:
-                _label(axes, event, row, scale, found.seconds)
+                _label(axes, event, row, scale, timeline.seconds)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlim(0, found.seconds * scale or 1)
+    axes.set_xlim(0, timeline.seconds * scale or 1)
     axes.set_xlabel(unit)
-    axes.set_title(str(found).splitlines()[0], fontsize=9)
+    axes.set_title(str(timeline).splitlines()[0], fontsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

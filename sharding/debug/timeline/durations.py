@@ -56,9 +56,7 @@ class Durations:
         )
 
     def operator(self, node: fx.Node) -> float:
-        """Return the seconds of a node that computes; 0 for one that only makes a view or a
-        number.
-        """
+        """Return the seconds of a node that computes; 0 for one that makes a view or a number."""
         if (
             node.op != "call_function"
             or node.target is WAIT
@@ -75,26 +73,26 @@ class Durations:
     def _rate(self, node: fx.Node) -> float:
         if not isinstance(self._flops, Mapping):
             return float(self._flops)
-        found = next(
+        dtype = next(
             (x.meta["val"][2] for x in (node, *node.all_input_nodes) if "val" in x.meta),
             torch.float32,
         )
         return float(
-            self._flops.get(found, self._flops.get(torch.float32, min(self._flops.values())))
+            self._flops.get(dtype, self._flops.get(torch.float32, min(self._flops.values())))
         )
 
     def collective(self, start: fx.Node) -> float:
         """Return the seconds of a collective."""
         topology, nodes = self._place(start)
         name = OPERATORS[start.target]  # type: ignore[index]
-        received, own = self._graph.received(start), max(nodes.values())
+        received = self._graph.received(start)
+        own = max(nodes.values())
         factor = topology.factor({"permute": "all_to_all"}.get(name, name))
         if len(nodes) == 1:
             return topology.local.latency + received / topology.local.bandwidth * factor
         outside = received * (sum(nodes.values()) - own) / max(sum(nodes.values()) - 1, 1)
-        rails = (
-            min(own, topology.rails or own) if name in _RINGS else 1
-        )  # what a node lacks enters it once, over its rails
+        # what a node lacks enters it once, over its rails
+        rails = min(own, topology.rails or own) if name in _RINGS else 1
         network = outside / rails / topology.network.bandwidth
         return topology.network.latency + max(received / topology.local.bandwidth, network) * factor
 
@@ -124,20 +122,21 @@ def moved_bytes(node: fx.Node) -> int:
         if isinstance(node.target, torch._ops.OpOverload)
         else ""
     )
-    written, inputs = writes(node), list(node.all_input_nodes)
-    made = 0 if written or owner_of(node) is not None else bytes_of(node)
+    written = writes(node)
+    inputs = list(node.all_input_nodes)
+    result_bytes = 0 if written or owner_of(node) is not None else bytes_of(node)
     if "empty" in name:
         return 0
     if name.startswith(_READ_PARTS):
-        return 2 * made
+        return 2 * result_bytes
     if name.startswith("new_") or name.endswith("_like"):
         inputs = []
     elif name in _OVERWRITE:
         inputs = [x for x in inputs if x not in written]
-    return made + sum(map(_touched, written)) + sum(map(_touched, inputs))
+    return result_bytes + sum(map(_memory_bytes, written)) + sum(map(_memory_bytes, inputs))
 
 
-def _touched(node: fx.Node) -> int:
+def _memory_bytes(node: fx.Node) -> int:
     """Return the bytes of memory behind a value: of an expanded one those of one copy."""
     if "val" not in node.meta:
         return bytes_of(node)

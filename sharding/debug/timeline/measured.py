@@ -16,8 +16,7 @@ from ...jit.program import compile_eagerly
 
 
 def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, tuple[float, float]]:
-    """Run a call, and return for each node when it began and ended, in seconds since the start of
-    the graph.
+    """Run a call; return when each node began and ended, in seconds from the graph's start.
 
     Raises: ValueError if the graph is not one that the function runs, or the call has not run it.
     """
@@ -60,13 +59,13 @@ class _Stopwatch:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         self._marks.clear()
         self._mark(-1)
-        found = self._run(*inputs)
+        results = self._run(*inputs)
         first = self._marks[0][1]
         ends = [(i, moment - first) for i, moment in self._marks]
         self.times = {
             self._nodes[i]: (start, end) for (_, start), (i, end) in itertools.pairwise(ends)
         }
-        return found
+        return results
 
     def _mark(self, number: int) -> None:
         if self._is_cuda:

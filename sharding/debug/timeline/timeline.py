@@ -102,14 +102,14 @@ class Timeline:
         """
         threads = {lane: i for i, lane in enumerate(self.lanes)}
         how = "measured" if self.measured else "predicted"
-        found = [_named("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
-        found += [
-            _named("thread_name", self.rank, thread, lane) for lane, thread in threads.items()
+        entries = [_name_event("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
+        entries += [
+            _name_event("thread_name", self.rank, thread, lane) for lane, thread in threads.items()
         ]
         launched: dict[Any, TimelineEvent] = {}
         for number, event in enumerate(self.events):
             details = {"node": event.node, **event.details}
-            found.append(
+            entries.append(
                 trace_event(
                     event.name,
                     event.kind,
@@ -119,19 +119,19 @@ class Timeline:
                     details,
                 )
             )
-            found[-1]["dur"] = event.duration * 1e6
+            entries[-1]["dur"] = event.duration * 1e6
             if event.kind == "collective":
                 launched[event.node] = event
             elif event.kind == "wait":
                 source = launched[event.details["for"]]
                 arrow = {"name": "waited for", "cat": "wait", "id": number, "pid": self.rank}
-                found.append(
+                entries.append(
                     arrow | {"ph": "s", "tid": threads[source.lane], "ts": source.start * 1e6}
                 )
-                found.append(
+                entries.append(
                     arrow | {"ph": "f", "bp": "e", "tid": threads[COMPUTE], "ts": event.start * 1e6}
                 )
-        return found
+        return entries
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the trace for ui.perfetto.dev and chrome://tracing if the path ends in .json, else
@@ -218,8 +218,8 @@ def timeline(
     Example:
         >>> mesh = sm.AbstractMesh((8,), ("tp",))
         >>> x, w = (sm.Layout.of(mesh, spec, (4096, 4096)) for spec in (P(None, "tp"), P("tp")))
-        >>> found = sm.debug.timeline(sm.jit(lambda x, w: (x @ w).redistribute(P())).lower(x, w))
-        >>> found.lanes
+        >>> result = sm.debug.timeline(sm.jit(lambda x, w: (x @ w).redistribute(P())).lower(x, w))
+        >>> result.lanes
         ('compute', 'tp')
     """
     graph = _graph_of(compiled)
@@ -229,13 +229,13 @@ def timeline(
         events = _events(graph, durations.operator, durations.collective)
     else:
         events = _measured_events(graph, measured_times(graph, measure))
-    found = Timeline(tuple(events), measure is not None, graph._program.rank)
+    result = Timeline(tuple(events), measure is not None, graph._program.rank)
     if path is not None:
-        found.save(path)
-    return found
+        result.save(path)
+    return result
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
@@ -342,7 +342,8 @@ def _measured_events(
             continue
         start, end = times[node]
         if node.target in OPERATORS:
-            lane, last = graph.axes[node], ends.get(node, end)
+            lane = graph.axes[node]
+            last = ends.get(node, end)
             begin = min(max(start, free.get(lane, 0.0)), last)
             yield _collective(graph, node, begin, last - begin)
             free[lane] = last

@@ -58,7 +58,7 @@ class Pullback:
         """
         with untracked() if current_axis_env() is not None else nullcontext():
             parts = tuple(_start(out, seed) for out, seed in zip(self.outs, seeds, strict=True))
-            return list(backward._laid_out(self._leaves, self._back(parts)))
+            return list(backward.reduce_to_inputs(self._leaves, self._back(parts)))
 
 
 def _start(out: Any, seed: Any) -> Tensor:

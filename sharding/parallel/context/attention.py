@@ -120,9 +120,7 @@ def context_parallel_attention(
 def _of_plain(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
-    """
+    """Run on the slice of the mesh with these axes: plain tensors say nothing of the others."""
     axis_mesh = mesh[options.axes]
     spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
     q, k = (_whole_of(x, axis_mesh, spec) for x in (query, key))
@@ -131,9 +129,7 @@ def _of_plain(
 
 
 def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
-    """Return the sequence that has this local part; lengths may differ. Communication: one small
-    all_gather.
-    """
+    """Return the sequence of this part; lengths may differ. Communication: a small all_gather."""
     lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
     by_place = [
         lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()
@@ -145,12 +141,13 @@ def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
 def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> ShardedTensor:
     query, key, value = _autocast(query, key, value)
     strategy = _strategy(query._layout, key._layout, value._layout, options)
-    mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
+    mesh = query.mesh
+    lineage = mixed(_SEED, (query, key, value))
     with comm_context(mesh.world, lineage):
         operands = redistribute_operands([query, key, value], strategy.targets)
         for x in operands:
             known_local(x)
-        out = from_parts(strategy.made, strategy.run, *operands)
+        out = from_parts(strategy.computed, strategy.run, *operands)
         out._lineage = lineage
         return out.redistribute(strategy.result.spec)
 
@@ -247,16 +244,17 @@ def _in_block(
     if attn_mask is not None or dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}): "
-            f"{_given(attn_mask, dropout_p)} for queries {query._layout}; keys of other ranks are "
-            "processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
-            "call this attention outside the block, where keys and values are gathered"
+            f"{_mask_or_dropout_text(attn_mask, dropout_p)} for queries {query._layout}; keys of "
+            "other ranks are processed in blocks, with is_causal or no mask, without dropout; "
+            "leave it out, or call this attention outside the block, where keys and values are "
+            "gathered"
         )
     options = AttentionOptions(block.axes, is_causal, scale, block.method, block.balanced)
     with implicit_comm("allow"):  # the block asks for it
         return _attention(query, key, value, options)
 
 
-def _given(attn_mask: Any, dropout_p: float) -> str:
+def _mask_or_dropout_text(attn_mask: Any, dropout_p: float) -> str:
     return (
         f"dropout_p={dropout_p}"
         if attn_mask is None

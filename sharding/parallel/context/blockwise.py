@@ -44,8 +44,8 @@ class OnlineSoftmaxState:
         rows = slice(start, stop)
         before = self.lse[..., rows]
         total = torch.logaddexp(before, lse)
-        kept = self.out[..., rows, :] * (before - total).exp()[..., None]
-        self.out[..., rows, :] = kept + out * (lse - total).exp()[..., None]
+        rescaled = self.out[..., rows, :] * (before - total).exp()[..., None]
+        self.out[..., rows, :] = rescaled + out * (lse - total).exp()[..., None]
         self.lse[..., rows] = total
 
 
@@ -105,12 +105,12 @@ def attend_grads(
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         parts = _parts(block, q, k, v)
         back = (kernel_for(*parts, block.diagonal) or _MATMUL).backward
-        found = back(
+        grads = back(
             grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal
         )
-        into.q[..., rows, :] += found[0]
-        into.k[..., keys, :] += found[1]
-        into.v[..., keys, :] += found[2]
+        into.q[..., rows, :] += grads[0]
+        into.k[..., keys, :] += grads[1]
+        into.v[..., keys, :] += grads[2]
 
 
 def _parts(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,8 +134,8 @@ def _by_matmul(
     for rows, keys in _tiles(q, k, diagonal):
         scores = _scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal)
         lse = scores.logsumexp(-1)
-        outs.append(_ungrouped((scores - lse[..., None]).exp() @ v[..., keys, :], q, rows))
-        lses.append(_ungrouped(lse[..., None], q, rows)[..., 0])
+        outs.append(_ungroup_heads((scores - lse[..., None]).exp() @ v[..., keys, :], q, rows))
+        lses.append(_ungroup_heads(lse[..., None], q, rows)[..., 0])
     return torch.cat(outs, -2), torch.cat(lses, -1)
 
 
@@ -156,7 +156,7 @@ def _grads_by_matmul(
     level = (grad * out).sum(-1, keepdim=True)
     grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in _tiles(q, k, diagonal):
-        grouped = [_grouped(x[..., rows, :], k) for x in (q, grad, level, lse[..., None])]
+        grouped = [_group_heads(x[..., rows, :], k) for x in (q, grad, level, lse[..., None])]
         q_rows, grad_rows, level_rows, lse_rows = grouped
         weights = (
             _scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal) - lse_rows
@@ -164,7 +164,7 @@ def _grads_by_matmul(
         pull = weights * (grad_rows @ v[..., keys, :].mT - level_rows)
         grad_v[..., keys, :] += weights.mT @ grad_rows
         grad_k[..., keys, :] += pull.mT @ q_rows * scale
-        grad_q.append(_ungrouped(pull @ k[..., keys, :] * scale, q, rows))
+        grad_q.append(_ungroup_heads(pull @ k[..., keys, :] * scale, q, rows))
     return torch.cat(grad_q, -2), grad_k, grad_v
 
 
@@ -178,10 +178,10 @@ def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
-    """Return the scores of some query rows, grouped as by `_grouped`, with the keys up to the last
+    """Return the scores of some query rows, grouped as by `_group_heads`, with the keys up to the last
     that they attend to.
     """
-    scores = _grouped(q, k) @ k.mT * scale
+    scores = _group_heads(q, k) @ k.mT * scale
     if not diagonal:
         return scores
     position = torch.arange(k.shape[-2], device=q.device)
@@ -193,7 +193,7 @@ def _group(q: Tensor, k: Tensor) -> int:
     return q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """Fold query heads that share a key head into the rows: `... (h g) l e -> ... h (g l) e`."""
     group = _group(x, k)
     return (
@@ -201,7 +201,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     )
 
 
-def _ungrouped(x: Tensor, q: Tensor, rows: slice) -> Tensor:
+def _ungroup_heads(x: Tensor, q: Tensor, rows: slice) -> Tensor:
     return x.reshape(*q.shape[:-2], rows.stop - rows.start, x.shape[-1])
 
 

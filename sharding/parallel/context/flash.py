@@ -63,8 +63,8 @@ class _Operators(NamedTuple):
 
 
 def _operators(name: str) -> _Operators:
-    found = [getattr(torch.ops.aten, name + end, None) for end in ("", "_backward")]
-    return _Operators(*found if None not in found else (None, None))
+    operators = [getattr(torch.ops.aten, name + end, None) for end in ("", "_backward")]
+    return _Operators(*operators if None not in operators else (None, None))
 
 
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")
@@ -84,7 +84,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    return _CPU.forward(*_widened(q, k, v), 0.0, diagonal, scale=scale)
+    return _CPU.forward(*_at_least_float32(q, k, v), 0.0, diagonal, scale=scale)
 
 
 def _on_cpu_grads(
@@ -98,11 +98,11 @@ def _on_cpu_grads(
     diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _CPU.backward(
-        *_widened(grad, q, k, v, out), lse.contiguous(), 0.0, diagonal, scale=scale
+        *_at_least_float32(grad, q, k, v, out), lse.contiguous(), 0.0, diagonal, scale=scale
     )
 
 
-def _widened(*tensors: Tensor) -> list[Tensor]:
+def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
     return [_in_rows(x.to(torch.promote_types(x.dtype, torch.float32))) for x in tensors]
 
 

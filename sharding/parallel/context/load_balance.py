@@ -46,8 +46,7 @@ class Block(NamedTuple):
 
 @lru_cache(4096)
 def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
-    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own
-    position.
+    """Return the blocks that a causal mask leaves: keys up to each query's own position.
 
     queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
                                        3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2
@@ -55,7 +54,7 @@ def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
                                        4 | x x x x
                                        5 | x x x x
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     for k_place, (k_start, k_stop) in _with_offsets(keys):
         for q_place, (q_start, q_stop) in _with_offsets(queries):
             both = max(k_start, q_start), min(k_stop, q_stop)
@@ -67,14 +66,14 @@ def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
             for rows, cols, diagonal in pieces:
                 if rows[0] < rows[1] and cols[0] < cols[1]:
                     _append_block(
-                        found,
+                        blocks,
                         Block(
                             *_shift(rows, q_place - q_start),
                             *_shift(cols, k_place - k_start),
                             diagonal,
                         ),
                     )
-    return tuple(found)
+    return tuple(blocks)
 
 
 def _with_offsets(runs: Runs) -> Iterator[tuple[int, Interval]]:
@@ -85,15 +84,13 @@ def _shift(interval: Interval, by: int) -> Interval:
     return interval[0] + by, interval[1] + by
 
 
-def _append_block(found: list[Block], new: Block) -> None:
-    """Append a block; merge it with the last one if that has the preceding queries and the same
-    keys.
-    """
-    last = found[-1] if found else new
+def _append_block(blocks: list[Block], new: Block) -> None:
+    """Append a block, or merge it with the last one of the preceding queries and same keys."""
+    last = blocks[-1] if blocks else new
     if last[1:4] == (new.q_start, new.k_start, new.k_stop) and not (last.diagonal or new.diagonal):
-        found[-1] = last._replace(q_stop=new.q_stop)
+        blocks[-1] = last._replace(q_stop=new.q_stop)
     else:
-        found.append(new)
+        blocks.append(new)
 
 
 # -- balanced --------------------------------------------------------------------------------------
@@ -124,12 +121,12 @@ def balanced_sizes(length: int, ranks: int) -> tuple[int, ...]:
 
 def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     """Return the part from `start` to `stop` of the concatenation of these intervals."""
-    found = []
+    intervals = []
     for place, (a, b) in _with_offsets(tuple(order)):
         low, high = max(a, a + start - place), min(b, a + stop - place)
         if low < high:
-            found.append((low, high))
-    return found
+            intervals.append((low, high))
+    return intervals
 
 
 def _inverse(order: Sequence[Interval]) -> list[Interval]:

@@ -98,9 +98,7 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that were packed into the block that this rank holds after `hop`
-        hops.
-        """
+        """Return the two tensors packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (
@@ -137,23 +135,21 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         with backward_comm_context(ctx.ring.world, ctx.lineage):
-            found = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
-        return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
+            input_grads = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
+        return *[grad.to(x.dtype) for grad, x in zip(input_grads, saved, strict=False)], None
 
 
 def _ring_grads(
     ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> AttentionGrads:
-    """Pass the blocks once more; each is followed by the sum of the gradients from earlier
-    ranks.
-    """
+    """Pass the blocks once more, each followed by the summed gradients of earlier ranks."""
     own = AttentionGrads.zeros(q, k, v)
     following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
     for hop, current in enumerate(ring.passing(k, v)):
-        found = AttentionGrads.zeros(q, *current)._replace(q=own.q) if hop else own
-        attend_grads(found, grad, q, *current, out, lse, ring.blocks[hop], ring.scale)
+        hop_grads = AttentionGrads.zeros(q, *current)._replace(q=own.q) if hop else own
+        attend_grads(hop_grads, grad, q, *current, out, lse, ring.blocks[hop], ring.scale)
         if hop:
-            following = ring.send(_pack(found.k, found.v) + following(), own[1:], hop + 1)
+            following = ring.send(_pack(hop_grads.k, hop_grads.v) + following(), own[1:], hop + 1)
     if ring.size == 1:
         return own
     home = ring.unpack(following(), own[1:], ring.size)

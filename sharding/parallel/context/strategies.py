@@ -42,13 +42,13 @@ class AttentionStrategy:
 
     Attributes:
         targets: the layouts that query, key and value need.
-        made: the layout of the result of `run`.
+        computed: the layout of the result of `run`.
         result: the layout to return, that of the query.
         run: the computation on this rank's parts.
     """
 
     targets: tuple[Layout, Layout, Layout]
-    made: Layout
+    computed: Layout
     result: Layout
     run: Run
 
@@ -64,24 +64,22 @@ def choose_attention_strategy(
     _check_shapes(q, k, v)
     for layout in (q, k, v):
         _check_sequence(layout, options)
-    q = _cut(q, q.spec.cuts[:WIDTH])
-    k = _cut(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
-    v = _cut(v, k.spec.cuts[:WIDTH])
-    made = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
+    q = _with_cuts(q, q.spec.cuts[:WIDTH])
+    k = _with_cuts(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
+    v = _with_cuts(v, k.spec.cuts[:WIDTH])
+    out = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
     return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](
-        q, k, v, made, options
+        q, k, v, out, options
     )
 
 
-def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
+def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
     """Return the layout with these cuts, nothing pending, and whole features."""
     return layout.replace(P.of_cuts([*cuts, ()], {}))
 
 
 def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
-    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else
-    none.
-    """
+    """Return the cuts of key heads, if each rank then has those of its query heads; else none."""
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
@@ -106,14 +104,16 @@ def _scale(q: Layout, options: AttentionOptions) -> float:
 
 
 def _ring(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     mesh: Any = q.mesh
     runs = _runs(q, options), _runs(k, options)
     if mesh.coordinate is None or not splitting_axes(k, len(k.shape) + SEQUENCE):
-        return _with_all_keys(q, k, v, made, options)
-    group, ranks = mesh.group(options.axes), _in_order(mesh, options.axes)
-    position, count = ranks.index(mesh.world.rank), len(ranks)
+        return _with_all_keys(q, k, v, out, options)
+    group = mesh.group(options.axes)
+    ranks = _in_order(mesh, options.axes)
+    position = ranks.index(mesh.world.rank)
+    count = len(ranks)
     blocks = tuple(
         _blocks(runs[0][position], runs[1][(position - hop) % count], options)
         for hop in range(count)
@@ -128,36 +128,36 @@ def _ring(
         blocks,
         _scale(q, options),
     )
-    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
+    return AttentionStrategy((q, k, v), out, out, _with_heads(ring, q, k))
 
 
 def _all_gather(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     whole_k, whole_v = (with_dim(x, len(x.shape) + SEQUENCE, (), x.shape[SEQUENCE]) for x in (k, v))
-    return _with_all_keys(q, whole_k, whole_v, made, options, _runs(k, options))
+    return _with_all_keys(q, whole_k, whole_v, out, options, _runs(k, options))
 
 
 def _with_all_keys(
     q: Layout,
     k: Layout,
     v: Layout,
-    made: Layout,
+    out: Layout,
     options: AttentionOptions,
     of_keys: Sequence[Runs] | None = None,
 ) -> AttentionStrategy:
     """Return the strategy in which each rank has all keys, in the order of `of_keys`."""
     mesh: Any = q.mesh
     if mesh.coordinate is None:
-        return AttentionStrategy((q, k, v), made, made, _outside_mesh)
+        return AttentionStrategy((q, k, v), out, out, _outside_mesh)
     ranks = _in_order(mesh, options.axes)
     of_keys = _runs(k, options) if of_keys is None else of_keys
-    mine = _runs(q, options)[
+    own_runs = _runs(q, options)[
         ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0
     ]
-    blocks = (_blocks(mine, tuple(run for runs in of_keys for run in runs), options),)
+    blocks = (_blocks(own_runs, tuple(run for runs in of_keys for run in runs), options),)
     ring = Ring(mesh.world, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
-    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
+    return AttentionStrategy((q, k, v), out, out, _with_heads(ring, q, k))
 
 
 def _outside_mesh(*_: Tensor) -> Tensor:
@@ -205,22 +205,23 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
 
 
 def _all_to_all(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+    q: Layout, k: Layout, v: Layout, out: Layout, options: AttentionOptions
 ) -> AttentionStrategy:
     """Return the strategy in which every rank has a share of the heads with the whole sequence."""
-    group, shares = _group(q, k), _shares(q, k, options)
+    group = _group(q, k)
+    shares = _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
     targets = [
         _by_heads(x, axes, [n * times for n in shares])
-        for x, times in ((q, group), (k, 1), (v, 1), (made, group))
+        for x, times in ((q, group), (k, 1), (v, 1), (out, group))
     ]
     attend = partial(_attend_whole, _runs(q, options), _runs(k, options), options, group)
-    return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], made, attend)
+    return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], out, attend)
 
 
 def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> Layout:
     cuts = [*layout.spec.cuts[:HEADS], [Cut(axes, tuple(sizes))], ()]
-    return _cut(layout, cuts)
+    return _with_cuts(layout, cuts)
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
@@ -230,11 +231,12 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
     Raises:
         ValueError: a rank would get none.
     """
-    ranks, axes = q.mesh.size(options.axes), q.spec.dims[HEADS]
+    ranks = q.mesh.size(options.axes)
+    axes = q.spec.dims[HEADS]
     known = (
         part_sizes(k, len(k.shape) + HEADS)
         if k.spec.dims[HEADS] == axes
-        else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
+        else _even_sizes(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
     )
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
@@ -244,10 +246,10 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
             f"{options.axes}; use method='ring' or 'all_gather', which split no heads, or at least "
             f"{ranks} heads"
         )
-    return [n for heads in known for n in _evenly(heads, ranks)]
+    return [n for heads in known for n in _even_sizes(heads, ranks)]
 
 
-def _evenly(count: int, parts: int) -> list[int]:
+def _even_sizes(count: int, parts: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
@@ -287,10 +289,10 @@ def _positions(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
 def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
     for other in (k, v):
         if other.mesh is not q.mesh:
-            here, there = distinct_mesh_names(q.mesh, other.mesh)
+            query_mesh, other_mesh = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
-                f"context_parallel_attention: query, key and value are on two meshes, {here} and "
-                f"{there}; move them to one mesh first"
+                f"context_parallel_attention: query, key and value are on two meshes, {query_mesh} "
+                f"and {other_mesh}; move them to one mesh first"
             )
     why = _shape_error(q, k, v)
     if why:
@@ -328,37 +330,38 @@ def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
 
 
 def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
-    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right
-    sizes.
-    """
-    mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
-    given = "context_parallel_attention: "
+    """Raise unless the axes split the sequence, with `balanced` into parts of the right sizes."""
+    mesh = layout.mesh
+    dim = len(layout.shape) + SEQUENCE
+    prefix = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]
     if unknown or not options.axes:
-        raise ValueError(f"{given}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}")
+        raise ValueError(
+            f"{prefix}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}"
+        )
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
-        wanted = [
+        target_cuts = [
             cuts if d != dim else [Cut((a,)) for a in options.axes]
-            for d, cuts in enumerate(_without(layout, options.axes))
+            for d, cuts in enumerate(_cuts_without(layout, options.axes))
         ]
         raise ValueError(
-            f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no "
-            f"other axis; redistribute it to {P.of_cuts(wanted, {})} first"
+            f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and "
+            f"no other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
         )
     if options.balanced and options.is_causal:
-        sizes, wanted_sizes = (
+        sizes, target_sizes = (
             tuple(part_sizes(layout, dim)),
             balanced_sizes(layout.shape[dim], mesh.size(options.axes)),
         )
-        if sizes != wanted_sizes:
+        if sizes != target_sizes:
             raise ValueError(
-                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} "
-                f"positions, but balanced parts have {wanted_sizes}; make it with "
+                f"{prefix}balanced=True for {layout}, whose parts of the sequence have {sizes} "
+                f"positions, but balanced parts have {target_sizes}; make it with "
                 f"sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True "
                 "out"
             )
 
 
-def _without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
+def _cuts_without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
     """Return the cuts by other axes."""
     return [[cut for cut in cuts if not set(cut.axes) & set(axes)] for cuts in layout.spec.cuts]

@@ -52,7 +52,8 @@ class Experts(nn.Module):
         super().__init__()
         _check_alike(modules)
         mesh = given_or_current(mesh)
-        self.axis, self.capacity = (axis,) if isinstance(axis, str) else tuple(axis), capacity
+        self.axis = (axis,) if isinstance(axis, str) else tuple(axis)
+        self.capacity = capacity
         self.each = copy.deepcopy(modules[0])
         for name, p in modules[0].named_parameters():
             stacked = torch.stack([module.get_parameter(name).detach() for module in modules])

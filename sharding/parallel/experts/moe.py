@@ -104,26 +104,27 @@ def _of_sharded(
     capacity: float | None,
 ) -> ShardedTensor:
     _check(tokens, routing, leaves, axes, capacity)
-    lead, stacked = _token_cuts(tokens._layout, axes), _expert_cut(leaves, axes)
-    given: Any = [tokens, *routing, *leaves.values()]
+    lead = _token_cuts(tokens._layout, axes)
+    stacked = _expert_cut(leaves, axes)
+    inputs: Any = [tokens, *routing, *leaves.values()]
     limit = (
         None
         if capacity is None
-        else math.ceil(capacity * routing.experts.numel() / given[3].shape[0])
+        else math.ceil(capacity * routing.experts.numel() / inputs[3].shape[0])
     )
-    lineage = mixed(_SEED, given)
+    lineage = mixed(_SEED, inputs)
     with comm_context(tokens.mesh.world, lineage):
         cuts = [[*lead, ()]] * 3 + [[[stacked]]] * len(leaves)
         operands = redistribute_operands(
-            given,
-            [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)],
+            inputs,
+            [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(inputs, cuts, strict=True)],
         )
         mixture = _Mixture(
             expert, structure, _peers(operands[3]._layout, axes), operands[1]._layout, limit
         )
-        made = _run_mixture(mixture, lead, operands)
-        made._lineage = lineage
-        return made.redistribute(P.of_cuts([*tokens.spec.cuts[:-1], ()], {}))
+        result = _run_mixture(mixture, lead, operands)
+        result._lineage = lineage
+        return result.redistribute(P.of_cuts([*tokens.spec.cuts[:-1], ()], {}))
 
 
 # -- plain tokens ----------------------------------------------------------------------------------
@@ -138,13 +139,12 @@ def _of_plain(
     axes: tuple[str, ...],
     capacity: float | None,
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
-    """
+    """Run on the slice of the mesh with these axes: plain tensors say nothing of the others."""
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
-    group, tokens = expert_mesh.group(), math.prod(x.shape[:-1])
+    group = expert_mesh.group()
+    tokens = math.prod(x.shape[:-1])
     lengths = [n for (n,) in group.all_gather_object((tokens,))]
     sizes = [lengths[group.ranks.index(int(rank))] for rank in expert_mesh.ranks.flatten()]
     spec = P(expert_mesh.axis_names, sizes={expert_mesh.axis_names: sizes})
@@ -206,10 +206,8 @@ class _Mixture(NamedTuple):
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
         k = self.choices.shape[-1]
-        tokens, plan = (
-            math.prod(x.shape[:-1]),
-            make_dispatch(experts, self.choices, self.peers, self.limit),
-        )
+        tokens = math.prod(x.shape[:-1])
+        plan = make_dispatch(experts, self.choices, self.peers, self.limit)
         received = plan.dispatch(x.reshape(tokens, x.shape[-1]).index_select(0, plan.slots // k))
         back = plan.combine(self._apply(received, plan.rows_per_expert, params))
         by_choice = (
@@ -221,9 +219,7 @@ class _Mixture(NamedTuple):
         return mixed_rows.view(*x.shape[:-1], back.shape[-1])
 
     def _apply(self, rows: Tensor, counts: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-        """Apply this rank's experts to their rows, also to no rows, so that all parameters get a
-        gradient.
-        """
+        """Apply this rank's experts to their rows, even to none: all parameters get a gradient."""
         if not counts:
             return self.apply_expert(rows, [p.sum() + p.new_zeros(p.shape[1:]) for p in params])
         slices = zip(*[p.unbind(0) for p in params], strict=True)
@@ -240,33 +236,33 @@ class _Mixture(NamedTuple):
         Raises:
             ValueError: the result has another number of rows or dims.
         """
-        made = self.expert(rows, pytree.tree_unflatten(params, self.structure))
-        if made.ndim != 2 or len(made) != len(rows):
+        result = self.expert(rows, pytree.tree_unflatten(params, self.structure))
+        if result.ndim != 2 or len(result) != len(rows):
             raise ValueError(
-                f"moe: an expert returned {list(made.shape)} for rows {list(rows.shape)}; it must "
-                "map [n d] -> [n f] for any n"
+                f"moe: an expert returned {list(result.shape)} for rows {list(rows.shape)}; it "
+                "must map [n d] -> [n f] for any n"
             )
-        return made
+        return result
 
 
 def _run_mixture(
-    mixture: _Mixture, lead: Sequence[Sequence[Cut]], given: Sequence[ShardedTensor]
+    mixture: _Mixture, lead: Sequence[Sequence[Cut]], operands: Sequence[ShardedTensor]
 ) -> ShardedTensor:
     """Return the result; its width and dtype are those of the experts' results."""
-    x, mesh = given[0], given[0].mesh
+    x, mesh = operands[0], operands[0].mesh
     if mesh.coordinate is None:
         rows = torch.empty(0, x.shape[-1], dtype=x.dtype, device="meta")
         like = mixture.apply_expert(
-            rows, [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in given[3:]]
+            rows, [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in operands[3:]]
         )
-        return nonmember.unknown(_result_layout(x, lead, like), *given)
-    local = mixture(*[known_local(p) for p in given])
+        return nonmember.unknown(_result_layout(x, lead, like), *operands)
+    local = mixture(*[known_local(p) for p in operands])
     return wrap(local, _result_layout(x, lead, local))
 
 
-def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], made: Tensor) -> Layout:
+def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], result: Tensor) -> Layout:
     return Layout.of(
-        x.mesh, P.of_cuts([*lead, ()], {}), (*x.shape[:-1], made.shape[-1]), made.dtype
+        x.mesh, P.of_cuts([*lead, ()], {}), (*x.shape[:-1], result.shape[-1]), result.dtype
     )
 
 
@@ -274,9 +270,7 @@ def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], made: Tensor
 
 
 def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the
-    longest parts.
-    """
+    """Return the leading dims' cuts; axes not among them split the dim with the longest parts."""
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]
     longest = max(
@@ -290,27 +284,32 @@ def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
 
 
 def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
-    """Return how the axes split the experts: as in the parameters that are split over them, else
-    evenly.
+    """Return how the axes split the experts: as in parameters split over them, else evenly.
 
     Raises:
         ValueError: two parameters are split differently.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    sizes_by_name: dict[str, tuple[int, ...]] = {}
     for name, p in params.items():
         if p.spec.dims[0][: len(axes)] == axes:
             sizes = part_sizes(p._layout, 0)
             each = len(sizes) // p.mesh.size(axes)
-            found[name] = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
-    if len(set(found.values())) > 1:
+            sizes_by_name[name] = tuple(
+                sum(sizes[i : i + each]) for i in range(0, len(sizes), each)
+            )
+    if len(set(sizes_by_name.values())) > 1:
         raise ValueError(
-            f"moe: the experts are split over {axes} into parts of {found}; split all parameters "
-            "in the same way"
+            f"moe: the experts are split over {axes} into parts of {sizes_by_name}; split all "
+            "parameters in the same way"
         )
-    return Cut(axes, next(iter(found.values()))) if found else Cut(axes, _evenly(params, axes))
+    return (
+        Cut(axes, next(iter(sizes_by_name.values())))
+        if sizes_by_name
+        else Cut(axes, _even_sizes(params, axes))
+    )
 
 
-def _evenly(params: dict[str, Any], axes: tuple[str, ...]) -> tuple[int, ...]:
+def _even_sizes(params: dict[str, Any], axes: tuple[str, ...]) -> tuple[int, ...]:
     first = next(iter(params.values()))
     count, parts = first.shape[0], first.mesh.size(axes)
     return tuple(count // parts + (i < count % parts) for i in range(parts))
@@ -367,14 +366,14 @@ def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
         )
 
 
-def _check_one_mesh(given: dict[str, Any]) -> None:
-    (name, first), *rest = given.items()
+def _check_one_mesh(tensors: dict[str, Any]) -> None:
+    (name, first), *rest = tensors.items()
     for other, x in rest:
         if x.mesh is not first.mesh:
-            here, there = distinct_mesh_names(first.mesh, x.mesh)
+            first_mesh, other_mesh = distinct_mesh_names(first.mesh, x.mesh)
             raise ValueError(
-                f"moe: {name} is on {here}, but {other} on {there}; redistribute all to one mesh "
-                "first"
+                f"moe: {name} is on {first_mesh}, but {other} on {other_mesh}; redistribute all to "
+                "one mesh first"
             )
 
 

@@ -67,7 +67,8 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
     Example:
         >>> loss = loss + 0.01 * sm.parallel.load_balance_loss(logits, routing.experts)
     """
-    count, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    count = logits.shape[-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     share = _counts(logits, experts, count, dtype) / experts.numel()
     likely = logits.softmax(-1, dtype=dtype).mean(tuple(range(logits.ndim - 1)))
     return count * (share * likely).sum()
@@ -76,23 +77,23 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
 def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Tensor:
     """Return how many choices each expert gets."""
 
-    def counted(part: Tensor) -> Tensor:
+    def count_local(part: Tensor) -> Tensor:
         flat = part.flatten()  # the host waits for a bincount
         return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)).to(dtype)
 
     if not isinstance(logits, ShardedTensor) and not isinstance(experts, ShardedTensor):
-        return counted(experts)
+        return count_local(experts)
     check_sharded("load_balance_loss", {"logits": logits, "experts": experts})
     split = {
         axis: "sum" for dim in range(experts.ndim) for axis in splitting_axes(experts._layout, dim)
     }
     layout = Layout.of(experts.mesh, P(unreduced=split), (count,), dtype)
-    return from_parts(layout, counted, experts).redistribute(P())
+    return from_parts(layout, count_local, experts).redistribute(P())
 
 
-def check_sharded(name: str, given: dict[str, Any]) -> None:
+def check_sharded(name: str, tensors: dict[str, Any]) -> None:
     """Raise a TypeError if a tensor is plain."""
-    for path, x in given.items():
+    for path, x in tensors.items():
         if not isinstance(x, ShardedTensor):
             shape = f" of shape {list(x.shape)}" if isinstance(x, Tensor) else ""
             raise TypeError(

@@ -145,8 +145,8 @@ class TokenDispatch:
 
     @property
     def _send_sizes(self) -> list[int]:
-        mine = self.counts[self.peers.me]
-        return [sum(mine[start:stop]) for start, stop in self.peers.experts]
+        own_counts = self.counts[self.peers.me]
+        return [sum(own_counts[start:stop]) for start, stop in self.peers.experts]
 
     @property
     def _recv_sizes(self) -> list[int]:
@@ -157,7 +157,8 @@ class TokenDispatch:
     def _by_expert(self) -> Tensor:
         """The permutation from received order (by source, then expert) to expert order."""
         start, stop = self.peers.experts[self.peers.me]
-        device, sizes = self._order.device, [n for row in self.counts for n in row[start:stop]]
+        device = self._order.device
+        sizes = [n for row in self.counts for n in row[start:stop]]
         experts = torch.arange(stop - start, device=device).repeat(len(self.counts))
         lengths = to_device(sizes, torch.int64, device)
         return experts.repeat_interleave(lengths, output_size=sum(sizes)).argsort(stable=True)
@@ -184,19 +185,24 @@ def make_dispatch(
         consecutive tokens of the batch.
     """
     if capacity is None:
-        valid = _valid(chosen.reshape(1, -1, 1), peers.count)
-        table = _all_counts(_counted(valid, peers.count), peers.mesh, peers.axes)
+        valid = _valid_choices(chosen.reshape(1, -1, 1), peers.count)
+        table = _all_counts(_count_choices(valid, peers.count), peers.mesh, peers.axes)
         counts = _start_to_host(table[:, 0, 0])
         ranks = peers.group.ranks
         return TokenDispatch(
-            peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)), drops=False
+            peers,
+            _sorted_slots(valid.flatten(), peers),
+            counts,
+            ranks,
+            range(len(ranks)),
+            drops=False,
         )
     runs = _Runs(layout, peers)
-    count, choices = runs.count_here, chosen.shape[-1]
-    valid = _valid(
+    count, choices = runs.local_count, chosen.shape[-1]
+    valid = _valid_choices(
         chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count
     )
-    counts = _counted(valid, peers.count)
+    counts = _count_choices(valid, peers.count)
     padded = counts.new_zeros(runs.most, *counts.shape[1:])
     padded[: len(counts)] = counts
     table = _all_counts(padded, peers.mesh, runs.axes)
@@ -204,9 +210,11 @@ def make_dispatch(
     before = _before(table, runs)
     taken = (capacity - before).clamp(min=0).minimum(table).sum((1, 2))
     wait = _start_to_host(torch.cat([taken, wrong[:, None]], 1))
-    kept = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
-    sent = torch.where(kept, valid, peers.count).flatten()  # others are sorted to the end
-    return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers, drops=True)
+    fits = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
+    sent = torch.where(fits, valid, peers.count).flatten()  # others are sorted to the end
+    return TokenDispatch(
+        peers, _sorted_slots(sent, peers), wait, runs.ranks, runs.peers, drops=True
+    )
 
 
 def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -214,12 +222,12 @@ def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
     return x.cpu if thread_context.recorder is not None else start_to_host(x)
 
 
-def _valid(chosen: Tensor, experts: int) -> Tensor:
+def _valid_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return the choices, `experts` for invalid ones."""
     return torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
 
 
-def _counted(valid: Tensor, experts: int) -> Tensor:
+def _count_choices(valid: Tensor, experts: int) -> Tensor:
     """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry
     for invalid choices.
     """
@@ -228,9 +236,10 @@ def _counted(valid: Tensor, experts: int) -> Tensor:
         choices, device=valid.device
     )
     flat = (row * (experts + 1) + valid).flatten()
+    # not a bincount, for which the host waits
     counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(
         0, flat, torch.ones_like(flat)
-    )  # the host waits for a bincount
+    )
     return counts.view(runs, choices, experts + 1)
 
 
@@ -242,11 +251,10 @@ def _all_counts(counts: Tensor, mesh: Any, axes: tuple[str, ...]) -> Tensor:
     return gathered
 
 
-def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
+def _sorted_slots(valid: Tensor, peers: ExpertGroup) -> Tensor:
     """Return the slots, sorted by expert, then by token; those of invalid choices last."""
-    position = sorted(
-        range(peers.count), key=peers.order.__getitem__
-    )  # expert -> its position in the sending order
+    # expert -> its position in the sending order
+    position = sorted(range(peers.count), key=peers.order.__getitem__)
     position = to_device([*position, peers.count], torch.int64, valid.device)
     return position[valid].argsort(stable=True)
 
@@ -267,18 +275,21 @@ class _Runs:
     """
 
     def __init__(self, layout: Layout, peers: ExpertGroup) -> None:
-        mesh, tokens = peers.mesh, range(len(layout.shape) - 1)
+        mesh = peers.mesh
+        tokens = range(len(layout.shape) - 1)
         split = [dim for dim in tokens if splitting_axes(layout, dim)]
         self.axes = tuple(
             dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes])
         )
-        self._inner, self._shape = max(split, default=0), layout.shape[:-1]
+        self._inner = max(split, default=0)
+        self._shape = layout.shape[:-1]
         group = mesh.group(self.axes)
         self.ranks = group.ranks
         self.starts = [
             self._starts(layout.box_at(mesh.coordinate_of(rank))) for rank in group.ranks
         ]
-        self.me, self.peers = group.rank, [group.ranks.index(rank) for rank in peers.group.ranks]
+        self.me = group.rank
+        self.peers = [group.ranks.index(rank) for rank in peers.group.ranks]
 
     def _starts(self, box: Sequence[tuple[int, int]]) -> list[int]:
         strides = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
@@ -289,7 +300,7 @@ class _Runs:
         ]
 
     @property
-    def count_here(self) -> int:
+    def local_count(self) -> int:
         return len(self.starts[self.me])
 
     @property
@@ -298,9 +309,7 @@ class _Runs:
 
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
-    """Return how many rows of each expert precede each run and choice: [rank run choice expert], as
-    `table`.
-    """
+    """Return how many rows of an expert precede each [rank run choice expert], as `table`."""
     starts = sorted(
         (start, rank, run)
         for rank, starts in enumerate(runs.starts)
@@ -316,9 +325,7 @@ def _before(table: Tensor, runs: _Runs) -> Tensor:
 
 
 def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
-    """Return each token's position [run token choice] among all that choose its expert, in the
-    order of admission.
-    """
+    """Return each token's place [run token choice] in its expert's order of admission."""
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
         choices, device=valid.device

@@ -99,14 +99,14 @@ class InputHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        wanted = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
-        wanted += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
+        inputs = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
+        inputs += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
         laid = redistribute_activations(
-            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted]
+            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in inputs]
         )
-        found = {key: value for (key, *_), value in zip(wanted, laid, strict=True)}
-        return tuple([found.get(i, x) for i, x in enumerate(args)]), {
-            name: found.get(name, x) for name, x in kwargs.items()
+        by_key = {key: value for (key, *_), value in zip(inputs, laid, strict=True)}
+        return tuple([by_key.get(i, x) for i, x in enumerate(args)]), {
+            name: by_key.get(name, x) for name, x in kwargs.items()
         }
 
 
@@ -138,20 +138,20 @@ class OutputHook:
                 self.site, module, [("the output", output, self.lays[0])]
             )[0]
         if not isinstance(output, (tuple, list)) or len(output) != len(self.lays):
-            found = (
+            actual = (
                 f"{len(output)} of them"
                 if isinstance(output, (tuple, list))
                 else f"one {type(output).__name__}"
             )
             raise ValueError(
                 f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned "
-                f"{found}; give one for each, or one for all"
+                f"{actual}; give one for each, or one for all"
             )
-        wanted = [
+        outputs = [
             (f"output {i}", x, lay)
             for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))
         ]
-        laid = redistribute_activations(self.site, module, wanted)
+        laid = redistribute_activations(self.site, module, outputs)
         return output._make(laid) if hasattr(output, "_make") else type(output)(laid)  # type: ignore[attr-defined]
 
 
@@ -201,10 +201,9 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
 
 
 def redistribute_activations(
-    site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]
+    site: HookSite, module: nn.Module, values: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
-    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed
-    together.
+    """Return each value, a tensor or a tree, in its layout; all are redistributed together.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -214,13 +213,13 @@ def redistribute_activations(
     Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if
     `from_local` needs it.
     """
-    if all(_has_layout(site, value, lay) for _, value, lay in wanted):
-        return [value for _, value, _ in wanted]
+    if all(_has_layout(site, value, lay) for _, value, lay in values):
+        return [value for _, value, _ in values]
     refuse_jit_trace()
-    trees = [pytree.tree_flatten(value) for _, value, _ in wanted]
+    trees = [pytree.tree_flatten(value) for _, value, _ in values]
     leaves = [
         (name, leaf, lay)
-        for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True)
+        for (name, _, lay), (flat, _) in zip(values, trees, strict=True)
         for leaf in flat
     ]
     laid = iter(_redistribute_leaves(site, module, leaves))
@@ -232,9 +231,7 @@ _targets: LayoutCache[tuple[Any, str], Layout] = LayoutCache()
 
 
 def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
-    """Return whether this is a tensor known to have the desired layout: the common case,
-    and cheap.
-    """
+    """Return whether this is a tensor known to have the layout: the common case, and cheap."""
     if type(x) is not ShardedTensor or lay.local:
         return False
     return lay.to is None or _targets.get(x._layout, (lay.to, site.axis)) is x._layout
@@ -296,40 +293,39 @@ def along(layout: Layout, where: P | Placement, axis: str) -> P:
     )
     named = {axis, *spec.axes}
     cuts = [
-        _merged(_without(own, named, layout), given, own)
-        for own, given in zip(layout.spec.cuts, spec.cuts, strict=True)
+        _merge_cuts(_cuts_without(own, named, layout), new, own)
+        for own, new in zip(layout.spec.cuts, spec.cuts, strict=True)
     ]
     pending = {a: kind for a, kind in layout.pending.items() if a not in named}
     return P.of_cuts(cuts, {**pending, **dict(spec.unreduced)})
 
 
-def _merged(kept: Sequence[Cut], given: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
-    same = {a for cut in own for a in cut.axes} == {a for cut in (*kept, *given) for a in cut.axes}
-    return own if same and not any(cut.sizes for cut in given) else (*kept, *given)
+def _merge_cuts(remaining: Sequence[Cut], new: Sequence[Cut], own: Sequence[Cut]) -> Sequence[Cut]:
+    same = {a for cut in own for a in cut.axes} == {
+        a for cut in (*remaining, *new) for a in cut.axes
+    }
+    return own if same and not any(cut.sizes for cut in new) else (*remaining, *new)
 
 
-def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
-    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the
-    removed ones.
-    """
+def _cuts_without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
+    """Return a dim's cuts by other axes; joint sizes are summed over the removed ones."""
     return [cut for cut in (_cut_without(cut, named, layout) for cut in cuts) if cut.axes]
 
 
 def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
-    kept = tuple(a for a in cut.axes if a not in named)
-    if cut.sizes is None or not kept or kept == cut.axes:
-        return cut._replace(axes=kept)
+    axes = tuple(a for a in cut.axes if a not in named)
+    if cut.sizes is None or not axes or axes == cut.axes:
+        return cut._replace(axes=axes)
     grid = np.reshape(cut.sizes, [layout.mesh.size(a) for a in cut.axes])
     gone = tuple(i for i, a in enumerate(cut.axes) if a in named)
-    return Cut(kept, tuple(int(n) for n in grid.sum(axis=gone).flat))
+    return Cut(axes, tuple(int(n) for n in grid.sum(axis=gone).flat))
 
 
 # -- plain tensors ---------------------------------------------------------------------------------
 
 
 def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
-    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are
-    unchanged.
+    """Return a plain tensor with a desired layout as a sharded one; other values unchanged.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -387,17 +383,17 @@ def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
     )
 
 
-def as_axis_layout(given: Any, what: str) -> AxisLayout:
+def as_axis_layout(layout: Any, what: str) -> AxisLayout:
     """Return a `P`, a placement (torch's are translated) or None.
 
     Raises:
         TypeError: something else.
     """
-    if given is None or isinstance(given, P):
-        return given
+    if layout is None or isinstance(layout, P):
+        return layout
     try:
-        return as_placement(given)
+        return as_placement(layout)
     except TypeError:
         raise TypeError(
-            f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}"
+            f"{what}: expected P(...), Shard(dim), Replicate() or None, got {layout!r}"
         ) from None

@@ -89,8 +89,7 @@ _BY_INPUTS = frozenset(
 
 
 def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its
-    pattern matches.
+    """Replace Hugging Face's strings in a plan by styles and specs, for the matching paths.
 
     Args:
         module: the module to parallelize.
@@ -107,22 +106,23 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
         plan = _own_plan(module, plan, own)
     modules = dict(module.named_modules())
     tensors = dict(module.named_parameters(remove_duplicate=False))
-    strings = {pattern: given for pattern, given in plan.items() if isinstance(given, str)}
+    strings = {pattern: entry for pattern, entry in plan.items() if isinstance(entry, str)}
     _check_known(strings)
-    found: dict[str, Any] = {}
-    for pattern, given in plan.items():
+    styles: dict[str, Any] = {}
+    for pattern, entry in plan.items():
         matched = (
-            _matched(pattern, given, modules, tensors) if pattern in strings else {pattern: given}
+            _styles_and_specs(pattern, entry, modules, tensors)
+            if pattern in strings
+            else {pattern: entry}
         )
-        found |= matched or (
-            {} if pattern in own else {pattern: _OF_MODULES[given](None)}
-        )  # raises later, with similar names
-    return found
+        # raises later, with similar names
+        styles |= matched or ({} if pattern in own else {pattern: _OF_MODULES[entry](None)})
+    return styles
 
 
-def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[str, str]:
-    if given != "auto":
-        raise ValueError(f"parallelize takes a plan, or 'auto' for the model's own, got {given!r}")
+def _own_plan(module: nn.Module, plan: str, own: Mapping[str, str]) -> Mapping[str, str]:
+    if plan != "auto":
+        raise ValueError(f"parallelize takes a plan, or 'auto' for the model's own, got {plan!r}")
     if not own:
         raise ValueError(
             f"{type(module).__name__} has no plan of its own (tp_plan), unlike some models of "
@@ -132,55 +132,52 @@ def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[
 
 
 def _check_known(strings: Mapping[str, str]) -> None:
-    for pattern, given in strings.items():
-        if given not in _OF_MODULES:
+    for pattern, style_name in strings.items():
+        if style_name not in _OF_MODULES:
             raise ValueError(
-                f"plan[{pattern!r}] is {given!r}, which is unknown; write one of "
+                f"plan[{pattern!r}] is {style_name!r}, which is unknown; write one of "
                 f"{', '.join(map(repr, sorted(_OF_MODULES)))}"
             )
 
 
-def _matched(
-    pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+def _styles_and_specs(
+    pattern: str, style_name: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the style of each module and the spec of each parameter that the pattern matches, by
-    path.
-    """
+    """Return, by path, the style of each module and the spec of each parameter that match."""
     styles: dict[str, Any] = {
-        path: _style_of(given, inner, modules.get(path.rpartition(".")[0]))
+        path: _style_of(style_name, inner, modules.get(path.rpartition(".")[0]))
         for path, inner in modules.items()
         if fnmatchcase(path, pattern)
     }
     return styles | {
-        path: shard_params(_spec_of(given, x.ndim))
+        path: shard_params(_spec_of(style_name, x.ndim))
         for path, x in tensors.items()
         if fnmatchcase(path, pattern)
     }
 
 
-def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
-    """Return the style for a module; the projections of an attention with a `head_dim` are split by
-    whole heads.
-    """
-    known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
+def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> Style:
+    """Return the style for a module; projections of an attention are split by whole heads."""
+    known = feature_dims_of(module)
+    size = getattr(parent, "head_dim", None)
     dims = (
         None
         if known is None
         else known.outputs
-        if given in _BY_OUTPUTS
+        if style_name in _BY_OUTPUTS
         else known.inputs
-        if given in _BY_INPUTS
+        if style_name in _BY_INPUTS
         else None
     )
     features = None if not dims else module.weight.shape[dims[("weight")]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
-    return _OF_MODULES[given](features // size if whole else None)  # type: ignore[operator]
+    return _OF_MODULES[style_name](features // size if whole else None)  # type: ignore[operator]
 
 
-def _spec_of(given: str, ndim: int) -> Any:
+def _spec_of(style_name: str, ndim: int) -> Any:
     """Return the placement of a parameter: matrices, or stacks of them, by rows (outputs) or
     columns; an output bias like the rows.
     """
-    if given in _BY_OUTPUTS:
+    if style_name in _BY_OUTPUTS:
         return Shard(max(ndim - 2, 0))
-    return Shard(ndim - 1) if given in _BY_INPUTS and ndim > 1 else _WHOLE
+    return Shard(ndim - 1) if style_name in _BY_INPUTS and ndim > 1 else _WHOLE

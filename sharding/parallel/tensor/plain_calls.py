@@ -94,7 +94,7 @@ def _gathered_outputs(module: nn.Module) -> Iterator[None]:
 def _gather_plain(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    return _gathered(output) if _are_plain((args, kwargs)) else output
+    return _gather_tensors(output) if _are_plain((args, kwargs)) else output
 
 
 def _are_plain(tree: Any) -> bool:
@@ -123,10 +123,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _whole_as_plain(tree: Any) -> Any:
     """Return the tree with whole `ShardedTensor`s as plain tensors."""
-    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_here(x) else x)
+    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
 
 
-def _gathered(tree: Any) -> Any:
+def _gather_tensors(tree: Any) -> Any:
     """Return the tree with all `ShardedTensor`s gathered, as plain tensors."""
     return _with_tensors(tree, lambda x: x.redistribute(P()).to_local())
 
@@ -170,5 +170,5 @@ def _is_dataclass_instance(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
-def _is_whole_here(x: ShardedTensor) -> bool:
+def _is_whole_on_rank(x: ShardedTensor) -> bool:
     return x._layout.is_fully_replicated and x.mesh.coordinate is not None

@@ -149,9 +149,7 @@ def parallelize_module(
 
 
 def _parts_match(path: str, pattern: str) -> bool:
-    """Return whether each part of the path matches that of the pattern, as in torch: "*" does not
-    match a dot.
-    """
+    """Return whether each part of the path matches the pattern's: "*" does not match a dot."""
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -165,14 +163,13 @@ def apply_plan(
     *,
     rest: bool,
 ) -> nn.Module:
-    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become
-    replicated.
-    """
+    """Resolve the plan and apply it; with `rest`, unmatched parameters become replicated."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
         )
-    named, tensors = dict(module.named_modules()), _tensors(module)
+    named = dict(module.named_modules())
+    tensors = _tensors(module)
     _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
     own = [use for use in uses if applies_itself(use.style)]
@@ -204,9 +201,7 @@ def apply_plan(
 
 
 def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Call `_apply` of a program's own style; return the module, which torch lets it replace at the
-    top.
-    """
+    """Call `_apply` of a program's own style; return the module, or what it returns at the top."""
     use.style.src_data_rank = src_data_rank
     result = use.style._apply(use.module, mesh)
     if not isinstance(result, nn.Module):
@@ -215,9 +210,7 @@ def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -
 
 
 def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
-    """Return whether a parameter belongs to a module that a style of the program's own
-    distributes.
-    """
+    """Return whether a parameter is of a module that the program's own style distributes."""
     return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 
@@ -248,8 +241,8 @@ def _uses(
     tensors: Mapping[str, Tensor],
     matches: Matches,
 ) -> Iterator[_StyleUse]:
-    for pattern, given in plan.items():
-        for style in given if isinstance(given, (list, tuple)) else [given]:
+    for pattern, entry in plan.items():
+        for style in entry if isinstance(entry, (list, tuple)) else [entry]:
             yield from _uses_of(pattern, _style(style, pattern), mesh, named, tensors, matches)
 
 
@@ -266,9 +259,8 @@ def _uses_of(
     Raises:
         ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
-    axis = (
-        mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
-    )  # its own methods have the whole mesh
+    # the own methods of a style have the whole mesh
+    axis = mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
     text = f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]
@@ -289,21 +281,20 @@ def _uses_of(
         )
 
 
-def _style(given: Any, pattern: str) -> Style:
-    """Return our style for an entry of a plan: a style of ours or torch's, or a spec for
-    parameters.
+def _style(entry: Any, pattern: str) -> Style:
+    """Return our style for a plan's entry: a style of ours or torch's, or a parameter's spec.
 
     Raises:
         TypeError: something else.
     """
-    if isinstance(given, (P, Placement)):
+    if isinstance(entry, (P, Placement)):
         return shard_params(
-            given, axis=next(iter(given.axes), None) if isinstance(given, P) else None
+            entry, axis=next(iter(entry.axes), None) if isinstance(entry, P) else None
         )
-    style = given if isinstance(given, Style) else own_style(given)
+    style = entry if isinstance(entry, Style) else own_style(entry)
     if style is None:
         raise TypeError(
-            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), "
+            f"plan[{pattern!r}] is {entry!r}; write a style (colwise(), rowwise(), "
             "sequence_parallel(1), prepare_inputs(...), prepare_outputs(...), shard_params(...)), "
             "a list of styles, or for parameters P(...)"
         )
@@ -322,9 +313,7 @@ def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], 
 
 
 def _near(pattern: str, paths: Iterable[str]) -> str:
-    """Return paths similar to a pattern, with numbers as `*`, or after `*.` if the pattern starts
-    so.
-    """
+    """Return paths like a pattern, with numbers as `*`, or after `*.` if the pattern has it."""
     known = [path for path in dict.fromkeys(paths) if path]
     numberless = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in known]
     ends = ["*." + ".".join(path.split(".")[-count:]) for count in (1, 2) for path in known]
@@ -365,14 +354,14 @@ def _layouts(
     for use in uses:
         for path, spec in _own(use):
             tensor = tensors[path]
-            found = _PlannedLayout(
+            planned = _PlannedLayout(
                 _layout(mesh, tensor, spec, f"{use.site} at {path!r}", use.site.axis),
                 path,
                 use.pattern,
             )
-            before = placed.setdefault(id(tensor), found)
-            if before.layout is not found.layout:
-                raise ValueError(_two_ways(before, found))
+            before = placed.setdefault(id(tensor), planned)
+            if before.layout is not planned.layout:
+                raise ValueError(_two_ways(before, planned))
     return placed
 
 
@@ -429,9 +418,7 @@ def _two_ways(one: _PlannedLayout, other: _PlannedLayout) -> str:
 def _replace_tensors(
     module: nn.Module, layouts: Mapping[int, Layout], src_data_rank: int | None
 ) -> None:
-    """Replace tensors by sharded ones, one after the other, so that at most one is in
-    memory twice.
-    """
+    """Replace tensors by sharded ones, one by one, so that at most one is in memory twice."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
         for table in (submodule._parameters, submodule._buffers):
@@ -445,9 +432,7 @@ def _replace_tensors(
 
 
 def _shard_tensor(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
-    """Return the tensor in this layout; a parameter stays a parameter, a meta tensor stays
-    on meta.
-    """
+    """Return the tensor in this layout; parameters stay parameters, meta tensors on meta."""
     if getattr(tensor, "_layout", None) is layout:
         return tensor
     if tensor.is_meta and not isinstance(tensor, ShardedTensor):
@@ -475,7 +460,7 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
     Raises:
         ValueError: two patterns give layouts for the inputs, or the outputs, of one module.
     """
-    found: dict[tuple[int, str], tuple[_StyleUse, InputHook | OutputHook]] = {}
+    hooks: dict[tuple[int, str], tuple[_StyleUse, InputHook | OutputHook]] = {}
     for use in uses:
         if use.module is None:
             continue
@@ -483,15 +468,15 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
             ("inputs", use.style.inputs(use.site, use.module)),
             ("outputs", use.style.outputs(use.site, use.module)),
         ):
-            before = found.get((id(use.module), name))
+            before = hooks.get((id(use.module), name))
             if hook is not None and before is not None:
                 raise ValueError(
                     f"{use.site.path!r}: {before[0].site.style} and {use.site.style} both give "
                     f"layouts for its {name}; leave one out"
                 )
             if hook is not None:
-                found[id(use.module), name] = use, hook
-    return [(use.module, hook) for use, hook in found.values() if use.module is not None]
+                hooks[id(use.module), name] = use, hook
+    return [(use.module, hook) for use, hook in hooks.values() if use.module is not None]
 
 
 def _register(module: nn.Module, hook: InputHook | OutputHook) -> None:

@@ -60,12 +60,14 @@ class _StyleWithRepr(Style):
     """A style whose `repr` shows the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
-        given = [
+        arguments = [
             (f.name, getattr(self, f.name))
             for f in fields(self)  # type: ignore[arg-type]
             if getattr(self, f.name) != f.default
         ]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments)})"
+        )
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -122,7 +124,9 @@ class colwise(_StyleWithRepr):
     units: int | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        return _split(site, module, _known(site, module, "outputs").outputs, self.units)
+        return _param_layouts(
+            site, module, _feature_dims(site, module, "outputs").outputs, self.units
+        )
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(
@@ -163,14 +167,17 @@ class rowwise(_StyleWithRepr):
     units: int | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        return _split(site, module, _known(site, module, "inputs").inputs, self.units)
+        return _param_layouts(
+            site, module, _feature_dims(site, module, "inputs").inputs, self.units
+        )
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(site, module, self.input_of(site, module))
 
     def input_of(self, site: HookSite, module: nn.Module) -> ActivationLayout:
         """Return the desired layout of the first argument."""
-        dims, plain = _known(site, module, "inputs"), as_axis_layout(self.in_, "in_")
+        dims = _feature_dims(site, module, "inputs")
+        plain = as_axis_layout(self.in_, "in_")
         if dims.features is None:
             return ActivationLayout(_WHOLE, plain)
         split: Any = self.parameters(site, module)["weight"]
@@ -364,9 +371,8 @@ class FeatureDims(NamedTuple):
 _LINEAR = FeatureDims({"weight": 0, "bias": 0}, {"weight": 1})
 _BILINEAR = FeatureDims({"weight": 0, "bias": 0}, None)
 _EMBEDDING = FeatureDims({"weight": 1}, {"weight": 0}, None)
-_TRANSPOSED = FeatureDims(
-    {"weight": 1, "bias": 0}, {"weight": 0}
-)  # `Conv1D` of Hugging Face's GPT-2
+# `Conv1D` of Hugging Face's GPT-2
+_TRANSPOSED = FeatureDims({"weight": 1, "bias": 0}, {"weight": 0})
 
 
 def feature_dims_of(module: nn.Module) -> FeatureDims | None:
@@ -386,7 +392,7 @@ def feature_dims_of(module: nn.Module) -> FeatureDims | None:
     )
 
 
-def _known(site: HookSite, module: nn.Module, what: str) -> Any:
+def _feature_dims(site: HookSite, module: nn.Module, what: str) -> Any:
     """Return the feature dims of a module that can be split by its outputs or inputs.
 
     Raises:
@@ -403,12 +409,10 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
     )
 
 
-def _split(
+def _param_layouts(
     site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
 ) -> dict[str, P | Placement]:
-    """Return the layout of each of the module's own parameters: split along the feature dim, or
-    whole.
-    """
+    """Return the layouts of a module's own parameters: split along the feature dim, or whole."""
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
     sizes = {
@@ -448,18 +452,16 @@ def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
     Raises:
         ValueError: the mesh does not have it, or the mesh has several axes and none is "tp".
     """
-    given = getattr(style, "axis", None)
+    axis = getattr(style, "axis", None)
     names: Sequence[str] = mesh.axis_names
-    if given in names:
-        return given
-    if given is None and ("tp" in names or len(names) == 1):
+    if axis in names:
+        return axis
+    if axis is None and ("tp" in names or len(names) == 1):
         return "tp" if "tp" in names else names[0]
-    wanted = (
-        f"is for axis {given!r}"
-        if given is not None
-        else "has no axis=, and no axis is called 'tp'"
+    problem = (
+        f"is for axis {axis!r}" if axis is not None else "has no axis=, and no axis is called 'tp'"
     )
     raise ValueError(
-        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose "
+        f"plan[{pattern!r}]: {style!r} {problem}; {mesh} has {', '.join(map(repr, names))}: choose "
         f"with axis={names[-1]!r}, or parallelize on mesh[{names[-1]!r}] alone"
     )

@@ -82,9 +82,7 @@ class ParallelStyle(Style, ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute the module's parameters over the mesh and register its hooks; return the
-        module.
-        """
+        """Distribute the module's parameters and register its hooks; return the module."""
 
 
 def applies_itself(style: Any) -> bool:
@@ -113,10 +111,10 @@ class _TorchStyle(ParallelStyle):
         return True
 
     def __repr__(self) -> str:
-        given = [
+        arguments = [
             f"{name}={value!r}" for name, value in self._arguments.items() if value is not None
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class _LinearStyle(_TorchStyle):
@@ -415,10 +413,10 @@ class PrepareModuleInput(_TorchStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.with_kwargs = input_kwarg_layouts is not None
         self.use_local_output = use_local_output
-        given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        if set(given) != set(desired):
+        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        if set(layouts) != set(desired):
             raise ValueError(
-                f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts "
+                f"input_kwarg_layouts has {sorted(layouts)}, desired_input_kwarg_layouts "
                 f"{sorted(desired)}; give both for each"
             )
         _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
@@ -426,10 +424,10 @@ class PrepareModuleInput(_TorchStyle):
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         local, desired = self.use_local_output, self.desired_input_kwarg_layouts
         pairs = _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
-        given = self.input_kwarg_layouts
+        layouts = self.input_kwarg_layouts
         named = {
             name: (as_axis_layout(x, name), as_axis_layout(desired[name], name))
-            for name, x in given.items()
+            for name, x in layouts.items()
         }
         lays = {
             name: ActivationLayout(to, plain, local)
@@ -446,7 +444,7 @@ class PrepareModuleInput(_TorchStyle):
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
-        return _laid_out(input, mesh, input_layout, desired_layout, self.use_local_output)
+        return _in_layout(input, mesh, input_layout, desired_layout, self.use_local_output)
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
         if self.input_layouts is None:
@@ -547,7 +545,7 @@ class PrepareModuleOutput(_TorchStyle):
             )
         layouts = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         results = tuple(
-            _laid_out(x, device_mesh, layout, to, self.use_local_output)
+            _in_layout(x, device_mesh, layout, to, self.use_local_output)
             for x, layout, to in layouts
         )
         return results[0] if len(results) == 1 else results
@@ -624,7 +622,7 @@ class PrepareModuleInputOutput(_TorchStyle):
         return module
 
 
-def _laid_out(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
+def _in_layout(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
     """Return a tensor, taken in `layout` if it is plain, in the desired layout; values without a
     layout are unchanged.
     """
@@ -637,21 +635,21 @@ def _laid_out(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bo
     return y.to_local() if use_local else y
 
 
-def _pairs(name: str, given: Any, desired: Any) -> list[tuple[AxisLayout, AxisLayout]]:
+def _pairs(name: str, actual: Any, desired: Any) -> list[tuple[AxisLayout, AxisLayout]]:
     """Return each layout with the desired one.
 
     Raises:
         ValueError: their numbers differ.
     """
-    layouts, wanted = _as_sequence(given), _as_sequence(desired)
-    if len(layouts) != len(wanted):
+    layouts, desired_layouts = _as_sequence(actual), _as_sequence(desired)
+    if len(layouts) != len(desired_layouts):
         raise ValueError(
-            f"{name} has {len(layouts)} placements and desired_{name} {len(wanted)}; give one of "
-            "each per tensor, None to leave it"
+            f"{name} has {len(layouts)} placements and desired_{name} {len(desired_layouts)}; give "
+            "one of each per tensor, None to leave it"
         )
     return [
         (as_axis_layout(one, name), as_axis_layout(other, f"desired_{name}"))
-        for one, other in zip(layouts, wanted, strict=True)
+        for one, other in zip(layouts, desired_layouts, strict=True)
     ]
 
 
@@ -668,7 +666,7 @@ def _as_sequence(layouts: Any) -> tuple[Any, ...]:
 # -- torch's own objects ---------------------------------------------------------------------------
 
 
-def own_style(given: Any) -> Style | None:
+def own_style(style: Any) -> Style | None:
     """Return our style for one of torch's, from its public attributes; None for other objects.
 
     Raises:
@@ -676,54 +674,54 @@ def own_style(given: Any) -> Style | None:
     """
     kinds = [
         kind
-        for kind in type(given).__mro__
+        for kind in type(style).__mro__
         if kind.__module__.startswith("torch.distributed.tensor.parallel")
     ]
     if not kinds:
         return None
-    read = _READ.get(type(given).__name__) if kinds[0] is type(given) else None
+    read = _READ.get(type(style).__name__) if kinds[0] is type(style) else None
     if read is None:
         raise TypeError(
-            f"torch's style {given!r} is not supported; supported are {', '.join(_READ)}, and "
+            f"torch's style {style!r} is not supported; supported are {', '.join(_READ)}, and "
             "styles whose class derives from shardmesh.compat.ParallelStyle or from another style "
             "of shardmesh.compat instead of torch's"
         )
-    return read(given)
+    return read(style)
 
 
-def _read_input(given: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
+def _read_input(style: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
     return {
-        "input_layouts": given.input_layouts,
-        "desired_input_layouts": given.desired_input_layouts,
-        "input_kwarg_layouts": given.input_kwarg_layouts,
-        "desired_input_kwarg_layouts": given.desired_input_kwarg_layouts,
-        use_local_output: given.use_local_output,
+        "input_layouts": style.input_layouts,
+        "desired_input_layouts": style.desired_input_layouts,
+        "input_kwarg_layouts": style.input_kwarg_layouts,
+        "desired_input_kwarg_layouts": style.desired_input_kwarg_layouts,
+        use_local_output: style.use_local_output,
     }
 
 
-def _read_output(given: Any) -> dict[str, Any]:
+def _read_output(style: Any) -> dict[str, Any]:
     return {
-        "output_layouts": given.output_layouts,
-        "desired_output_layouts": given.desired_output_layouts,
-        "use_local_output": given.use_local_output,
+        "output_layouts": style.output_layouts,
+        "desired_output_layouts": style.desired_output_layouts,
+        "use_local_output": style.use_local_output,
     }
 
 
-def _read_linear(kind: Any, given: Any) -> Style:
-    (taken,), (out,) = given.input_layouts, given.output_layouts
-    return kind(input_layouts=taken, output_layouts=out, use_local_output=given.use_local_output)
+def _read_linear(kind: Any, style: Any) -> Style:
+    (taken,), (out,) = style.input_layouts, style.output_layouts
+    return kind(input_layouts=taken, output_layouts=out, use_local_output=style.use_local_output)
 
 
 _READ: dict[str, Any] = {
-    "ColwiseParallel": lambda given: _read_linear(ColwiseParallel, given),
-    "RowwiseParallel": lambda given: _read_linear(RowwiseParallel, given),
-    "SequenceParallel": lambda given: SequenceParallel(
-        sequence_dim=given.sequence_sharding[0].dim, use_local_output=given.use_local_output
+    "ColwiseParallel": lambda style: _read_linear(ColwiseParallel, style),
+    "RowwiseParallel": lambda style: _read_linear(RowwiseParallel, style),
+    "SequenceParallel": lambda style: SequenceParallel(
+        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
     ),
-    "PrepareModuleInput": lambda given: PrepareModuleInput(**_read_input(given)),
-    "PrepareModuleOutput": lambda given: PrepareModuleOutput(**_read_output(given)),
-    "PrepareModuleInputOutput": lambda given: PrepareModuleInputOutput(
-        **_read_input(given.prepare_module_input, "use_local_input"),
-        **_read_output(given.prepare_module_output),
+    "PrepareModuleInput": lambda style: PrepareModuleInput(**_read_input(style)),
+    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_read_output(style)),
+    "PrepareModuleInputOutput": lambda style: PrepareModuleInputOutput(
+        **_read_input(style.prepare_module_input, "use_local_input"),
+        **_read_output(style.prepare_module_output),
     ),
 }

@@ -26,8 +26,7 @@ def is_reduction(src: Layout, dst: Layout) -> bool:
 
 
 def rank_bound(src: Layout, dst: Layout) -> int:
-    """Return the fewest bytes that the busiest rank must receive: its box under `dst`, less its box
-    under `src`.
+    """Return the fewest bytes that the busiest rank must receive: its box after less that before.
 
     Exact on any mesh: computed for all ranks, as arrays over the axes that the layouts name.
     """
@@ -57,7 +56,8 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
         np.full((1,) * ndim, layout.shape[dim], dtype=np.int64),
     )
     for cut in layout.spec.cuts[dim]:
-        index, parts = np.zeros((1,) * ndim, dtype=np.int64), 1
+        index = np.zeros((1,) * ndim, dtype=np.int64)
+        parts = 1
         for axis in cut.axes:
             position, n = mesh.axis_index(axis), mesh.size(axis)
             along = np.arange(n).reshape([n if i == position else 1 for i in range(ndim)])
@@ -91,9 +91,7 @@ def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
 
 
 def _missing(src: Layout, dst: Layout, ranks: Sequence[Coordinate]) -> int:
-    """Return the elements of the union of the ranks' boxes after that are not in the union of their
-    boxes before.
-    """
+    """Return how many elements the ranks' boxes have after, together, and did not have before."""
     have, want = {src.box_at(c) for c in ranks}, {dst.box_at(c) for c in ranks}
     have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
     if not src.shape:

@@ -47,9 +47,7 @@ _MAX_MEMBERS = (
 
 
 def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield sequences of steps from `src` to `goal`, the simplest first: of equally cheap ones the
-    first is taken.
-    """
+    """Yield sequences of steps from `src` to `goal`, the simplest first: it wins among equals."""
     averaged = tuple(
         a for a, kind in src.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg"
     )
@@ -62,10 +60,10 @@ def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]
     for reduced in _reductions(start, goal, topology):
         at = reduced[-1].dst if reduced else start
         for moved in _moves(at, goal, topology):
-            yield (*scaled, *reduced, *moved, *_padded(moved[-1].dst if moved else at, goal))
+            yield (*scaled, *reduced, *moved, *_pad_steps(moved[-1].dst if moved else at, goal))
 
 
-def _padded(cur: Layout, goal: Layout) -> Steps:
+def _pad_steps(cur: Layout, goal: Layout) -> Steps:
     if cur is goal:
         return ()
     kinds = {k for a, k in goal.spec.unreduced if cur.pending.get(a) != k}
@@ -76,15 +74,13 @@ def _padded(cur: Layout, goal: Layout) -> Steps:
 
 
 def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield ways to reduce values that must not stay pending; some leave parts split that are
-    gathered afterwards.
-    """
+    """Yield ways to reduce values that must not stay pending; parts may be left to gather."""
     todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
     if not todo:
         yield ()
         return
     for first in _before_reduction(cur, goal, todo, topology):
-        for steps in _reduced(first[-1].dst if first else cur, goal, todo, topology):
+        for steps in _reduction_steps(first[-1].dst if first else cur, goal, todo, topology):
             yield (*first, *steps)
     yield from _reduced_by_all_to_all(cur, goal, todo)
 
@@ -133,7 +129,7 @@ def _dims_to_cut(cur: Layout, goal: Layout, axes: Collection[str]) -> set[int]:
     }
 
 
-def _reduced(
+def _reduction_steps(
     cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology
 ) -> Iterator[Steps]:
     """Yield reductions over the axes `todo`: in two steps or one, to whole values or to parts.
@@ -145,13 +141,14 @@ def _reduced(
     if not todo:
         yield ()
         return
-    kind, crossing = cur.pending[todo[0]], topology.crossing_axes(cur.mesh)
+    kind = cur.pending[todo[0]]
+    crossing = topology.crossing_axes(cur.mesh)
     shards = append_axes(cur, goal, todo)
     axes = tuple(a for a in todo if a in shards.dim_of)
     rest = tuple(a for a in todo if a not in axes)
     if axes:
         for step in _scatters(cur, shards, axes, topology):
-            for steps in _reduced(shards, goal, rest, topology):
+            for steps in _reduction_steps(shards, goal, rest, topology):
                 yield (step, *steps)
     yield (Step("all_reduce", todo, cur, with_pending(cur, dict.fromkeys(todo)), kind),)
     parts = split_further(shards, rest) if rest else None
@@ -167,7 +164,7 @@ def _reduced(
             goal_shards if ends_in_goal else None,
         ):
             if near is not None:
-                for steps in _reduced(near, goal, across, topology):
+                for steps in _reduction_steps(near, goal, across, topology):
                     yield (Step("reduce_scatter", inside, cur, near, kind), *steps)
 
 
@@ -182,17 +179,13 @@ def _scatters(
 
 
 def _may_beat(topology: Topology, op: str, cur: Layout, axes: Sequence[str]) -> bool:
-    """Return whether an all_to_all_v can be cheaper than the collective `op` that does exactly the
-    same.
-    """
+    """Return whether an all_to_all_v can be cheaper than the collective `op` that it equals."""
     crosses = set(axes) & set(topology.crossing_axes(cur.mesh))
     return bool(crosses) or topology.factor("all_to_all") < topology.factor(op)
 
 
 def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> Iterator[Steps]:
-    """Yield an all_to_all_reduce: every rank receives all contributions to the box that it holds
-    after.
-    """
+    """Yield an all_to_all_reduce: ranks receive all contributions to the box that they hold."""
     sliced = sliced_towards(cur, goal)
     reduced = with_pending(sliced, dict.fromkeys(todo))
     target = before_padding(reduced, goal)
@@ -257,11 +250,9 @@ def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[St
     """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas
     contribute, and hierarchical ones.
     """
-    crossing, moving, replicas = (
-        topology.crossing_axes(cur.mesh),
-        moving_axes(cur, target),
-        cur.replicated_axes,
-    )
+    crossing = topology.crossing_axes(cur.mesh)
+    moving = moving_axes(cur, target)
+    replicas = cur.replicated_axes
     if cur.mesh.size((*moving, *replicas)) > _MAX_MEMBERS:
         replicas = tuple(a for a in replicas if a not in crossing)  # those of the rank's own node
     axes = tuple(a for a in cur.mesh.axis_names if a in moving or a in replicas)
@@ -280,10 +271,9 @@ def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[St
 
 
 def _can_be_hierarchical(step: Step, topology: Topology) -> bool:
-    """Return whether ranks of the group share a node, and the boxes have few enough cells to go
-    through.
-    """
-    group, nodes = members(step, (0,) * step.src.mesh.ndim), topology.node_ids(step.src.mesh)
+    """Return whether ranks of the group share a node, and the boxes have few enough cells."""
+    group = members(step, (0,) * step.src.mesh.ndim)
+    nodes = topology.node_ids(step.src.mesh)
     share_nodes = len({int(nodes[c]) for c in group}) < len(group)
     return (
         share_nodes

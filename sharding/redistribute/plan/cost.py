@@ -27,7 +27,7 @@ def seconds(step: Step, topology: Topology) -> float:
     moved = traffic(step, topology)
     if step.symmetric is not None:
         return _symmetric_seconds(step, moved, step.symmetric, topology)
-    copies = _copied(step, moved) / topology.memory
+    copies = _copied_bytes(step, moved) / topology.memory
     if step.is_local:
         return copies
     if step.op == "hierarchical_all_to_all_v":
@@ -44,9 +44,7 @@ def seconds(step: Step, topology: Topology) -> float:
 
 
 def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
-    """Return the time by kernels that read the peers' memory: one launch, and no buffer to
-    unpack.
-    """
+    """Return the time by kernels that read peers' memory: one launch, no buffer to unpack."""
     size = part_bytes(step.src)
     if step.op == "all_reduce":
         return min(_shots(size, step.group_size, link)) + size / topology.memory
@@ -68,8 +66,7 @@ def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
 
 
 def memory_bytes(step: Step, topology: Topology) -> int:
-    """Return the bytes that a rank reads and writes in its own memory before and after the
-    collective.
+    """Return the bytes that a rank reads and writes in its memory around the collective.
 
     That is to pack, unpack, cast, quantize and add up: 0 if the collective reads its input and
     writes its result in place. What the collective itself reads and writes is not counted.
@@ -77,26 +74,23 @@ def memory_bytes(step: Step, topology: Topology) -> int:
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
-    if (
-        step.op == "all_to_all_reduce" and step.transport is None
-    ):  # with the rank's own contribution
-        return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
-    return 2 * _copied(step, moved)
+    # what is packed includes the rank's own contribution
+    if step.op == "all_to_all_reduce" and step.transport is None:
+        return 2 * _packed_bytes(step, moved) + moved.received + 2 * part_bytes(step.dst)
+    return 2 * _copied_bytes(step, moved)
 
 
-def _copied(step: Step, moved: Traffic) -> int:
+def _copied_bytes(step: Step, moved: Traffic) -> int:
     """Return the bytes that a rank copies, each read and written."""
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
         return (before + moved.sent + moved.received + after) // 2
-    if op in (
-        "slice",
-        "all_reduce",
-    ):  # (the copy that an all_reduce works on is taken to cost no time)
+    # the copy that an all_reduce works on is taken to cost no time
+    if op in ("slice", "all_reduce"):
         return 0
     if step.is_local:
         return after
-    packed = _packed(step, moved)
+    packed = _packed_bytes(step, moved)
     if op == "reduce_scatter":
         return packed
     if op == "all_to_all_reduce":  # every contribution is read once to be added up
@@ -105,7 +99,7 @@ def _copied(step: Step, moved: Traffic) -> int:
     return packed + (0 if is_contiguous_gather(step.src, step.dst) else unpacked)
 
 
-def _packed(step: Step, moved: Traffic) -> int:
+def _packed_bytes(step: Step, moved: Traffic) -> int:
     """Return the bytes that are packed: 0 if the send buffer is the tensor itself."""
     before = part_bytes(step.src)
     packed = 0 if step.op == "all_gather" else before if step.op == "reduce_scatter" else moved.sent

@@ -28,10 +28,8 @@ from .routes import Transfer, direct
 from .steps import Plan
 from .traffic import plan_bytes_received
 
-_WITH_NEUTRAL_ELEMENT = (
-    "sum",
-    "product",
-)  # pending kinds of which an element may be on one rank alone
+# pending kinds of which an element may be on one rank alone
+_WITH_NEUTRAL_ELEMENT = "sum", "product"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +86,7 @@ class CrossMeshPlan:
         )
 
     def rank_bound(self, rank: int) -> int:
-        """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box
-        under `src`.
+        """Return the fewest bytes that a global rank can receive: its box after less that before.
 
         The plan receives exactly that if nothing is pending in either layout.
         """
@@ -148,25 +145,25 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         ("shape", "pass a layout of the tensor's own shape"),
         ("dtype", "write x.to(dtype) first"),
     ):
-        ours, theirs = getattr(src, name), getattr(dst, name)
-        if ours != theirs:
+        src_value, dst_value = getattr(src, name), getattr(dst, name)
+        if src_value != dst_value:
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and "
-                f"{theirs}; {remedy}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} "
+                f"and {dst_value}; {remedy}"
             )
-    here, there = distinct_mesh_names(src.mesh, dst.mesh)
+    src_mesh, dst_mesh = distinct_mesh_names(src.mesh, dst.mesh)
     if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are on different kinds of "
-            "devices; redistribute to a mesh of the same kind, and move the parts themselves with "
-            "x.to_local().to(device)"
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are on different kinds "
+            "of devices; redistribute to a mesh of the same kind, and move the parts themselves "
+            "with x.to_local().to(device)"
         )
     if _root(src.mesh) is _root(dst.mesh) and set(src.mesh.ranks.flat) != set(dst.mesh.ranks.flat):
         raise ValueError(
-            f"cannot redistribute {src} from {here} to {there}: they are parts of one mesh, and "
-            "the same words mean another mesh on ranks in other parts; move between layouts on one "
-            "mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, ranks, "
-            "axis_names=names of its own), or give every part a copy with "
+            f"cannot redistribute {src} from {src_mesh} to {dst_mesh}: they are parts of one mesh, "
+            "and the same words mean another mesh on ranks in other parts; move between layouts on "
+            "one mesh, make a mesh that is the same on all ranks with DeviceMesh(device_type, "
+            "ranks, axis_names=names of its own), or give every part a copy with "
             "distribute_tensor(x.full_tensor(), mesh, placements)"
         )
 
@@ -259,14 +256,12 @@ def _candidate(reduce: Plan, target: Layout, ranks: Sequence[int]) -> _Candidate
 
 
 def _without_pending(layout: Layout, axes: Sequence[str]) -> list[Layout]:
-    """Return layouts with nothing pending: all pending axes replicated, or `axes` cutting one of
-    the dims further.
-    """
+    """Return layouts with nothing pending: the axes replicated, or `axes` cutting a dim further."""
     replicated = with_pending(layout, dict.fromkeys(layout.pending))
     extra = tuple(Cut((a,)) for a in axes if layout.mesh.size(a) > 1)
-    found = [replicated]
+    layouts = [replicated]
     for dim in range(len(layout.shape)) if extra else ():
         cuts = list(replicated.spec.cuts)
         cuts[dim] = (*cuts[dim], *extra)
-        found.append(replicated.replace(P.of_cuts(cuts, {})))
-    return found
+        layouts.append(replicated.replace(P.of_cuts(cuts, {})))
+    return layouts

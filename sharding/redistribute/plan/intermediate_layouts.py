@@ -40,11 +40,11 @@ def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layou
     if not allowed:
         return layout
     cuts = list(layout.spec.cuts)
-    for dim, wanted in enumerate(goal.spec.cuts):
+    for dim, goal_cuts in enumerate(goal.spec.cuts):
         done = len(cuts[dim])
-        if wanted[:done] == cuts[dim]:
+        if goal_cuts[:done] == cuts[dim]:
             cuts[dim] += tuple(
-                takewhile(lambda cut: all(a in allowed for a in cut.axes), wanted[done:])
+                takewhile(lambda cut: all(a in allowed for a in cut.axes), goal_cuts[done:])
             )
     if cuts == list(layout.spec.cuts):
         return layout
@@ -58,9 +58,7 @@ def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]], pending: Mapping[s
 
 
 def sliced_towards(layout: Layout, target: Layout) -> Layout:
-    """Return the layout with replicated axes split where the target splits them and a local slice
-    does it.
-    """
+    """Return the layout with replicated axes split as in the target, where slicing does it."""
     return append_axes(layout, target, layout.replicated_axes)
 
 
@@ -118,19 +116,17 @@ def moving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:
 
     Along every other axis a rank finds all that it needs at its own coordinate.
     """
-    found = set()
+    moving = set()
     for have, want in zip(cur.spec.cuts, target.spec.cuts, strict=True):
         common = 0
         while common < min(len(have), len(want)) and have[common] == want[common]:
             common += 1
-        found.update(axis for cut in have[common:] for axis in cut.axes)
-    return tuple(a for a in cur.mesh.axis_names if a in found)
+        moving.update(axis for cut in have[common:] for axis in cut.axes)
+    return tuple(a for a in cur.mesh.axis_names if a in moving)
 
 
 def is_gather(cur: Layout, target: Layout) -> bool:
-    """Return whether every rank ends with all that its group holds, in equal parts: an
-    all_gather.
-    """
+    """Return whether ranks end with all that their group holds, in equal parts: an all_gather."""
     for have, want, size in zip(cur.spec.cuts, target.spec.cuts, cur.shape, strict=True):
         if have != want and (have[: len(want)] != want or not _divides(cur, have, size)):
             return False

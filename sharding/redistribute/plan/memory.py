@@ -29,15 +29,13 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
         if step.op == "slice":  # a view
             held.append(source + between)
         else:
-            copied = (
-                part_bytes(step.src) if sliced and step.op in RING_OPS else 0
-            )  # to make the view contiguous
+            # a copy, to make the view contiguous
+            copied = part_bytes(step.src) if sliced and step.op in RING_OPS else 0
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
         sliced = step.op == "slice"
-    if (
-        steps and not between
-    ):  # the result of a slice alone is copied, to share no memory with the source
+    # the result of a slice alone is copied, to share no memory with the source
+    if steps and not between:
         held[-1] += part_bytes(steps[-1].dst)
     return held
 
@@ -48,9 +46,7 @@ def peak_bytes(steps: Sequence[Step], src: Layout) -> int:
 
 
 def buffer_bytes(step: Step) -> int:
-    """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and
-    result.
-    """
+    """Return the bytes of buffers and partial sums, in addition to input and result."""
     if step.op == "all_gather":
         if step.transport is not None:
             return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(
@@ -61,9 +57,8 @@ def buffer_bytes(step: Step) -> int:
         return 0 if is_contiguous_gather(step.dst, step.src) else part_bytes(step.src)
     if step.op in ("all_to_all_v", "permute", "hierarchical_all_to_all_v"):
         return _all_to_all_buffers(step)
-    if (
-        step.op == "all_to_all_reduce"
-    ):  # and, where contributions to several boxes are combined, one stack of them
+    # the buffers, and of contributions to several boxes, which are combined, a stack
+    if step.op == "all_to_all_reduce":
         return 2 * _all_to_all_buffers(step)
     return 0
 
@@ -74,28 +69,26 @@ def part_bytes(layout: Layout) -> int:
 
 
 def _all_to_all_buffers(step: Step) -> int:
-    """Return the bytes that a rank sends and receives in one round, counted in elements of whole
-    boxes.
-    """
+    """Return the bytes of a rank's send and receive buffers in one round, by whole boxes."""
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "hierarchical_all_to_all_v":
         common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
         moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
         # What stays on a rank may go through the buffers as well, see `AllToAllV`.
         return max(
-            there + 2 * here * step.src.dtype.itemsize
-            for there, here in zip(moved, common, strict=True)
+            exchanged + 2 * staying * step.src.dtype.itemsize
+            for exchanged, staying in zip(moved, common, strict=True)
         )
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
 
 
 def _round_numel(step: Step, coordinate: Coordinate) -> int:
     common = intersect(step.src.box_at(coordinate), step.dst.box_at(coordinate))
-    kept = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
+    own_boxes = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
     return max(
         sum(
             _largest_piece(box, step.rounds)
-            for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *kept)
+            for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *own_boxes)
         )
         for route in routes(step, coordinate)
     )

@@ -82,10 +82,12 @@ def _uniform(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tup
     """Count the elements that a rank receives and sends, less those that stay in the node."""
     most = total = 0
     for me in ranks:
-        here = [r for r in ranks if r != me and _first_member(step, r) == _first_member(step, me)]
+        node_peers = [
+            r for r in ranks if r != me and _first_member(step, r) == _first_member(step, me)
+        ]
         have, want = step.src.box_at(me), step.dst.box_at(me)
-        near_in = sum(overlap(step.src.box_at(r), want) for r in here)
-        near_out = sum(overlap(have, step.dst.box_at(r)) for r in here)
+        near_in = sum(overlap(step.src.box_at(r), want) for r in node_peers)
+        near_out = sum(overlap(have, step.dst.box_at(r)) for r in node_peers)
         entering = elements_received(step, have, want) - near_in
         most = max(most, entering, elements_sent(step, me, have, want) - near_out)
         total += entering
@@ -104,7 +106,8 @@ def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> t
     """Count the elements of each box, for each group with ranks in the node; on a large mesh for
     one group, multiplied by their number.
     """
-    nodes, mine = topology.node_ids(step.src.mesh), set(ranks)
+    nodes = topology.node_ids(step.src.mesh)
+    node_ranks = set(ranks)
     firsts = list(dict.fromkeys(_first_member(step, rank) for rank in ranks))
     counted = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]
     sent: dict[Coordinate, int] = {}
@@ -114,7 +117,7 @@ def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> t
         for transfers in group_transfers(step, first):
             for sender, receiver, box in transfers:
                 a, b = group[sender], group[receiver]
-                if nodes[a] != nodes[b] and (a in mine or b in mine):
+                if nodes[a] != nodes[b] and (a in node_ranks or b in node_ranks):
                     sent[a] = sent.get(a, 0) + box_size(box)
                     received[b] = received.get(b, 0) + box_size(box)
     busiest = max([load.get(rank, 0) for load in (sent, received) for rank in ranks], default=0)

@@ -15,16 +15,14 @@ from ...layout.layout import Layout, chunk
 from ...layout.spec import Cut
 
 Coordinate = tuple[int, ...]
-_DimPart = tuple[
-    dict[int, int], tuple[int, int]
-]  # index by axis position, and the interval common with the wanted one
+# index by axis position, and the interval common with the wanted one
+_DimPart = tuple[dict[int, int], tuple[int, int]]
 
 
 def ranks_overlapping(
     layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]
 ) -> list[tuple[Coordinate, Box]]:
-    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout`
-    overlaps `box`.
+    """Return the ranks along `axes` from `coordinate` whose box in `layout` overlaps `box`.
 
     Returns:
         (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are
@@ -36,52 +34,45 @@ def ranks_overlapping(
         _dim_parts(layout, dim, interval, coordinate, axes) for dim, interval in enumerate(box)
     ]
     choices += [[({i: k}, None) for k in range(mesh.shape[i])] for i in free]
-    found = []
+    overlapping = []
     for parts in product(*choices):
         at = list(coordinate)
         for index, _ in parts:
             for i, k in index.items():
                 at[i] = k
-        found.append((tuple(at), tuple([common for _, common in parts[: len(box)]])))
-    found.sort()
-    return found
+        overlapping.append((tuple(at), tuple([common for _, common in parts[: len(box)]])))
+    overlapping.sort()
+    return overlapping
 
 
 def _dim_parts(
-    layout: Layout, dim: int, wanted: tuple[int, int], coordinate: Coordinate, axes: Collection[str]
+    layout: Layout, dim: int, target: tuple[int, int], coordinate: Coordinate, axes: Collection[str]
 ) -> list[_DimPart]:
-    """Return the indices on the axes that cut one dim whose interval overlaps `wanted`."""
-    found: list[_DimPart] = [({}, (0, layout.shape[dim]))]
+    """Return the indices on the axes that cut one dim whose interval overlaps `target`."""
+    parts: list[_DimPart] = [({}, (0, layout.shape[dim]))]
     for cut in layout.spec.cuts[dim]:
         positions = [layout.mesh.axis_index(a) for a in cut.axes]
         fixed = {
             i: coordinate[i] for i, a in zip(positions, cut.axes, strict=True) if a not in axes
         }
-        found = [
-            (
-                {
-                    **index,
-                    **{i: k for i, k in zip(positions, indices, strict=True) if i not in fixed},
-                },
-                part,
-            )
-            for index, interval in found
-            for indices, part in _cut_parts(
-                cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions]
-            )
-            if all(k == fixed.get(i, k) for i, k in zip(positions, indices, strict=True))
-        ]
-    common = [(index, (max(lo, wanted[0]), min(hi, wanted[1]))) for index, (lo, hi) in found]
+        sizes = [layout.mesh.axis_sizes[i] for i in positions]
+        finer: list[_DimPart] = []
+        for index, interval in parts:
+            for indices, part in _cut_parts(cut, interval, target, sizes):
+                along = dict(zip(positions, indices, strict=True))
+                if all(along[i] == k for i, k in fixed.items()):
+                    free = {i: k for i, k in along.items() if i not in fixed}
+                    finer.append(({**index, **free}, part))
+        parts = finer
+    common = [(index, (max(lo, target[0]), min(hi, target[1]))) for index, (lo, hi) in parts]
     return [(index, (lo, hi)) for index, (lo, hi) in common if lo < hi]
 
 
 def _cut_parts(
-    cut: Cut, interval: tuple[int, int], wanted: tuple[int, int], sizes: Sequence[int]
+    cut: Cut, interval: tuple[int, int], target: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the
-    cut's axes.
-    """
-    (start, stop), (low, high) = interval, wanted
+    """Yield the parts of `interval` under `cut` that overlap `target`, with their indices."""
+    (start, stop), (low, high) = interval, target
     low, high = max(low, start), min(high, stop)
     if low >= high:
         return

@@ -70,27 +70,33 @@ def plan(
     _check_compatible(src, dst)
     topology = src.mesh.topology if topology is None else topology
     dst = Layout.of(src.mesh, dst.spec, dst.shape, dst.dtype)  # an equal mesh may be another object
-    found = list(candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
+    sequences = list(candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
     if accumulate_dtype is not None:
-        found = [_accumulating(steps, accumulate_dtype) for steps in found]
+        sequences = [_accumulating_steps(steps, accumulate_dtype) for steps in sequences]
     if transport is not None:
         check_transport(transport, src, dst)
-        found = [_quantized(steps, transport) for steps in found]
+        sequences = [_quantized_steps(steps, transport) for steps in sequences]
     if max_bytes is not None:
-        found = _fitting(found, src, dst, max_bytes)
+        sequences = _fitting_sequences(sequences, src, dst, max_bytes)
     if topology.symmetric is not None:
-        found = [tuple(_symmetric_if_faster(step, topology) for step in steps) for steps in found]
-    return Plan(src, dst, _cheapest(found, topology, src.mesh), topology)
+        sequences = [
+            tuple(_symmetric_if_faster(step, topology) for step in steps) for steps in sequences
+        ]
+    return Plan(src, dst, _cheapest(sequences, topology, src.mesh), topology)
 
 
 def _check_compatible(src: Layout, dst: Layout) -> None:
     for name in ("mesh", "shape", "dtype"):
-        ours, theirs = getattr(src, name), getattr(dst, name)
-        if ours != theirs:
-            ours, theirs = distinct_mesh_names(ours, theirs) if name == "mesh" else (ours, theirs)
+        src_value, dst_value = getattr(src, name), getattr(dst, name)
+        if src_value != dst_value:
+            src_value, dst_value = (
+                distinct_mesh_names(src_value, dst_value)
+                if name == "mesh"
+                else (src_value, dst_value)
+            )
             raise ValueError(
-                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and "
-                f"{theirs}"
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {src_value} "
+                f"and {dst_value}"
             )
     separate = [
         axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH
@@ -103,17 +109,16 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         )
 
 
-def _cheapest(found: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
-    """Return the cheapest sequence; on one node, the cheapest with fewer launches unless it costs
-    much more.
+def _cheapest(sequences: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
+    """Return the cheapest sequence; on one node, one of fewer launches unless it costs much more.
 
     Estimates include no cost of a launch beyond its latency (above all, waiting for the slowest
     rank), so a further launch must save many bytes.
     """
-    if len(found) == 1:
-        return found[0]
+    if len(sequences) == 1:
+        return sequences[0]
     price = _cached_seconds(topology)
-    priced = [(sum(map(price, steps)), steps) for steps in found]
+    priced = [(sum(map(price, steps)), steps) for steps in sequences]
     least, best = min(priced, key=itemgetter(0))
     if topology.crossing_axes(mesh):
         return best
@@ -149,10 +154,8 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
 # -- dtypes on the way -----------------------------------------------------------------------------
 
 
-def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
-    """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up
-    in fp32.
-    """
+def _accumulating_steps(steps: Steps, dtype: torch.dtype) -> Steps:
+    """Return the steps with 16-bit sums done by all_to_all_reduce, which adds up in fp32."""
     if dtype is not torch.float32:
         raise ValueError(
             f"accumulate_dtype must be torch.float32 or None, got {dtype}: only 16-bit floats are "
@@ -197,7 +200,7 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
         )
 
 
-def _quantized(steps: Steps, transport: str) -> Steps:
+def _quantized_steps(steps: Steps, transport: str) -> Steps:
     """Return the steps with quantized transfers. A ring would quantize again at every rank, a
     hierarchical step twice.
     """
@@ -244,16 +247,16 @@ _IN_ROUNDS = {
 }
 
 
-def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
-    """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit)
-    as that takes.
-    """
+def _fitting_sequences(
+    sequences: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int
+) -> list[Steps]:
+    """Return the candidates that fit into `max_bytes`, with as few rounds as that takes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
         raise TypeError(
             "max_bytes must be a number of bytes, such as 2**30, or None for no limit, got "
             f"{max_bytes!r}"
         )
-    options = [*found, *[as_all_to_all(steps) for steps in found]]
+    options = [*sequences, *[as_all_to_all(steps) for steps in sequences]]
     fitting = [
         fitted for steps in options if (fitted := _with_rounds(steps, src, max_bytes)) is not None
     ]

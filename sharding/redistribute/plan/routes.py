@@ -80,9 +80,7 @@ def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
 
 
 def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
-    """Return the coordinates of the ranks that differ from one only along these axes, in mesh
-    order.
-    """
+    """Return the coordinates that differ from one only along these axes, in mesh order."""
     mesh = layout.mesh
     spans = [
         range(n) if a in axes else (k,)
@@ -98,9 +96,8 @@ def elements_received(step: Step, before: Box, after: Box) -> int:
 
 def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
     """Return how many elements the rank at `coordinate`, with these boxes, sends to others."""
-    if (
-        step.topology is None and step.keeps_all_elements
-    ):  # each element goes to all ranks of the group that will hold it
+    # each element goes to all ranks of the group that will hold it
+    if step.topology is None and step.keeps_all_elements:
         copies = [a for a in step.axes if a not in step.dst.dim_of]
         sent = box_size(before) * (step.src.mesh.size(tuple(copies)) if copies else 1)
         return sent - overlap(before, after)
@@ -108,9 +105,7 @@ def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -
 
 
 def contributions(step: Step) -> int:
-    """Return how many values are received for each element: one for each coordinate on the axes
-    that are reduced.
-    """
+    """Return how many values are received for each element: one per rank along reduced axes."""
     reduced = step.reduced_axes if step.op == "all_to_all_reduce" else ()
     return step.src.mesh.size(reduced) if reduced else 1
 
@@ -147,16 +142,16 @@ def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> li
     for rank, box in enumerate(have):
         if box_size(box):
             holders.setdefault(box, []).append(rank)
-    found = []
+    transfers = []
     for box, owners in holders.items():
         load = dict.fromkeys(owners, 0)
-        for rank, wanted in enumerate(want):
-            common = None if rank in load else intersect(box, wanted)
+        for rank, target in enumerate(want):
+            common = None if rank in load else intersect(box, target)
             if common is not None:
                 sender = min(owners, key=_distance(rank, nodes, load, len(have)))
                 load[sender] += box_size(common)
-                found.append(Transfer(sender, rank, common))
-    return sorted(found, key=lambda t: (t.sender, t.receiver))
+                transfers.append(Transfer(sender, rank, common))
+    return sorted(transfers, key=lambda t: (t.sender, t.receiver))
 
 
 def _distance(
@@ -176,7 +171,9 @@ def is_node_replicated(step: Step) -> bool:
     """
     if step.topology is None:
         return False
-    mesh, inner, outer = step.src.mesh, _inner(step), _outer(step)
+    mesh = step.src.mesh
+    inner = _inner(step)
+    outer = _outer(step)
     if (
         not inner
         or any(a in step.dst.dim_of for a in inner)
@@ -186,7 +183,7 @@ def is_node_replicated(step: Step) -> bool:
     nodes = step.topology.node_ids(mesh)
     corners = [tuple(0 for _ in mesh.shape), tuple(n - 1 for n in mesh.shape)]
     groups = [[int(nodes[c]) for c in members_along(step.src, outer, corner)] for corner in corners]
-    return all(len(set(found)) == len(found) for found in groups)
+    return all(len(set(group_nodes)) == len(group_nodes) for group_nodes in groups)
 
 
 def _inner(step: Step) -> tuple[str, ...]:
@@ -202,7 +199,7 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
     there) and inside the node.
     """
     peers = members_along(step.src, _inner(step), me)
-    mine = peers.index(me)
+    own_index = peers.index(me)
     recvs = [
         (c, box)
         for c, box in ranks_overlapping(step.src, step.dst.box_at(me), me, _outer(step))
@@ -218,17 +215,16 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
         cut = [(c, _piece(box, len(peers), index)) for c, box in boxes]
         return [(c, box) for c, box in cut if box_size(box)]
 
-    mine_received = [box for _, box in pieces(recvs, mine)]
-    passed_on = [(peer, box) for peer in peers if peer != me for box in mine_received]
+    own_pieces = [box for _, box in pieces(recvs, own_index)]
+    passed_on = [(peer, box) for peer in peers if peer != me for box in own_pieces]
     from_peers = [
         (peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(recvs, i)
     ]
-    return Route(pieces(sends, mine), pieces(recvs, mine)), Route(passed_on, from_peers)
+    return Route(pieces(sends, own_index), pieces(recvs, own_index)), Route(passed_on, from_peers)
 
 
-MAX_CELLS = (
-    1 << 16
-)  # above this, hierarchical routes are not considered: computing them would take seconds
+# above this, hierarchical routes are not considered: computing them would take seconds
+MAX_CELLS = 1 << 16
 
 
 def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:
@@ -252,19 +248,23 @@ def hierarchical(
     sent, received, sent_inside = [0] * len(have), [0] * len(have), [0] * len(have)
     for cell, holders, wanters in _cells(have, want):
         for node in dict.fromkeys(nodes[r] for r in wanters):
-            here = [r for r in wanters if nodes[r] == node and r not in holders]
+            receivers = [r for r in wanters if nodes[r] == node and r not in holders]
             inside = [r for r in holders if nodes[r] == node]
             if inside:
-                second += [Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in here]
+                second += [
+                    Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in receivers
+                ]
                 continue
-            here.sort(key=lambda r: received[r])
+            receivers.sort(key=lambda r: received[r])
             pieces = [
-                piece for i in range(len(here)) if box_size(piece := _piece(cell, len(here), i))
+                piece
+                for i in range(len(receivers))
+                if box_size(piece := _piece(cell, len(receivers), i))
             ]
-            for rank, piece in zip(here, pieces, strict=False):
+            for rank, piece in zip(receivers, pieces, strict=False):
                 first.append(Transfer(_take(sorted(holders), sent, piece), rank, piece))
                 received[rank] += box_size(piece)
-                second += [Transfer(rank, other, piece) for other in here if other != rank]
+                second += [Transfer(rank, other, piece) for other in receivers if other != rank]
     return sorted(first, key=lambda t: (t.sender, t.receiver)), sorted(
         second, key=lambda t: (t.sender, t.receiver)
     )
@@ -293,9 +293,7 @@ def _borders(have: Sequence[Box], want: Sequence[Box]) -> list[list[int]]:
 
 
 def _cells(have: Sequence[Box], want: Sequence[Box]) -> Iterator[tuple[Box, set[int], list[int]]]:
-    """Yield the cells that some rank lacks, with the ranks that hold them and those that
-    want them.
-    """
+    """Yield the cells that some rank lacks, with the ranks that hold and that want them."""
     grid = [list(pairwise(borders)) for borders in _borders(have, want)]
     holding = [_ranks_over(have, dim, parts) for dim, parts in enumerate(grid)]
     wanting = [_ranks_over(want, dim, parts) for dim, parts in enumerate(grid)]

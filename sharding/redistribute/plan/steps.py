@@ -11,9 +11,8 @@ from ....mesh.topology import Link, Topology
 from ...layout.layout import Layout
 
 LOCAL_OPS = frozenset({"slice", "pad", "scale"})
-RING_OPS = frozenset(
-    {"all_gather", "reduce_scatter", "all_reduce"}
-)  # collectives in which every rank does the same
+# collectives in which every rank does the same
+RING_OPS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +60,7 @@ class Step:
 
     @property
     def variant(self) -> str:
-        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op
-        in texts.
-        """
+        """` as int8` if quantized, ` in shared memory`, or nothing: follows the op in texts."""
         return (
             f" as {self.transport}"
             if self.transport

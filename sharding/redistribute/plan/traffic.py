@@ -51,7 +51,7 @@ class Traffic:
 
 def bytes_received(step: Step, coordinate: Coordinate) -> int:
     """Return the bytes that the rank at `coordinate` receives from others in a step."""
-    return _received(step, step.src.box_at(coordinate), step.dst.box_at(coordinate))
+    return _bytes_received(step, step.src.box_at(coordinate), step.dst.box_at(coordinate))
 
 
 def plan_bytes_received(plan: Plan, coordinate: Coordinate) -> int:
@@ -61,10 +61,10 @@ def plan_bytes_received(plan: Plan, coordinate: Coordinate) -> int:
 
 def bytes_sent(step: Step, coordinate: Coordinate) -> int:
     """Return the bytes that the rank at `coordinate` sends to others in a step."""
-    return _sent(step, coordinate, step.src.box_at(coordinate), step.dst.box_at(coordinate))
+    return _bytes_sent(step, coordinate, step.src.box_at(coordinate), step.dst.box_at(coordinate))
 
 
-def _received(step: Step, before: Box, after: Box) -> int:
+def _bytes_received(step: Step, before: Box, after: Box) -> int:
     if step.is_local:
         return 0
     if step.op in RING_OPS:
@@ -72,7 +72,7 @@ def _received(step: Step, before: Box, after: Box) -> int:
     return step.wire_bytes(elements_received(step, before, after))
 
 
-def _sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
+def _bytes_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
     if step.is_local:
         return 0
     if step.op in RING_OPS:
@@ -105,9 +105,9 @@ def traffic(step: Step, topology: Topology) -> Traffic:
         received = sent = _ring(step, step.src.largest_local_numel, step.dst.largest_local_numel)
     else:
         before, after = sampled_boxes(step.src), sampled_boxes(step.dst)
-        received = max(map(_received, repeat(step), before, after))
+        received = max(map(_bytes_received, repeat(step), before, after))
         sent = max(
-            _sent(step, c, b, a)
+            _bytes_sent(step, c, b, a)
             for c, b, a in zip(sampled(mesh), before, after, strict=True)
             if _is_counted(step, c)
         )
@@ -131,9 +131,7 @@ def _is_counted(step: Step, coordinate: Coordinate) -> bool:
 
 
 def most_received(steps: Sequence[Step]) -> int:
-    """Return the bytes received over all steps by the rank that receives most; exact on any
-    mesh.
-    """
+    """Return the bytes received in all steps by the rank that receives most; exact on any mesh."""
     total = np.zeros((), dtype=np.int64)
     for step in steps:
         total = total + _received_everywhere(step)

@@ -35,8 +35,8 @@ def backward(
     tensors may be mixed.
     """
     tensors = [summable(y) for y in _as_list(tensors)]
-    given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
-    seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
+    output_grads = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
+    seeds = [_seed(y, g) for y, g in zip(tensors, output_grads, strict=True)]
     leaves = None if inputs is None else [part_of(x) for x in _as_list(inputs)]
     sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
     with (
@@ -102,9 +102,8 @@ def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
         raise ValueError(
             f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}"
         )
-    if (
-        gradient.requires_grad and torch.is_grad_enabled()
-    ):  # its own gradient is summed over the ranks
+    # its own gradient is summed over the ranks
+    if gradient.requires_grad and torch.is_grad_enabled():
         return ShardedTensor.from_local(gradient, x.mesh, P()).redistribute(x._layout.grad.spec)
     gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
     whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
@@ -148,30 +147,30 @@ def grad(
         raise NotImplementedError(
             "is_grads_batched=True is not supported for ShardedTensors; call grad once per gradient"
         )
-    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
-    found = torch.autograd.grad(
+    output_grads = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    input_grads = torch.autograd.grad(
         [part_of(y) for y in outputs],
         [part_of(x) for x in inputs],
-        [_seed(y, g) for y, g in zip(outputs, given, strict=True)],
+        [_seed(y, g) for y, g in zip(outputs, output_grads, strict=True)],
         retain_graph=retain_graph,
         create_graph=create_graph,
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
     if create_graph:
-        found = [_in_graph(x, g) for x, g in zip(inputs, found, strict=True)]
-    return _laid_out(inputs, found)
+        input_grads = [_in_graph(x, g) for x, g in zip(inputs, input_grads, strict=True)]
+    return reduce_to_inputs(inputs, input_grads)
 
 
-def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def reduce_to_inputs(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Reduce the gradients of sharded inputs to the layouts of the inputs, in buckets."""
-    pairs_found = enumerate(zip(inputs, found, strict=True))
+    inputs_and_grads = enumerate(zip(inputs, grads, strict=True))
     sharded = [
         (i, x._layout.replace(dtype=g.dtype), g)
-        for i, (x, g) in pairs_found
+        for i, (x, g) in inputs_and_grads
         if g is not None and isinstance(x, ShardedTensor)
     ]
-    done: list[Any] = list(found)
+    done: list[Any] = list(grads)
     if sharded:
         pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]
         whole = redistribute_grads([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
@@ -180,13 +179,13 @@ def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[An
     return tuple(done)
 
 
-def _in_graph(x: Tensor, found: Tensor | None) -> Tensor | None:
+def _in_graph(x: Tensor, grad: Tensor | None) -> Tensor | None:
     """Connect the gradient of an empty part to the graph, as on other ranks; some operators of
     torch compute it without a graph.
     """
-    if found is None or found.requires_grad or found.numel() or not isinstance(x, ShardedTensor):
-        return found
-    return found + x._local
+    if grad is None or grad.requires_grad or grad.numel() or not isinstance(x, ShardedTensor):
+        return grad
+    return grad + x._local
 
 
 def _as_list(x: Any) -> list[Any]:

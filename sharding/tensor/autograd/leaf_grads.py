@@ -51,7 +51,7 @@ class _GradReducer:
         started: for each reduction in flight, the leaves, the function that waits for the sums, and
             their lineage.
         task: the backward pass that will call `flush` at its end.
-        made: number of leaves so far.
+        count: number of leaves so far.
     """
 
     def __init__(self, _: World) -> None:
@@ -61,7 +61,7 @@ class _GradReducer:
         self.flushing: list[Callable[[], None]] = []
         self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
-        self.made = 0
+        self.count = 0
 
     def add(self, number: int, leaf: ShardedTensor) -> None:
         self.waiting[number] = leaf
@@ -154,18 +154,14 @@ def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
-    """Register a callback for the end of the running backward, where reductions can still be
-    launched by `start`.
-    """
+    """Register a callback for the end of backward, where `start` can still launch reductions."""
     reducer = world.state(_GradReducer)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:
-    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the
-    leaf's.
-    """
+    """Add to a leaf's gradient in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
@@ -187,9 +183,13 @@ def start(
     world = leaves[0].mesh.world
     reducer = world.state(_GradReducer)
     for members in buckets.values():
-        mine, given = zip(*members, strict=True)
+        bucket_leaves, bucket_grads = zip(*members, strict=True)
         reducer.started.append(
-            (mine, _start_bucket(mine, given, tag, donate), unpacked(world.comm_context.lineage))
+            (
+                bucket_leaves,
+                _start_bucket(bucket_leaves, bucket_grads, tag, donate),
+                unpacked(world.comm_context.lineage),
+            )
         )
     reducer.flush_at_end()
 
@@ -247,8 +247,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = leaf._layout.mesh.world.state(_GradReducer)  # type: ignore[attr-defined]
-    reducer.made += 1
-    number = leaf._number = reducer.made  # type: ignore[attr-defined]
+    reducer.count += 1
+    number = leaf._number = reducer.count  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
     origins: list[
         Origin
@@ -256,7 +256,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
 
     def before_accumulation(grads: tuple[Tensor, ...]) -> None:
         origins.clear()
-        alive, grad = reference(), grads[0]
+        alive = reference()
+        grad = grads[0]
         if alive is not None and grad is not None and alive._local.grad is None:
             origin = origin_of(grad, alive._layout.dual)
             origins.extend([] if origin.tensor is grad else [origin])
@@ -280,8 +281,8 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
 
     A gradient whose reduction fails stays pending.
     """
-    there = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
-    for (_, axes, _, together), members in _buckets(there).items():
+    pending = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
+    for (_, axes, _, together), members in _buckets(pending).items():
         if not axes:
             reduced = [grad for _, grad in members]
         elif together:
@@ -306,10 +307,10 @@ def _buckets(
     pairs: Iterable[tuple[ShardedTensor, Tensor]],
 ) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
     """Group the leaves and gradients that are reduced together."""
-    found: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
+    buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
-        found.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
-    return found
+        buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
+    return buckets
 
 
 def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
@@ -341,7 +342,7 @@ def _start_bucket(
             [origin for origin, _ in known], donate=donate, tag=tag
         )
     return lambda: [
-        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        _shaped_like(part if origin is grad else _copy_if_shared(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
     ]
 
@@ -354,7 +355,7 @@ def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
 
 
-def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
+def _copy_if_shared(part: Tensor, origin: Tensor) -> Tensor:
     """Return the part, copied if it shares memory with its origin, which the leaf does not own."""
     return (
         part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
@@ -373,7 +374,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
     """Reduce one gradient differentiably, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
-        return _unaliased(
+        return _copy_if_shared(
             redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor
         )
 
@@ -388,18 +389,17 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     before = [] if old is None else [old]
     if old is None:
         layout = leaf._layout.grad
-        kept = leaf._reduced_grad = _gradient_of(
+        reduced = leaf._reduced_grad = _gradient_of(
             leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype)
         )
     elif grad.requires_grad or old._local.requires_grad:
-        kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
+        reduced = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:
         old._local += grad
-        kept = old
-    if not _without_copies(
-        leaf
-    ):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
-        kept._lineage = mixed(lineage, [leaf, *before])
+        reduced = old
+    # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    if not _without_copies(leaf):
+        reduced._lineage = mixed(lineage, [leaf, *before])
 
 
 # -- `.grad` ---------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
         return done
     pending = x._accumulated_grad
     if pending is None or pending._local is not fresh:
-        pending = _accumulated(x, fresh)
+        pending = _accumulated_grad_of(x, fresh)
     if done is None:
         return pending
     return _gradient_of(
@@ -422,12 +422,10 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
     )
 
 
-def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
-    anew.
-    """
-    made = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
-    return made
+def _accumulated_grad_of(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
+    """Return what autograd has accumulated: the same object until it accumulates anew."""
+    grad = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    return grad
 
 
 def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
@@ -444,10 +442,10 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
             f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}"
         )
     if value is not None and value.mesh != x.mesh:
-        there, here = distinct_mesh_names(value.mesh, x.mesh)
+        grad_mesh, leaf_mesh = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
-            f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the "
-            "tensor's mesh"
+            f"a gradient on {grad_mesh} for a tensor on {leaf_mesh}; place value.full_tensor() on "
+            "the tensor's mesh"
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
     whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)

@@ -33,16 +33,12 @@ def check_gradient_known(x: Any) -> None:
 
 
 def known_local(x: Any) -> Tensor:
-    """Return the local tensor with the gradient history of the sharded one; see
-    `check_gradient_known`.
-    """
+    """Return the local tensor with the sharded one's history; see `check_gradient_known`."""
     if not x._local.requires_grad:
         check_gradient_known(x)
     return x._local
 
 
 def part_of(x: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, with its gradient history; a plain tensor
-    unchanged.
-    """
+    """Return this rank's part of a tensor, with its gradient history; a plain one unchanged."""
     return known_local(x) if isinstance(x, ShardedTensor) else x

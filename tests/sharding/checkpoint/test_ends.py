@@ -121,7 +121,7 @@ PLACES = [
     (load_it, pieces, "_read"),
     (load_it, reading, "_data"),
     (load_file, safetensors, "_header"),
-    (load_file, safetensors, "_mapped"),
+    (load_file, safetensors, "_mapped_tensor"),
     (save_file, files.Sink, "write"),
 ]
 

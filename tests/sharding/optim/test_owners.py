@@ -67,7 +67,7 @@ def test_round_trip_from_any_layouts(data):
         with sm.debug.comm_budget(launches=1) as there:
             wholes = owners.gather([x._local for x in placed])
         lacking = 0
-        for i in owners.mine:
+        for i in owners.own_units:
             assert torch.equal(wholes[i], plain[units[i].tensor])
             lacking += wholes[i].numel() - placed[units[i].tensor]._local.numel()
             wholes[i] = wholes[i] * 2 + 1
@@ -76,7 +76,7 @@ def test_round_trip_from_any_layouts(data):
             owners.scatter(wholes, parts)
         for part, x in zip(parts, placed, strict=True):
             assert torch.equal(part, x._local * 2 + 1)
-        mine = {units[i].tensor for i in owners.mine}
+        mine = {units[i].tensor for i in owners.own_units}
         back_lacking = sum(x._local.numel() for i, x in enumerate(placed) if i not in mine)
         assert (there.bytes_received, back.bytes_received) == (8 * lacking, 8 * back_lacking)
         return owners.owner, there.launches, back.launches
@@ -129,7 +129,7 @@ def test_blocks_of_a_matrix_have_separate_owners():
         placed = sm.distribute_tensor(x, mesh, P("a", sizes={"a": (1, 0, 5)}), src_data_rank=None)
         owners = owners_of((sm.typeof(placed),), units, torch.float32)
         blocks = owners.gather([placed._local])
-        for i in owners.mine:
+        for i in owners.own_units:
             (a, b), (c, d) = units[i].box
             assert torch.equal(blocks[i], x[a:b, c:d])
         part = torch.zeros_like(placed._local)

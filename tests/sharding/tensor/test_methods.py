@@ -80,7 +80,7 @@ def test_cached_redistribute_is_one_frame_above_the_plan(mesh):
         x.redistribute(P())
     finally:
         sys.setprofile(None)
-    assert frames == ["redistribute", "_unshared"]
+    assert frames == ["redistribute", "_copy_if_shared"]
 
 
 _ROOT = Path(sm.__file__).parent

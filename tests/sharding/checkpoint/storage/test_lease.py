@@ -169,9 +169,9 @@ def test_saving_owner_on_another_machine_is_respected(tmp_path, skew):
 
 
 def test_replaced_owner_raises(tmp_path):
-    lease = take_lease(tmp_path, kept=True)
+    lease = take_lease(tmp_path, keep=True)
     lease.end()
-    take_lease(tmp_path, kept=True).end()
+    take_lease(tmp_path, keep=True).end()
     assert owners(tmp_path) == [".owner-00000001.json"]
     next(tmp_path.glob(".owner-*")).unlink()
     path = elsewhere(tmp_path, 2)
@@ -179,9 +179,9 @@ def test_replaced_owner_raises(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"process 77 on host far of job night.* has taken"
         ):
-            take_lease(tmp_path, kept=True)
+            take_lease(tmp_path, keep=True)
     path.unlink()
-    take_lease(tmp_path, kept=True).release()
+    take_lease(tmp_path, keep=True).release()
     assert owners(tmp_path) == []
 
 
@@ -197,7 +197,7 @@ def test_one_of_many_replaces_a_dead_owner(tmp_path, links, monkeypatch):
     for last in range(20):
         if last:
             elsewhere(tmp_path, last)
-        comers = [Lease(tmp_path, leases._self(), kept=False) for _ in range(4)]
+        comers = [Lease(tmp_path, leases._self(), keep=False) for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             won = list(pool.map(lambda one, last=last: one.claim(last), comers))
         assert won.count(True) == 1
@@ -209,7 +209,7 @@ def test_owner_numbers_that_restart(tmp_path):
     its number.
     """
     elsewhere(tmp_path, 1)
-    late = Lease(tmp_path, leases._self(), kept=False)
+    late = Lease(tmp_path, leases._self(), keep=False)
     assert not late.claim(5)
     assert owners(tmp_path) == [".owner-00000001.json"]
 
@@ -224,7 +224,7 @@ def test_empty_owner_file(tmp_path):
 
 @pytest.mark.usefixtures("short")
 def test_two_saves_of_one_process(tmp_path):
-    lease = take_lease(tmp_path, kept=False)
+    lease = take_lease(tmp_path, keep=False)
     text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False)
     assert "another save of this process" in text
     lease.end()

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
-from shardmesh.sharding.replicas.bit_hash import _mixed, bit_hash, flat_of
+from shardmesh.sharding.replicas.bit_hash import _mixed_words, bit_hash, flat_of
 from shardmesh.sharding.replicas.check import assert_replicated, check_replicas
 from shardmesh.sharding.replicas.compare import ReplicaError
 from tests.device import DEVICE
@@ -402,7 +402,7 @@ def test_hash_depends_on_each_bit_and_its_position():
 
 
 def unmixed(word: int, place: int) -> int:
-    """Return the word that `_mixed` maps to this one."""
+    """Return the word that `_mixed_words` maps to this one."""
     whole = 1 << 64
     word ^= word >> 29 ^ word >> 58
     word = word * pow(0x94D049BB133111EB, -1, whole) % whole
@@ -415,7 +415,7 @@ def test_mixing_is_a_bijection_per_word():
     """A single word that differs always changes the hash."""
     words = torch.randint(-(1 << 62), 1 << 62, (1000,)) * 2 + 1
     for place_, (word, found) in enumerate(
-        zip(words.tolist(), _mixed(words.view(torch.uint8), 0).tolist(), strict=True)
+        zip(words.tolist(), _mixed_words(words.view(torch.uint8), 0).tolist(), strict=True)
     ):
         assert unmixed(found % (1 << 64), place_) == word % (1 << 64)
 
