@@ -14,10 +14,10 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh.mesh import errors
+from shardmesh.mesh.comm import pending
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.simulated.simulate import SimulatedWorld
-from shardmesh.sharding.redistribute.packed_collectives import AsyncResults
 from tests.mesh.simulated.late_memory import StreamHazard
 from tests.mesh.simulated.nccl_world import LateGroup, nccl_world
 
@@ -360,7 +360,7 @@ def test_a_missing_wait_in_the_library(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sm.simulate(2)(program)()
-    monkeypatch.setattr(AsyncResults, "wait", lambda self: self._finish())
+    monkeypatch.setattr(pending, "_finished", lambda work, finish: finish())
     with pytest.raises(StreamHazard, match=r"reads the result of .* called at .*/sharding/"):
         sm.simulate(2)(program)()
 
