@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.agreement import facts_of, gather_facts
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import Work
 from ...mesh.context import given_or_current
@@ -341,8 +342,8 @@ def _words(state: int, samples: int) -> str:
 
 def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
-    received = exchange.group.all_gather_object(
-        None if mine.error is None else _seen(exchange, mine.error)
+    failures = gather_facts(
+        exchange.group, None if mine.error is None else _seen(exchange, mine.error)
     )
     if mine.error is not None:
         mine.error.add_note(
@@ -350,7 +351,7 @@ def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
             "raise PeerError"
         )
         raise mine.error
-    raise _peer_error([one for one in received if one is not None], step)
+    raise _peer_error([one for one in failures.values() if one is not None], step)
 
 
 def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
@@ -428,10 +429,9 @@ def _first_batch(exchange: _StepExchange, mine: _Turn, received: np.ndarray) -> 
     has = received[:, 0] == _HAS
     if has.all():
         return mine.batch
-    sender = int(has.argmax())
-    packed = exchange.group.all_gather_object(
-        _packed(mine.batch) if exchange.group.rank == sender else None
-    )[sender]
+    group = exchange.group
+    sender = group.ranks[int(has.argmax())]
+    packed = facts_of(group, sender, _packed(mine.batch) if group.world.rank == sender else None)
     return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.box import box_shape, box_size
-from ..agreement import CheckpointError, brief, is_out_of_memory
+from ....mesh.text import shortened
+from ..agreement import CheckpointError, is_out_of_memory
 from . import files
 from .manifest import Stored, StoredPiece
 
@@ -118,9 +119,9 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     x = _unpacked(stored, piece, partial(_loaded, read_value(stored, piece), map_location="cpu"))
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
+        has = f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
         raise CheckpointError(
-            _damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}")
+            _damaged(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
         )
     return x
 
@@ -161,7 +162,7 @@ def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryvie
 def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
     return (
-        f"{path}, which has part of {brief(piece.name)!r}, cannot be read ({brief(error)}); load "
+        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read ({shortened(error)}); load "
         "another step"
     )
 
@@ -191,7 +192,7 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
 
 def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
     return (
-        f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: "
+        f"{stored.folder / piece.file}, which has part of {shortened(piece.name)!r}, is damaged: "
         f"{how}; load another step"
     )
 
@@ -202,4 +203,6 @@ def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> An
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise CheckpointError(_damaged(stored, piece, f"torch.load says {brief(error)}")) from error
+        raise CheckpointError(
+            _damaged(stored, piece, f"torch.load says {shortened(error)}")
+        ) from error

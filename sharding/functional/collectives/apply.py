@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.agreement import same_on_all
 from ....mesh.comm.pending import Pending
 from ....mesh.comm.thread_context import thread_context
 from ....mesh.comm.work import DONE
@@ -297,19 +298,18 @@ def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
 
     Communication: a small all_gather over the axes, in tracked calls.
     """
-    shapes = [list(getattr(x, "_local", x).shape) for x in parts]
-    group = call.axes.group
-    everyone = group.all_gather_object(shapes)
-    if any(there != everyone[0] for there in everyone):
+
+    def error(shapes: dict[int, list[list[int]]]) -> ValueError:
         listing = ", ".join(
-            f"rank {r}: {'; '.join(map(str, there))}"
-            for r, there in zip(group.ranks, everyone, strict=True)
+            f"rank {rank}: {'; '.join(map(str, its_shapes))}" for rank, its_shapes in shapes.items()
         )
-        raise ValueError(
+        return ValueError(
             f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and "
             f"they are {listing}. The arguments are split unevenly: pad them, or pass sizes= to a "
             "collective that takes it"
         )
+
+    same_on_all(call.axes.group, [list(getattr(x, "_local", x).shape) for x in parts], error)
 
 
 def with_tag(checker: Any, out: Any, tag: Tag) -> Any:
