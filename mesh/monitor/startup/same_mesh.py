@@ -11,15 +11,18 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
+from ...abstract_mesh import AbstractMesh
 from ...comm.call_site import user_line
+from ...comm.world import World
 from ...settings import settings
 from ...text import printable, ranks_text
 from ..diagnosis.votes import minority, parties_by
@@ -28,10 +31,6 @@ from ..store_keys import StoreKeys
 from ..store_values import MOST_RANKS, checked, has_fields, json_object, whole
 from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
-
-if TYPE_CHECKING:
-    from ...comm.world import World
-    from ...device_mesh import DeviceMesh
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
 _PAUSE_S = 0.01
@@ -73,7 +72,7 @@ class _Meshes:
 _meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
 
 
-def compare(mesh: DeviceMesh) -> None:
+def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequence[str]) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
@@ -81,13 +80,15 @@ def compare(mesh: DeviceMesh) -> None:
     Communication: two messages to the store of the default group, for each new mesh; does not wait
     unless ranks differ.
     """
-    world = mesh.world
     if world.size == 1 or settings().mode == "off":
         return
     if world not in _meshes:
         _meshes[world] = _Meshes(world)
     meshes = _meshes[world]
-    fields = _fields_of(mesh)
+    # a list of thousands of ranks would fill the store
+    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()
+    values = device_type, list(mesh.shape), list(mesh.axis_names), order, list(backends)
+    fields = dict(zip(_FIELDS, values, strict=True))
     key = json.dumps(fields)
     if meshes.store is None or key in meshes.known:
         return
@@ -99,15 +100,6 @@ def compare(mesh: DeviceMesh) -> None:
         dist.DistError
     ):  # the store is gone: the next collective tells what happened
         _compare(world, keys, key, made, len(meshes.known))
-
-
-def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
-    order = hashlib.sha1(
-        mesh.ranks.tobytes(), usedforsecurity=False
-    ).hexdigest()  # a list of thousands of ranks would fill the store
-    backends = [backend.name for backend in mesh.backends]
-    values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order, backends
-    return dict(zip(_FIELDS, values, strict=True))
 
 
 def _store_of(world: World) -> StoreKeys | None:
