@@ -23,11 +23,11 @@ class Pending(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_finish", "_value", "_works")
+    _value: T
 
     def __init__(self, finish: Callable[[], T], *works: Work | Pending[Any]) -> None:
         self._finish: Callable[[], T] | None = finish
         self._works = works
-        self._value: Any = None
 
     @staticmethod
     def after(work: Work | None, finish: Callable[[], T]) -> Pending[T]:

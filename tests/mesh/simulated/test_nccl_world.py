@@ -227,9 +227,9 @@ def test_memory_written_without_an_operator(ahead: bool) -> None:
 def test_memory_freed_too_early(which: str) -> None:
     def program() -> None:
         buffers = {"input": own(1, 2), "result": torch.empty(4)}
-        work: Any = everyone().all_gather(
-            buffers["result"], buffers["input"], async_op=True
-        )  # here
+        x, out = buffers["input"], buffers["result"]
+        work: Any = everyone().all_gather(out, x, async_op=True)  # here
+        del x, out
         buffers[which].untyped_storage().resize_(0)
         work.wait()
 
