@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -40,13 +40,29 @@ from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
 from .launcher import NO_FUSION, KernelLauncher
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
 from .quantize_format import LARGEST, RECORD_ALIGNMENT
+from .reduce import Stacks
 from .strided import MAX_ROWS, NEVER, alignment, divisor
 from .strided_triton import addresses, base, quotient
 from .strided_views import next_power_of_two
 from .transfer.device_copies import DeviceCopies
 
-if TYPE_CHECKING:
-    from .quantize import Dequantize, Quantize
+
+class CompiledQuantize(Protocol):
+    """What is read of `quantize.Quantize`."""
+
+    records: tuple[tuple[Box, int], ...]
+    transport: str
+    block: int
+
+
+class CompiledDequantize(Protocol):
+    """What is read of `quantize.Dequantize`."""
+
+    shape: tuple[int, ...]
+    stacks: Stacks
+    transport: str
+    block: int
+
 
 HEAD = tl.constexpr(5)
 """Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in
@@ -349,7 +365,9 @@ def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
 # -- launches --------------------------------------------------------------------------------------
 
 
-def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
+def launch_quantize(
+    quantizes: Sequence[CompiledQuantize], tensors: Sequence[Tensor], flat: Tensor
+) -> None:
     """`launch_quantize(quantizes, tensors, flat)`: quantize tensors of one dtype, in one format."""
     strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
     for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
@@ -357,7 +375,7 @@ def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], fl
 
 
 def launch_dequantize(
-    dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
+    dequantizes: Sequence[CompiledDequantize], flat: Tensor, outs: Sequence[Tensor]
 ) -> None:
     """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype,
     from one format.
@@ -369,7 +387,7 @@ def launch_dequantize(
 
 @lru_cache(maxsize=4096)
 def _quantize_tables(
-    quantizes: tuple[Quantize, ...],
+    quantizes: tuple[CompiledQuantize, ...],
     strides: tuple[tuple[int, ...], ...],
     itemsize: int,
     aligned: int,
@@ -387,7 +405,7 @@ def _quantize_tables(
 
 @lru_cache(maxsize=4096)
 def _dequantize_tables(
-    dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int
+    dequantizes: tuple[CompiledDequantize, ...], itemsize: int, aligned: int
 ) -> list[BoxTable]:
     rows = [
         make_row(i, row_major_strides(dequantize.shape), box, starts, max(1, aligned // itemsize))

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..kernels.symmetric import all_gather
 from . import errors
 from .abstract_mesh import AbstractMesh
+from .comm.agreement import same_on_all
 from .comm.group import Group
 from .comm.symmetric_memory import peers_of
 from .device_mesh import DeviceMesh
@@ -80,7 +82,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
         or mesh._is_calibrated
     ):
         return mesh.topology
-    known = _agreed_topology(mesh)
+    known = same_on_all(mesh.group(), mesh.topology, partial(_differing_topologies, mesh))
     probes = list(_probes(mesh, known))
     moved = _largest(mesh, [probe.moved for probe in probes])
     _times(mesh, probes, 1)  # makes the process groups and touches the buffers
@@ -107,17 +109,13 @@ def _checked_mesh(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
     return mesh
 
 
-def _agreed_topology(mesh: DeviceMesh) -> Topology:
-    everyone = mesh.group()
-    topologies = everyone.all_gather_object(mesh.topology)
-    for rank, topology in zip(everyone.ranks, topologies, strict=True):
-        if topology != topologies[0]:
-            raise errors.MeshError(
-                f"calibrate({mesh!r}): rank {everyone.ranks[0]} has the topology "
-                f"({topologies[0]}) but rank {rank} has ({topology}). Set mesh.topology to the same "
-                "on all ranks first."
-            )
-    return topologies[0]
+def _differing_topologies(mesh: DeviceMesh, topologies: dict[int, Topology]) -> errors.MeshError:
+    first, first_topology = next(iter(topologies.items()))
+    rank = next(rank for rank, topology in topologies.items() if topology != first_topology)
+    return errors.MeshError(
+        f"calibrate({mesh!r}): rank {first} has the topology ({first_topology}) but rank {rank} "
+        f"has ({topologies[rank]}). Set mesh.topology to the same on all ranks first."
+    )
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:

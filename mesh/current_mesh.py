@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .comm.current_world import current_world
 from .comm.first_use import first_block
 from .comm.world import World
 from .errors import MeshError
 
-if TYPE_CHECKING:
-    from .device_mesh import DeviceMesh
+
+class MeshOfWorld(Protocol):
+    """What a current mesh has."""
+
+    @property
+    def world(self) -> World: ...
 
 
 class CurrentMesh:
@@ -31,11 +35,11 @@ class CurrentMesh:
 
     __slots__ = ("__weakref__", "_mesh")
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: MeshOfWorld) -> None:
         self._mesh = weakref.ref(mesh)
         mesh.world.current_meshes[self] = mesh
 
-    def __call__(self) -> DeviceMesh | None:
+    def __call__(self) -> Any:
         return self._mesh()
 
 
@@ -55,7 +59,7 @@ _EMPTY = MeshContext()
 mesh_context: ContextVar[MeshContext] = ContextVar("shardmesh_mesh", default=_EMPTY)
 
 
-def enter(mesh: DeviceMesh) -> None:
+def enter(mesh: MeshOfWorld) -> None:
     """Make `mesh` current until `leave`. Raises: MeshError when it belongs to another world."""
     mesh_context.set(with_mesh(mesh, mesh_context.get()))
 
@@ -66,7 +70,7 @@ def leave() -> None:
     mesh_context.set(_EMPTY if before is None else before)
 
 
-def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContext:
+def with_mesh(mesh: MeshOfWorld | None, before: MeshContext | None) -> MeshContext:
     """Return the present state with `mesh` as the current mesh of its world, or with none.
 
     Raises: MeshError when the mesh belongs to another world.

@@ -664,7 +664,7 @@ def init_device_mesh(
         world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names, backends
     )
     if isinstance(world, ProcessWorld):
-        same_mesh.compare(mesh)
+        same_mesh.compare(world, mesh, device_type, [backend.name for backend in mesh.backends])
     return mesh
 
 

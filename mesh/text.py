@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,9 @@ _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _DIGITS = re.compile(r"[0-9]{1,18}")
+_repr = reprlib.Repr()  # of large objects a part, in little time
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = 16
 
 # in names of environment variables
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)
@@ -43,12 +47,16 @@ def printable(text: str) -> str:
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written as one line of about `most` characters at most."""
-    text = (
-        value
-        if isinstance(value, str)
-        else repr(value[: most + 1] if isinstance(value, bytes) else value)
-    )
+    """Return a value that others have written, or an error, as one line of at most about `most`
+    characters, for an error.
+    """
+    if isinstance(value, BaseException):
+        said = getattr(value, "strerror", None) or str(value) or type(value).__name__
+        text = " ".join(said[: 4 * most].split())
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = repr(value[: most + 1]) if isinstance(value, bytes) else _repr.repr(value)
     text = printable(text[: most + 1]).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= most else f"{text[:most]}..."
 

@@ -8,17 +8,29 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from . import errors
 from .text import whole_number
 
-if TYPE_CHECKING:
-    from .abstract_mesh import AbstractMesh
-
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+class MeshOfRanks(Protocol):
+    """What a topology reads of an `AbstractMesh`, and caches there."""
+
+    axis_names: tuple[str, ...]
+    shape: Any
+    ndim: int
+    ranks: np.ndarray
+    _node_ids: dict[Any, np.ndarray]
+    _crossing_axes: dict[Any, tuple[str, ...]]
+
+    def size(self, axes: str) -> int: ...
+
+    def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +129,7 @@ class Topology:
         """
         return dict(self.factors).get(op, 1.0)
 
-    def node_ids(self, mesh: AbstractMesh) -> np.ndarray:
+    def node_ids(self, mesh: MeshOfRanks) -> np.ndarray:
         """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only,
         cached.
 
@@ -134,7 +146,7 @@ class Topology:
             mesh._node_ids[self] = ids
         return ids
 
-    def _find_node_ids(self, mesh: AbstractMesh) -> np.ndarray:
+    def _find_node_ids(self, mesh: MeshOfRanks) -> np.ndarray:
         inherited = mesh._inherited_node_ids(self)
         if inherited is not None:
             return inherited
@@ -144,7 +156,7 @@ class Topology:
         self.check_axes(mesh)
         return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
 
-    def crossing_axes(self, mesh: AbstractMesh) -> tuple[str, ...]:
+    def crossing_axes(self, mesh: MeshOfRanks) -> tuple[str, ...]:
         """Return the axes along which some neighbours are in different nodes, in the order of the
         mesh; cached.
 
@@ -160,11 +172,11 @@ class Topology:
             mesh._crossing_axes[self] = crossing
         return crossing
 
-    def nodes(self, mesh: AbstractMesh) -> int:
+    def nodes(self, mesh: MeshOfRanks) -> int:
         """Return the number of nodes of the mesh's ranks. Raises: MeshError as `node_ids`."""
         return len(np.unique(self.node_ids(mesh)))
 
-    def check_axes(self, mesh: AbstractMesh) -> None:
+    def check_axes(self, mesh: MeshOfRanks) -> None:
         """Raise MeshError when a crossing axis is not an axis of the mesh."""
         unknown = [name for name in self.crossing if name not in mesh.axis_names]
         if unknown:

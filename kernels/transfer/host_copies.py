@@ -114,7 +114,7 @@ class CopyStream:
         """Return an event after all copies so far."""
         return self._stream.record_event()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait for all copies so far."""
         if self._sources:
             self._sources.pop()[0].synchronize()

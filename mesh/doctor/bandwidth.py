@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.agreement import gather_facts
 from ..comm.group import Group
 from ..device_mesh import DeviceMesh, init_device_mesh
 from ..monitor import timeouts
@@ -91,8 +92,10 @@ def measure(
     everyone = mesh.group()
     axes = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1]
     rows = [row for axis in axes for row in _rows(mesh, axis, seconds / len(OPS))]
-    group = "" if dist.group.WORLD is None else timeouts.backends_text(dist.group.WORLD)
-    return Measured(tuple(rows), _clocks(everyone), tuple(everyone.all_gather_object(facts)), group)
+    group = "" if dist.group.WORLD is None else timeouts.described(dist.group.WORLD)
+    return Measured(
+        tuple(rows), _clocks(everyone), tuple(gather_facts(everyone, facts).values()), group
+    )
 
 
 def _rows(mesh: DeviceMesh, axis: str, seconds: float) -> Iterator[Bandwidth]:
@@ -176,6 +179,6 @@ def _clocks(group: Group) -> tuple[float, ...]:
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         group.barrier()
-        now = group.all_gather_object(time.time())
-        rounds.append([seconds - now[0] for seconds in now])
+        clocks = list(gather_facts(group, time.time()).values())
+        rounds.append([clock - clocks[0] for clock in clocks])
     return tuple(min(looks, key=abs) for looks in zip(*rounds, strict=True))

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from .. import errors
+from ..comm.agreement import facts_of
 from ..comm.current_world import current_world
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
@@ -78,7 +79,7 @@ def breakpoint(rank: int = 0) -> None:
 
 
 def _wait(world: World, rank: int) -> None:
-    said: Verdict | str | None = world.group(range(world.size)).all_gather_object(None)[rank]
+    said: Verdict | str | None = facts_of(world.group(range(world.size)), rank)
     if isinstance(said, Verdict):
         raise said.error()
     if said is not None:
@@ -87,7 +88,7 @@ def _wait(world: World, rank: int) -> None:
 
 def _tell(world: World, said: Verdict | str | None) -> None:
     """Let the others go on, or tell them why not."""
-    world.group(range(world.size)).all_gather_object(said)
+    facts_of(world.group(range(world.size)), world.rank, said)
 
 
 def _quit_verdict(rank: int, place: str) -> Verdict:

@@ -31,12 +31,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from ..comm.current_world import current_world
 from ..comm.world import World
 from ..monitor.monitor import Monitor, monitor_of
-from ..monitor.store_values import parsed, signed_number
+from ..monitor.store_keys import StoreKeys
+from ..monitor.store_values import signed_number
 from ..processes.process import ProcessWorld
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text
@@ -106,6 +107,7 @@ class _StoreAgreement:
     """One rank's side of the agreement of several processes, through a store.
 
     Args:
+        keys: of the agreement.
         has_notice: returns whether this rank has received a notice.
         check: raises if the job has failed.
 
@@ -116,13 +118,13 @@ class _StoreAgreement:
 
     def __init__(
         self,
-        store: Any,
+        keys: StoreKeys,
         rank: int,
         size: int,
         has_notice: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._keys, self._rank, self._size = keys, rank, size
         self._has_notice, self._check = has_notice, check
         self._step: int | None = None
         self._lock = (
@@ -179,9 +181,9 @@ class _StoreAgreement:
                     self._rank,
                     _notice,
                 )
-                self._store.set("notice", str(self._rank))
+                self._keys.set("notice", str(self._rank))
                 return True
-            if self._store.check(["notice"]):
+            if self._keys.has("notice"):
                 return True
             with contextlib.suppress(Empty):
                 self._wake.get(timeout=_NOTICE_POLL_S)
@@ -211,7 +213,7 @@ class _StoreAgreement:
             time.sleep(_STEP_POLL_S)
         with self._lock:
             try:
-                self._store.set(f"step{self._rank}", str(self._step))
+                self._keys.set(f"step{self._rank}", str(self._step))
                 if not self._wait_for_all("step", _STEP_TIMEOUT_S):
                     return
                 self.agreed = max(self._step_of(rank) for rank in range(self._size)) + 1
@@ -221,20 +223,17 @@ class _StoreAgreement:
             with contextlib.suppress(
                 Exception
             ):  # the process of the store must not exit before all ranks have read the step
-                self._store.set(f"read{self._rank}", "")
+                self._keys.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
 
     def _step_of(self, rank: int) -> int:
-        key = f"step{rank}"
-        return parsed(f"shardmesh/preemption/*/{key}", self._store.get(key), signed_number)
+        return self._keys.read(f"step{rank}", signed_number)
 
     def _wait_for_all(self, what: str, timeout: float) -> bool:
         """Wait until all ranks have set this key; return False if `stop` was called first."""
         deadline = time.monotonic() + timeout
         while not self._over:
-            missing = [
-                rank for rank in range(self._size) if not self._store.check([f"{what}{rank}"])
-            ]
+            missing = [rank for rank in range(self._size) if not self._keys.has(f"{what}{rank}")]
             if not missing:
                 return True
             self._check()
@@ -276,12 +275,12 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
     watch = monitor_of(world)
     # Use a separate connection: the main thread may block in the other one, waiting for ranks that
     # wait for this agreement.
-    store: Any = PrefixStore(
-        f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store()
+    keys = StoreKeys(
+        distributed_c10d._get_default_store().clone(),
+        f"shardmesh/preemption/{world.job}/{world.epoch}",
+        "shardmesh/preemption/*",
     )
-    made = _StoreAgreement(
-        store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch)
-    )
+    made = _StoreAgreement(keys, world.rank, world.size, _has_notice, partial(_check_job, watch))
     weakref.finalize(world, made.stop)
     return made
 

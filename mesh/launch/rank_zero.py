@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch.distributed as dist
 
 from .. import errors
+from ..comm.agreement import facts_of
 from ..comm.call_site import user_call, user_line
 from ..comm.current_world import current_world
 from ..comm.group import CollectiveRecord, Group
@@ -125,7 +126,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         with _sending_outcome(group, line), _pause_monitor(world), _region(world, name, peers[1:]):
             yield
     else:
-        raised: Verdict | None = group.all_gather_object(None)[0]
+        raised: Verdict | None = facts_of(group, peers[0])
         if raised is not None:
             raise raised.error()
         with _region(world, name, peers[:1]):
@@ -165,9 +166,9 @@ def _sending_outcome(group: Group, line: str) -> Iterator[None]:
     except Exception as error:
         # Both worlds report these errors to all ranks themselves.
         if not isinstance(error, errors.WatchError) and not isinstance(group.world, SimulatedWorld):
-            group.all_gather_object(_verdict(group.ranks[0], line, error))
+            facts_of(group, group.ranks[0], _verdict(group.ranks[0], line, error))
         raise
-    group.all_gather_object(None)
+    facts_of(group, group.ranks[0])
 
 
 def _verdict(rank: int, line: str, error: Exception) -> Verdict:

@@ -26,15 +26,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from .. import errors
 from ..monitor.startup.rank_info import RankInfo, disagreement, own_rank_info, shared_device
-from ..monitor.store_values import StoreValueError, bad_value, message, parsed, rank_list
-from ..monitor.store_values import number as parse_number
+from ..monitor.store_keys import StoreKeys
+from ..monitor.store_values import StoreValueError, message
 from ..text import printable, ranks_text, whole_number
 from . import job_store
 from .environment import completed
@@ -175,7 +174,7 @@ class StoreRendezvous:
         serves: bool,
         fault: str = "",
     ) -> None:
-        self.store: Any = PrefixStore("shardmesh/start", store)
+        self.store = StoreKeys(store, "shardmesh/start")
         self.info, self.progress, self.address, self.serves, self.fault = (
             info,
             progress,
@@ -192,7 +191,7 @@ class StoreRendezvous:
         """
         self._check_job()
         for number in itertools.count():
-            keys = PrefixStore(str(number), self.store)
+            keys = self.store.below(str(number), "*")
             try:
                 if not self._claim(keys):
                     continue
@@ -214,11 +213,7 @@ class StoreRendezvous:
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
-        first = parsed(
-            "shardmesh/start/job",
-            self.store.compare_set("job", "", self.info.to_json()),
-            RankInfo.from_json,
-        )
+        first = _claimed(self.store, "job", self.info)
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append(
                 "strays",
@@ -231,7 +226,7 @@ class StoreRendezvous:
                 "(torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
             )
 
-    def _claim(self, keys: Any) -> bool:
+    def _claim(self, keys: StoreKeys) -> bool:
         """Claim this rank for this process; return whether it can take part in this round, or must
         in the next.
 
@@ -250,7 +245,7 @@ class StoreRendezvous:
             _write_verdict(keys, _AGAIN)
         return False
 
-    def _is_in_time(self, keys: Any, verdict: str) -> bool:
+    def _is_in_time(self, keys: StoreKeys, verdict: str) -> bool:
         if not verdict:
             return True
         if _is_restartable():
@@ -276,7 +271,7 @@ class StoreRendezvous:
             or (elsewhere and _is_restartable())
         )
 
-    def _duplicate(self, keys: Any, holder: RankInfo, verdict: str) -> str:
+    def _duplicate(self, keys: StoreKeys, holder: RankInfo, verdict: str) -> str:
         one, other = sorted((holder, self.info), key=lambda info: (info.host, info.pid))
         text = (
             f"two processes are RANK={self.info.rank} at {self.address}: {one.place}, and "
@@ -292,15 +287,15 @@ class StoreRendezvous:
 
     # -- the rounds --------------------------------------------------------------------------------
 
-    def _take_part(self, keys: Any) -> str:
+    def _take_part(self, keys: StoreKeys) -> str:
         """Take part in this round; return the verdict on all ranks."""
         first = _claimed(keys, "first", self.info)
         if self._sign(keys, "came") == self.size:
-            keys.set(f"all{self.size}", "1")
+            keys.set(f"all{self.size}")
         largest = max(self.size, whole_number(first.size) or 0)
         return self._wait(keys, f"all{largest}" if first.alike != self.info.alike else "")
 
-    def _wait(self, keys: Any, differing: str) -> str:
+    def _wait(self, keys: StoreKeys, differing: str) -> str:
         """Wait for the verdict on all ranks, and return it.
 
         Args:
@@ -309,12 +304,12 @@ class StoreRendezvous:
         """
         pauses, is_ready, since = self._pauses(), False, time.monotonic()
         while not (verdict := _read(keys, "verdict")):
-            if not is_ready and keys.check([f"all{self.size}"]):
+            if not is_ready and keys.has(f"all{self.size}"):
                 is_ready, pauses = True, self._pauses()
                 if self._sign(keys, "ready") == self.size:
                     _write_verdict(keys, self._compared(keys) or _GO)
             votes_are_in = differing and (
-                time.monotonic() - since > _TO_COME_S or keys.check([differing])
+                time.monotonic() - since > _TO_COME_S or keys.has(differing)
             )
             if votes_are_in and (difference := self._compared(keys)):
                 _write_verdict(keys, difference)
@@ -330,23 +325,20 @@ class StoreRendezvous:
             yield pause * crowd
             pause = min(1.5 * pause, _PAUSE_S)
 
-    def _sign(self, keys: Any, list_name: str) -> int:
+    def _sign(self, keys: StoreKeys, list_name: str) -> int:
         """Add this rank to a list of ranks; return how many are on it."""
-        keys.append(list_name, f"{self.info.rank} ")
-        return _add(keys, f"{list_name}/number", 1)
+        keys.sign(list_name, self.info.rank)
+        return keys.add(f"{list_name}/number", 1)
 
-    def _compared(self, keys: Any) -> str:
+    def _compared(self, keys: StoreKeys) -> str:
         """Return what differs between the ranks that have arrived; "" if nothing does."""
-        here = [f"rank{rank}" for rank in _on_list(keys, "came")]
-        if here and not keys.check(here):
-            raise bad_value(_key("came"), _read(keys, "came"), "it names ranks that have not come")
-        infos = [
-            parsed(_key(key), text, RankInfo.from_json)
-            for key, text in zip(here, keys.multi_get(here), strict=True)
-        ]
+        names = [f"rank{rank}" for rank in keys.signed("came")]
+        if names and not keys.has(*names):
+            raise keys.bad_value("came", _read(keys, "came"), "it names ranks that have not come")
+        infos = keys.read_all(names, RankInfo.from_json)
         return disagreement(infos, self._missing(keys, "came")) or shared_device(infos)
 
-    def _report_progress(self, keys: Any) -> None:
+    def _report_progress(self, keys: StoreKeys) -> None:
         if self.progress.is_over():
             _write_verdict(keys, self._too_late(keys))
         elif self.progress.is_due():
@@ -354,14 +346,14 @@ class StoreRendezvous:
                 f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays")
             )
 
-    def _awaited(self, keys: Any) -> list[int]:
+    def _awaited(self, keys: StoreKeys) -> list[int]:
         """Return the ranks that have not arrived; once all have, those that are not ready."""
-        return self._missing(keys, "ready" if keys.check([f"all{self.size}"]) else "came")
+        return self._missing(keys, "ready" if keys.has(f"all{self.size}") else "came")
 
-    def _missing(self, keys: Any, list_name: str) -> list[int]:
-        return sorted(set(range(self.size)) - _on_list(keys, list_name))
+    def _missing(self, keys: StoreKeys, list_name: str) -> list[int]:
+        return sorted(set(range(self.size)) - keys.signed(list_name))
 
-    def _too_late(self, keys: Any) -> str:
+    def _too_late(self, keys: StoreKeys) -> str:
         missing = self._awaited(keys)
         return (
             f"{ranks_text(missing)} of {self.size} did not come to {self.address} within "
@@ -370,16 +362,14 @@ class StoreRendezvous:
             "same number of ranks."
         )
 
-    def _leave(self, keys: Any) -> None:
+    def _leave(self, keys: StoreKeys) -> None:
         """Confirm that this rank has read the verdict. The rank that serves the store waits for the
         others.
         """
-        _add(keys, "left", 1)
+        keys.add("left", 1)
         deadline = time.monotonic() + _TO_READ_S
         while (
-            self.serves
-            and _add(keys, "left", 0) < max(self.size, 2)
-            and time.monotonic() < deadline
+            self.serves and keys.add("left", 0) < max(self.size, 2) and time.monotonic() < deadline
         ):
             time.sleep(_PAUSE_S)
 
@@ -391,37 +381,15 @@ def _is_restartable() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _read(keys: Any, name: str) -> str:
-    return printable(parsed(_key(name), keys.get(name), message)) if keys.check([name]) else ""
+def _read(keys: StoreKeys, name: str) -> str:
+    return printable(keys.read(name, message)) if keys.has(name) else ""
 
 
-def _add(keys: Any, name: str, amount: int) -> int:
-    """Add to a counter. torch's store drops the connection if there is something else than a
-    number, so look first.
-    """
-    if keys.check([name]):
-        parsed(_key(name), keys.get(name), parse_number)
-    return keys.add(name, amount)
-
-
-def _on_list(keys: Any, list_name: str) -> set[int]:
-    return (
-        parsed(_key(list_name), keys.get(list_name), rank_list)
-        if keys.check([list_name])
-        else set()
-    )
-
-
-def _write_verdict(keys: Any, verdict: str) -> str:
+def _write_verdict(keys: StoreKeys, verdict: str) -> str:
     """Write the verdict, unless there is one; return the one that stands."""
-    return printable(parsed(_key("verdict"), keys.compare_set("verdict", "", verdict), message))
+    return printable(keys.claim("verdict", verdict, message))
 
 
-def _claimed(keys: Any, name: str, info: RankInfo) -> RankInfo:
+def _claimed(keys: StoreKeys, name: str, info: RankInfo) -> RankInfo:
     """Write this rank's info under a key, unless there is one; return the one that stands."""
-    return parsed(_key(name), keys.compare_set(name, "", info.to_json()), RankInfo.from_json)
-
-
-def _key(name: str) -> str:
-    """Return the name of a key of a round, for errors."""
-    return f"shardmesh/start/*/{name}"
+    return keys.claim(name, info.to_json(), RankInfo.from_json)

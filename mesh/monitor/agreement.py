@@ -25,13 +25,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import PrefixStore
-
 from ..text import printable, ranks_text, shortened
 from .recording.files import parent_folder, parent_folders
 from .recording.job_directory import JobDirectory, boot_id
 from .startup.rank_info import machine
-from .store_values import StoreValueError, message, parsed
+from .store_keys import StoreKeys
+from .store_values import StoreValueError, message
 
 if TYPE_CHECKING:
     from .monitor import Monitor
@@ -52,19 +51,13 @@ class Agreement:
     """
 
     def __init__(self, store: Any, job: str, stale: str, rank: int, size: int) -> None:
-        self._whole, self._job, self._stale = store, job, stale
+        self._keys = StoreKeys(store, f"shardmesh/watch/{job}")
+        self._store, self._stale = store, stale
         self._rank, self._pause = rank, _PAUSE_S * max(1.0, size / _FEW)
         self._unseen: list[int] = []
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-
-    def _key(self, name: str) -> str:
-        """Return the whole name of a key, for errors."""
-        return f"shardmesh/watch/{self._job}/{name}"
-
-    def _keys(self, store: Any) -> Any:
-        return PrefixStore(f"shardmesh/watch/{self._job}", store)
 
     def folder(self, needed: int) -> Path:
         """Return the parent of the job's folder on this host.
@@ -75,10 +68,8 @@ class Agreement:
         Raises: OSError when another process has named a folder that is none of those this rank
         would choose.
         """
-        chosen, key = str(parent_folder(needed)), f"folder/{machine()}"
-        named = parsed(
-            self._key(key), self._keys(self._whole).compare_set(key, "", chosen), message
-        )
+        chosen = str(parent_folder(needed))
+        named = self._keys.claim(f"folder/{machine()}", chosen, message)
         known = {str(folder): folder for folder in (Path(chosen), *parent_folders())}
         if named not in known:
             raise OSError(
@@ -90,17 +81,17 @@ class Agreement:
 
     def join(self, directory: JobDirectory) -> None:
         """Publish where this rank's files are. Communication: one message to the store."""
-        self._keys(self._whole).set(f"place/{self._rank}", _place(directory))
+        self._keys.set(f"place/{self._rank}", _place(directory))
 
     def decline(self, reason: str) -> None:
         """Turn the monitor off on all ranks, unless another rank already has. Communication: one
         message to the store.
         """
-        mine = f"rank {self._rank}: {reason}"
+        own = f"rank {self._rank}: {reason}"
         with contextlib.suppress(RuntimeError):
-            if self._keys(self._whole.clone()).compare_set("without", "", mine) != mine.encode():
+            if self._keys.clone().claim("without", own, str) != own:
                 return
-        warn(mine)
+        warn(own)
 
     # -- ranks that wait ---------------------------------------------------------------------------
 
@@ -124,7 +115,7 @@ class Agreement:
 
     def _run(self, monitor: Monitor) -> None:
         try:
-            store = self._whole.clone()
+            store = self._store.clone()
             while self._asked.wait(_IDLE_S) and not self._over.is_set():
                 self._asked.clear()
                 reason = self._reason(monitor, store)
@@ -139,9 +130,9 @@ class Agreement:
 
     def _reason(self, monitor: Monitor, store: Any) -> str:
         """Return why the ranks must go on without the monitor; "" if all is well."""
-        keys = self._keys(store)
-        if keys.check(["without"]):
-            return _reason_text(keys.get("without"))
+        keys = self._keys.over(store)
+        if keys.has("without"):
+            return _reason_text(keys)
         if store.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
@@ -153,20 +144,23 @@ class Agreement:
             else ""
         )
 
-    def _is_hidden(self, monitor: Monitor, keys: Any, rank: int) -> bool:
+    def _is_hidden(self, monitor: Monitor, keys: StoreKeys, rank: int) -> bool:
         """Return whether a rank has files that this rank cannot see."""
-        if not keys.check([f"place/{rank}"]):
+        if not keys.has(f"place/{rank}"):
             return False
-        is_near = keys.get(f"place/{rank}") == _place(monitor.directory).encode()
+        try:
+            is_near = keys.read(f"place/{rank}", message) == _place(monitor.directory)
+        except StoreValueError:
+            is_near = False
         return monitor.directory.buffer_of(rank) is None and (is_near or monitor.relay is None)
 
 
-def _reason_text(value: bytes) -> str:
+def _reason_text(keys: StoreKeys) -> str:
     """Return why another rank has turned the monitor off, or what is wrong with the value that says
     so.
     """
     try:
-        return printable(parsed("shardmesh/watch/*/without", value, message))
+        return printable(keys.read("without", message))
     except StoreValueError as error:
         return str(error)
 

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from ..settings import settings
 from .torch_groups import calls
 from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
 from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
-
-if TYPE_CHECKING:
-    from ..device_mesh import DeviceMesh
 
 _settings = settings()
 _CPU, _EMPTY = torch.device("cpu"), torch.empty(0, device="cpu")
@@ -406,8 +403,8 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
-        # torch's meshes, converted
-        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()
+        # torch's meshes, and the DeviceMesh of each
+        self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
         if default is not None and size > 1:
             self._start_watch()

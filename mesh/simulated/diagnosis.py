@@ -5,7 +5,7 @@ for what, has finished.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..comm.recording.recorder import unlike
 from ..comm.recording.trace_buffer import Header
@@ -20,9 +20,7 @@ from ..monitor.diagnosis.votes import (
 )
 from ..monitor.verdict import Observation, Verdict, composed
 from ..text import ranks_text
-
-if TYPE_CHECKING:
-    from .rendezvous import Arrival
+from .arrival import Arrival
 
 _FIELDS = ("operation", "agree", "layout", "lineage")
 

@@ -10,47 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.recording.recorder import differ, unlike
-from ..comm.recording.trace_buffer import TraceBuffer
-from ..monitor.diagnosis.votes import connected_components, is_divided
+from ..monitor.diagnosis.votes import connected, is_divided
 from . import diagnosis as verdict
+from .arrival import Arrival
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A rank's arrival at a collective.
-
-    Attributes:
-        agree: arguments that must be equal on all ranks.
-        tag: the text of the `CommTag`, "" if there is none; must be equal on all ranks, too.
-        lineage: how the value was computed; 0 if unknown.
-        trace_buffer: the rank's ledger; None if nothing is recorded.
-        step: the step that its thread has marked; None if that is unknown.
-    """
-
-    op: str
-    agree: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    tag: str = ""
-    lineage: int = 0
-    trace_buffer: TraceBuffer | None = None
-    step: int | None = None
-
-    def __str__(self) -> str:
-        words = [str(a).removeprefix("torch.") for a in self.agree]
-        if self.op == "all_to_all":
-            words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
-        if self.op == "permute":
-            words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
-        return f"{self.op}({', '.join(words)})" + (f" for {self.tag}" if self.tag else "")
 
 
 Move = Callable[[list[Arrival]], Any]

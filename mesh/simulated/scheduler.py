@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from .arrival import Arrival
 from .diagnosis import BlockedRank, no_rank_can_go_on
 from .output import RankOrder
-from .rendezvous import Arrival, Move, Rendezvous
+from .rendezvous import Move, Rendezvous
 from .threads import RankEnded, Worker
 
 

@@ -31,8 +31,9 @@ from ..comm.work import DONE, Work
 from ..comm.world import World
 from ..settings import settings
 from . import rendezvous
+from .arrival import Arrival
 from .output import RankOutput, callers_stdout, check_prints, outputs
-from .rendezvous import Arrival, Move, like
+from .rendezvous import Move, like
 from .scheduler import Scheduler
 from .threads import RankEnded, acquire, release
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import reprlib
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from ...mesh.comm.agreement import gather_facts, raise_failures, run_on_all
 from ...mesh.comm.group import Group
 from ...mesh.comm.null import NullWorld
 from ...mesh.comm.world import World
-from ...mesh.errors import WatchError
+from ...mesh.text import shortened
 
 T = TypeVar("T")
-_SHOWN = 3
-_BRIEF = (
-    200  # characters of a description: what a file has must not come back as the text of an error
-)
 _LONGEST_TEXT = 2000  # characters of what one rank reports to the others
 _NO_MEMORY = (
     "can't allocate memory",
@@ -28,24 +23,10 @@ _NO_MEMORY = (
     "Cannot allocate memory",
     "out of memory",
 )
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; every rank raises it, with the same text."""
-
-
-def brief(value: Any) -> str:
-    """Return a text or error as it is, anything else by its `repr`: one line of at most 200
-    characters.
-    """
-    if isinstance(value, BaseException):
-        value = getattr(value, "strerror", None) or str(value) or type(value).__name__
-    text = value if isinstance(value, str) else _short.repr(value)
-    text = " ".join(text[: 4 * _BRIEF].split())
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= _BRIEF else text[: _BRIEF - 3] + "..."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -55,23 +36,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
-
-
-def interrupt_of(error: BaseException, before: BaseException | None) -> BaseException | None:
-    """Return the first error that is not an `Exception`, or says that there is no memory, which
-    `error` replaced.
-
-    Args:
-        before: the error that was being handled when the work began; it is not of this work.
-    """
-    seen: set[int] = set()
-    at = error.__cause__ or error.__context__
-    while at is not None and at is not before and id(at) not in seen:
-        if not isinstance(at, Exception) or isinstance(at, MemoryError):
-            return at
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
-    return None
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -112,25 +76,7 @@ def run_on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
 
     Communication: one all_gather of small objects.
     """
-    mine, failure, before = None, None, sys.exc_info()[1]
-    try:
-        mine = work()
-    except WatchError:
-        raise
-    except Exception as error:
-        interrupt = interrupt_of(error, before)
-        if interrupt is not None and not isinstance(interrupt, Exception):
-            raise interrupt from None
-        failure = interrupt or error
-    gathered = group.all_gather_object((mine, None if failure is None else _error_text(failure)))
-    problems = {
-        rank: text
-        for rank, (_, text) in zip(group.ranks, gathered, strict=True)
-        if text is not None
-    }
-    if problems:
-        raise CheckpointError(_merge_texts(problems, group.size)) from failure
-    return [value for value, _ in gathered]
+    return list(run_on_all(group, work, CheckpointError, _error_text).values())
 
 
 def agree(
@@ -151,34 +97,25 @@ def agree(
     digest = hashlib.sha256(
         "\n".join(f"{name}\t{line}" for name, line in lines.items()).encode()
     ).digest()
-    gathered = group.all_gather_object(
-        digest if failure is None else f"{what}: {_error_text(failure)}"
-    )
-    problems = {
-        rank: text
-        for rank, text in zip(group.ranks, gathered, strict=True)
-        if isinstance(text, str)
-    }
-    if problems:
-        raise CheckpointError(_merge_texts(problems, group.size)) from failure
-    if len(set(gathered)) > 1:
-        raise CheckpointError(
-            f"{what}: {_difference(group, group.all_gather_object(list(lines.items())))}"
-        )
+    told = gather_facts(group, digest if failure is None else f"{what}: {_error_text(failure)}")
+    texts = {rank: text if isinstance(text, str) else None for rank, text in told.items()}
+    raise_failures(texts, CheckpointError, failure)
+    if len(set(told.values())) > 1:
+        everyone = gather_facts(group, list(lines.items()))
+        raise CheckpointError(f"{what}: {_difference(everyone)}")
 
 
-def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
-    first = gathered[0]
-    for rank, lines in zip(group.ranks, gathered, strict=True):
+def _difference(everyone: dict[int, list[tuple[str, str]]]) -> str:
+    (first_rank, first), *others = everyone.items()
+    for rank, lines in others:
         for one, other in zip(first, lines, strict=False):
             if one != other:
-                has, other_has = (
-                    f"rank {group.ranks[0]} has {one[0]!r}: {one[1]}",
-                    f"rank {rank} has {other[0]!r}: {other[1]}",
+                return (
+                    f"rank {first_rank} has {one[0]!r}: {one[1]}, but rank {rank} has "
+                    f"{other[0]!r}: {other[1]}; give the same on every rank"
                 )
-                return f"{has}, but {other_has}; give the same on every rank"
         if len(lines) != len(first):
-            longer, more = (group.ranks[0], first) if len(first) > len(lines) else (rank, lines)
+            longer, more = (first_rank, first) if len(first) > len(lines) else (rank, lines)
             return (
                 f"only rank {longer} has {more[min(len(first), len(lines))][0]!r}; give the same "
                 "tree on every rank"
@@ -188,7 +125,7 @@ def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
 
 def _error_text(error: Exception) -> str:
     if is_out_of_memory(error):
-        told = brief(error)
+        told = shortened(error)
         return "out of memory" + ("" if told == type(error).__name__ else f" ({told})")
     if isinstance(error, CheckpointError | ValueError | TypeError):
         text = str(error)
@@ -196,18 +133,4 @@ def _error_text(error: Exception) -> str:
     where = (
         f": {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
     )
-    return f"{type(error).__name__}: {brief(error)}{where}"
-
-
-def _merge_texts(problems: dict[int, str], size: int) -> str:
-    """Return each text once, with its ranks unless all ranks have it."""
-    said: dict[str, list[int]] = {}
-    for rank, text in problems.items():
-        said.setdefault(text, []).append(rank)
-    if len(said) == 1 and len(problems) == size:
-        return next(iter(said))
-    texts = [
-        f"on rank {', '.join(map(str, ranks[:8]))}: {text}"
-        for text, ranks in list(said.items())[:_SHOWN]
-    ]
-    return "; ".join(texts) + (f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else "")
+    return f"{type(error).__name__}: {shortened(error)}{where}"

@@ -28,9 +28,10 @@ from torch import Tensor
 from ...kernels.box import full_box, slices
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
+from ...mesh.text import shortened
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, all_ranks, brief, is_out_of_memory, run_on_all_ranks
+from .agreement import CheckpointError, agree, all_ranks, is_out_of_memory, run_on_all_ranks
 from .full_state import whole_on
 from .load import line_of, load_stateful
 from .storage.files import (
@@ -163,7 +164,7 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
         for name, description in header.items():
             if name in places:
                 raise CheckpointError(
-                    f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or "
+                    f"{shortened(name)!r} is in {places[name].path} and in {file}; pass one file or "
                     "the index"
                 )
             start = data + description["data_offsets"][0]
@@ -174,7 +175,7 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
             raise CheckpointError(
-                f"{file} has no {brief(name)!r}, although the index of {path} lists it there; "
+                f"{file} has no {shortened(name)!r}, although the index of {path} lists it there; "
                 "write the model again"
             )
     for group in [*_groups(aliases), *_groups(tied)]:
@@ -218,11 +219,11 @@ def _weight_map(index: Path) -> dict[str, str]:
             check_file_name(file)
         return weight_map
     except OSError as error:
-        problem = brief(error)
+        problem = shortened(error)
     except (ValueError, RecursionError) as error:
-        problem = brief(error)
+        problem = shortened(error)
     except (KeyError, TypeError, AttributeError) as error:
-        problem = brief(repr(error))
+        problem = shortened(repr(error))
     raise CheckpointError(
         f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map "
         "from names to files"
@@ -270,10 +271,10 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
             mapped_file = torch.from_file(str(same), shared=False, size=size, dtype=torch.uint8)
         header = json.loads(text, object_pairs_hook=_no_name_twice)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({brief(error)})") from error
+        raise CheckpointError(f"{file} cannot be read ({shortened(error)})") from error
     except (ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} is damaged, or not in the safetensors format: {brief(error)}"
+            f"{file} is damaged, or not in the safetensors format: {shortened(error)}"
         ) from error
     return header, 8 + length, mapped_file
 
@@ -297,9 +298,9 @@ def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
     """Return a tensor of a header that the library has checked."""
     dtype = _DTYPES.get(description["dtype"])
     if dtype is None:
-        has = brief(description["dtype"])
+        has = shortened(description["dtype"])
         raise CheckpointError(
-            f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh "
+            f"{file} has {shortened(name)!r} of the dtype {has!r}, which this version of shardmesh "
             "does not read"
         )
     return StoredLeaf(torch.Size(description["shape"]), dtype)
@@ -499,7 +500,9 @@ def _write(
         if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
         deque(chain.from_iterable(parts), 0)  # the other ranks continue to send
-        why = brief(error) if isinstance(error, OSError) else f"out of memory: {brief(error)}"
+        why = (
+            shortened(error) if isinstance(error, OSError) else f"out of memory: {shortened(error)}"
+        )
         raise CheckpointError(
             f"{path} could not be written ({why}); an existing file is unchanged"
         ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.world import World
 from ...mesh.monitor import exit_status
 from .agreement import all_ranks, run_on_all_ranks
@@ -111,16 +112,17 @@ def async_save(
     return job
 
 
-class AsyncSave:
+class AsyncSave(Pending[Checkpoint]):
     """A save under way; made by `async_save`."""
 
     def __init__(self, job: SaveJob) -> None:
+        super().__init__(self._complete)
         self._job = job
         self._written = threading.Event()
         self._result: tuple[Checkpoint, list[Path]] | None = None
         self._write_error: Exception | None = None
         self._error: Exception | None = None
-        self._outcome: Checkpoint | BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save of step {job.step}")
         atexit.unregister(_report_failures)
         atexit.register(_report_failures)
@@ -156,22 +158,22 @@ class AsyncSave:
 
         Communication: two all_gathers of small objects over all ranks, the first time.
         """
-        if self._outcome is None:
-            try:
-                self._outcome = _finish(
-                    self._job, self._join_writing, self._join_commit, self._stop
-                )
-            except BaseException as error:
-                self._outcome = error
-                raise
-            finally:
-                _failed.pop(self, None)
-                current_world().state(_LastSave).unfinished = None
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+        if self._failure is not None:
+            raise self._failure
+        return super().wait()
 
     result = wait
+    is_completed = done
+
+    def _complete(self) -> Checkpoint:
+        try:
+            return _finish(self._job, self._join_writing, self._join_commit, self._stop)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            _failed.pop(self, None)
+            _unfinished.pop(current_world(), None)
 
     def _join_writing(self) -> None:
         self._written.wait()

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.box import Box, box_origin, slices
+from ...mesh.text import shortened
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, brief, is_out_of_memory
+from .agreement import CheckpointError, is_out_of_memory
 from .placing import WriteItem
 from .storage import folder as folders
 from .storage.files import Sink, torch_save, write_whole
@@ -91,7 +92,7 @@ class SaveJob:
                 raise
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was not made: rank {self.rank} ran out of "
-                f"memory ({brief(error)}); complete checkpoints are unchanged"
+                f"memory ({shortened(error)}); complete checkpoints are unchanged"
             ) from error
 
     def _data(self, piece: WriteItem) -> Tensor | bytes:

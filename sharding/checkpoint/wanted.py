@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...mesh.comm.world import World
+from ...mesh.text import shortened
 from ..layout.layout import Layout
 from ..layout.spec import Sharding
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import brief
 from .placing import own_name
 from .state import optimizer_layouts, parameters_of
 from .storage.manifest import Stored
@@ -173,7 +173,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         if entry is None and not want.optional:
             raise ValueError(_missing(name, stored))
         if entry is not None and entry.shape is not None:
-            is_one = brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
+            is_one = shortened(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
             raise ValueError(
                 f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a "
                 "tensor in like="
@@ -189,7 +189,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         has = (
             "a value that is not a tensor"
             if entry.shape is None
-            else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
+            else shortened(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
         )
         raise ValueError(
             f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has "
@@ -207,4 +207,4 @@ def _missing(name: str, stored: Stored) -> str:
         if near
         else f"it has {len(stored.entries)} leaves, such as {sorted(known)[:3]}"
     )
-    return f"load: {stored.folder} has no {brief(name)!r}; {has}; use the names that were saved"
+    return f"load: {stored.folder} has no {shortened(name)!r}; {has}; use the names that were saved"

@@ -23,11 +23,11 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
-from ..layout.spec import P
 from ..parallel.context import attention
 from ..parallel.context.attention import context_parallel_attention
 from ..parallel.context.load_balance import balanced, balanced_sizes, unbalance_sequence
-from ..tensor.convert import from_local, to_local
+from ..tensor.convert import from_part, to_local
+from ..tensor.part_shapes import lengths_along
 from ..tensor.sharded_tensor import ShardedTensor
 
 _METHODS = {"allgather": "all_gather", "alltoall": "ring"}
@@ -268,7 +268,7 @@ class _Block:
             if sizes[self.mesh.index_along(self.mesh.axis_names)] == own
             else own * ranks
         )
-        return _of_balanced_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
+        return from_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
 
 
 _torchs_attention = F.scaled_dot_product_attention
@@ -294,15 +294,6 @@ def _replace(by: int) -> None:
     with _lock:
         _users += by
         F.scaled_dot_product_attention = _attention if _users else _torchs_attention
-
-
-def _of_balanced_part(
-    part: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]
-) -> ShardedTensor:
-    spec = P(*[None] * dim, mesh.axis_names, sizes={mesh.axis_names: list(sizes)})
-    return from_local(
-        part, mesh, spec, shape=(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
-    )
 
 
 @torch.no_grad()
@@ -341,11 +332,8 @@ def context_parallel_unshard(
     ]
 
 
-def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
-    group = mesh.group()
-    lengths = group.all_gather_object(part.shape[dim])
-    sizes = [lengths[group.ranks.index(int(rank))] for rank in mesh.ranks.flatten()]
-    x = _of_balanced_part(part, mesh, dim, sizes)
+def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
+    x = from_part(part, mesh, dim, lengths_along(mesh, mesh.axis_names, part.shape[dim]))
     if load_balancer is None:
         return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()
     whole = x.full_tensor()

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ...mesh.comm.pending import Pending
 from ..parallel.data.schedule import unit_of, units_in
 from ..parallel.data.unit import Unit
 
 
-class UnshardHandle:
-    """The handle of `FSDPModule.unshard(async_op=True)`.
+class UnshardHandle(Pending[None]):
+    """The handle of `FSDPModule.unshard(async_op=True)`: after `wait()` the parameters are in the
+    module.
 
     Source: `torch.distributed.fsdp.UnshardHandle`.
     """
-
-    def wait(self) -> None:
-        """Wait for the parameters, which are in the module afterwards."""
-
-
-class _PendingUnshard(UnshardHandle):
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
-
-    def wait(self) -> None:
-        units, self._units = self._units, ()
-        for unit in units:
-            unit.unshard()
 
 
 class FSDPModule:
@@ -80,11 +69,12 @@ class FSDPModule:
         units = _units(self)
         for unit in units:
             unit.gather()
-        handle = _PendingUnshard(units)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+
+        def finish() -> None:
+            for unit in units:
+                unit.unshard()
+
+        return UnshardHandle(finish) if async_op else finish()
 
     def reshard(self) -> None:
         """Put the sharded parameters in the module and free the gathered ones.

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.agreement import gather_facts
 from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.group import Group
 from ...mesh.comm.null import NullGroup
@@ -20,11 +21,14 @@ from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
 from ..lineage import piece_of
 from ..tensor.global_shape import shape_of_parts
+from ..tensor.part_shapes import by_coordinate
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
 from .signature import STATIC, flatten_tree, unflatten_tree
 from .types.types import ShardingTypeError, Tag
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -199,18 +203,12 @@ def infer_outputs(
 
     Communication: a small all_gather over the manual axes; none in a null world.
     """
-    group, text = (
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    by_rank = _gather_facts(
         manual_mesh.group(manual_mesh.axis_names),
-        None if error is None else f"{type(error).__name__}: {error}",
+        (text, [_describe_result(x, compare) for x in leaves]),
     )
-    by_rank = dict(
-        zip(
-            group.ranks,
-            _exchanged(group, (text, [_describe_result(x, compare) for x in leaves])),
-            strict=True,
-        )
-    )
-    everyone: dict[Any, Any] = {manual_mesh.coordinate_of(r): each for r, each in by_rank.items()}
+    everyone = by_coordinate(manual_mesh, by_rank)
     _raise_for_all(error, {r: each[0] for r, each in by_rank.items()})
     _check_alike({r: [part is not None for part in each[1]] for r, each in by_rank.items()})
     found = []
@@ -238,14 +236,14 @@ def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
     infer_outputs([f"shard_map({name}): f"], [], [], error, manual_mesh, manual_mesh, False)
 
 
-def _exchanged(group: Group, message: Any) -> list[Any]:
-    """Return what every rank has sent. A null world has no other ranks: each is taken to be like
+def _gather_facts(group: Group, facts: T) -> dict[int, T]:
+    """Return the facts of every rank. A null world has no other ranks: each is taken to be like
     this one, and nothing is counted, so that a program's report there shows calls with known
     signatures.
     """
-    return (
-        [message] * group.size if isinstance(group, NullGroup) else group.all_gather_object(message)
-    )
+    if isinstance(group, NullGroup):
+        return dict.fromkeys(group.ranks, facts)
+    return gather_facts(group, facts)
 
 
 def _name(frame: dict[str, Any]) -> str:

@@ -25,9 +25,9 @@ from torch import Tensor, fx
 from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.thread_context import thread_context
-from ...mesh.comm.work import Work
 
 
 class Site(NamedTuple):
@@ -80,36 +80,24 @@ def group_of(name: str) -> Group:
     return current_world().group(ranks)
 
 
-class Started(NamedTuple):
-    """A collective that a graph has launched."""
-
-    result: Tensor
-    work: Work | None
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.result
-
-
 def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
     """Return a function of x that runs a graph's collective and returns its result."""
     start = STARTS[OPERATORS[node.target]]  # type: ignore[index]
     group = group_of(node.args[-2])  # type: ignore[arg-type]
     site = site_of(node.args[-1])  # type: ignore[arg-type]
     args = node.args[1:-2]
-    return lambda x: start(x, *args, group, site, True).result
+    return lambda x: start(x, *args, group, site, True).wait()
 
 
 def _launch(
     method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any
-) -> Started:
+) -> Pending[Tensor]:
     context = group.world.comm_context
     before = context.lineage, context.origin
     tag, context.lineage, _, place = site
     context.origin = place, 0 if before[1] is None else before[1][1]
     try:
-        return Started(result, method(group, *args, **kwargs, tag=tag))
+        return Pending.after(method(group, *args, **kwargs, tag=tag), lambda: result)
     finally:
         context.lineage, context.origin = before
 
@@ -117,7 +105,7 @@ def _launch(
 DESCRIBERS[_launch.__code__] = lambda frame: frame["site"].name
 
 
-def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Started:
+def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Pending[Tensor]:
     """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions
     here.
     """
@@ -125,7 +113,9 @@ def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Starte
     return _launch(Group.all_gather, group, site, out, out, x, async_op=not now)
 
 
-def reduce_scatter(x: Tensor, op: str, group: Group, site: Site, now: bool = False) -> Started:
+def reduce_scatter(
+    x: Tensor, op: str, group: Group, site: Site, now: bool = False
+) -> Pending[Tensor]:
     """Launch a reduce_scatter of x."""
     out = x.new_empty(x.numel() // group.size)
     return _launch(Group.reduce_scatter, group, site, out, out, x, op, async_op=not now)
@@ -133,7 +123,7 @@ def reduce_scatter(x: Tensor, op: str, group: Group, site: Site, now: bool = Fal
 
 def all_reduce(
     x: Tensor, op: str, group: Group, site: Site, now: bool = False, donate: bool = False
-) -> Started:
+) -> Pending[Tensor]:
     """Launch an all_reduce of a copy of x, or of x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return _launch(Group.all_reduce, group, site, out, out, op, async_op=not now)
@@ -146,7 +136,7 @@ def all_to_all(
     group: Group,
     site: Site,
     now: bool = False,
-) -> Started:
+) -> Pending[Tensor]:
     """Launch an all_to_all of x."""
     out = x.new_empty(x.numel() if out_splits is None else sum(out_splits))
     return _launch(
@@ -156,7 +146,7 @@ def all_to_all(
 
 def broadcast(
     x: Tensor, src: int, group: Group, site: Site, now: bool = False, donate: bool = False
-) -> Started:
+) -> Pending[Tensor]:
     """Launch a broadcast into a copy of x, or into x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return _launch(Group.broadcast, group, site, out, out, src, async_op=not now)
@@ -170,7 +160,7 @@ def permute(
     group: Group,
     site: Site,
     now: bool = False,
-) -> Started:
+) -> Pending[Tensor]:
     """Launch a permute of x; the result has `size` elements, none if nothing is received."""
     out = x.new_empty(size)
     return _launch(Group.permute, group, site, out, out, x, dst=dst, src=src, async_op=not now)
@@ -219,7 +209,7 @@ def _size_of(name: str) -> Any:
 
 
 def _completed(start: Any) -> Any:
-    return lambda *args: start(*args[:-2], group_of(args[-2]), site_of(args[-1]), now=True).result
+    return lambda *args: start(*args[:-2], group_of(args[-2]), site_of(args[-1]), now=True).wait()
 
 
 for _name, _schema in _SCHEMAS.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...mesh.comm.agreement import gather_facts
 from .collectives import group_of
 from .errors import JitError, value_read
 
@@ -44,7 +45,7 @@ class Exchange:
         self.__name__ = "exchange"
 
     def __call__(self) -> None:
-        found = group_of(self.group).all_gather_object(self.mine)
+        found = list(gather_facts(group_of(self.group), self.mine).values())
         if found != self.expected:
             raise JitError(
                 f"{self.place}: the ranks had {self.expected} when the graph was made and have "

@@ -34,7 +34,7 @@ from ..layout.layout import Layout
 from ..lineage import comm_context, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from ..redistribute.autograd import redistribute_local
 from ..tensor.autograd.local_part import known_local
-from ..tensor.handles import TensorHandle, settled
+from ..tensor.resharding import Resharding, settled
 from ..tensor.sharded_tensor import ShardedTensor
 from . import nonmember, plain_operands, torch_transforms
 from .rules.aten import public_call
@@ -113,7 +113,7 @@ def torch_function(
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
-        if any(isinstance(item, TensorHandle) for item in key):
+        if any(isinstance(item, Resharding) for item in key):
             return func(*settled(tuple(args)), **settled(kwargs))
         strategy = _new_strategy(func, args, kwargs, key, operands)
     if strategy.direct:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from typing import Any
 
+from ...mesh.comm.agreement import gather_facts
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.text import ranks_text
@@ -29,13 +30,17 @@ def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
     Example:
         >>> steps = sm.parallel.check_lengths(loader, mesh)
     """
-    group = given_or_current(mesh).group()
-    lengths = group.all_gather_object(_length(loader))
-    if None in lengths:
-        raise TypeError(_no_length(group.ranks, lengths))
-    if len(set(lengths)) > 1:
-        raise ValueError(_uneven(group.ranks, lengths))
-    return lengths[0]
+    lengths: dict[int, Any] = gather_facts(given_or_current(mesh).group(), _length(loader))
+    without = [rank for rank, length in lengths.items() if length is None]
+    if without:
+        raise TypeError(
+            f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of "
+            "batches is unknown; pass a loader with a length, or write `for batch in "
+            "sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
+        )
+    if len(set(lengths.values())) > 1:
+        raise ValueError(_uneven(lengths))
+    return next(iter(lengths.values()))
 
 
 def _length(loader: Sized) -> int | None:
@@ -45,19 +50,10 @@ def _length(loader: Sized) -> int | None:
         return None
 
 
-def _no_length(ranks: Sequence[int], lengths: Sequence[Any]) -> str:
-    without = [rank for rank, length in zip(ranks, lengths, strict=True) if length is None]
-    return (
-        f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of "
-        "batches is unknown; pass a loader with a length, or write `for batch in "
-        "sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
-    )
-
-
-def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
+def _uneven(lengths: dict[int, int]) -> str:
     """Return the error text; ranks in the minority are first."""
     having: dict[int, list[int]] = {}
-    for rank, length in zip(ranks, lengths, strict=True):
+    for rank, length in lengths.items():
         having.setdefault(length, []).append(rank)
     fewest_first = sorted(having.items(), key=lambda item: len(item[1]))
     who = ", ".join(
@@ -66,6 +62,6 @@ def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
     )
     return (
         f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in "
-        f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths)}, or with "
-        f"mode='shadow' or mode='empty' run {max(lengths)} steps, some of them without samples"
+        f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths.values())}, or with "
+        f"mode='shadow' or mode='empty' run {max(lengths.values())} steps, some of them without samples"
     )

@@ -13,7 +13,7 @@ from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ..ops.prepared_modules import prepare
 from ..tensor.convert import distribute_tensor
-from ..tensor.handles import settled
+from ..tensor.resharding import settled
 from ..tensor.sharded_tensor import ShardedTensor
 from .module_repr import show_layouts_in_repr
 from .replaced import mark_replaced

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.agreement import facts_of, gather_facts
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import Work
 from ...mesh.context import given_or_current
@@ -337,16 +338,16 @@ def _words(state: int, samples: int) -> str:
 
 def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
-    received = exchange.group.all_gather_object(
-        None if turn.error is None else _describe_error(exchange, turn.error)
+    failures = gather_facts(
+        exchange.group, None if mine.error is None else _seen(exchange, mine.error)
     )
     if turn.error is not None:
         turn.error.add_note(
             f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch "
             "raise PeerError"
         )
-        raise turn.error
-    raise _peer_error([one for one in received if one is not None], step)
+        raise mine.error
+    raise _peer_error([one for one in failures.values() if one is not None], step)
 
 
 def _describe_error(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
@@ -423,12 +424,11 @@ def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> 
     """
     has = received[:, 0] == _HAS
     if has.all():
-        return turn.batch
-    sender = int(has.argmax())
-    packed = exchange.group.all_gather_object(
-        _pack_first_row(turn.batch) if exchange.group.rank == sender else None
-    )[sender]
-    return turn.batch if turn.state == _HAS else _unpack_batch(packed, exchange.mesh.device)
+        return mine.batch
+    group = exchange.group
+    sender = group.ranks[int(has.argmax())]
+    packed = facts_of(group, sender, _packed(mine.batch) if group.world.rank == sender else None)
+    return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

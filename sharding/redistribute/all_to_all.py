@@ -16,9 +16,10 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, shift, slices
 from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, unpack_many
 from ...kernels.reduce import combine_many, compile_combine
 from ...mesh.comm.group import Group
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import DONE
-from .packed_collectives import AsyncResults, Collective, PackT, concatenated, packed, results
+from .packed_collectives import Collective, PackT, concatenated, packed, results
 
 
 @dataclass
@@ -116,7 +117,7 @@ class AllToAllV(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         if outs is None and not self.receives_in_place:
             # naming the dtype takes torch longer
             outs = [
@@ -176,7 +177,7 @@ class AllToAllReduce(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
         received = sent.new_empty(self.total)
         tensors.clear()
@@ -218,7 +219,7 @@ class CollectivePermute(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         x = concatenated(tensors, self.dtype)
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
@@ -248,14 +249,14 @@ class CollectiveSequence(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         """Run the collectives; each is waited for, also with `async_op`."""
         (x,) = tensors
         tensors.clear()
         out = x.new_empty(self.shape, dtype=self.dtype) if outs is None else outs[0]
         for fill in self.fills:
             fill(x, out, tag)
-        return AsyncResults(DONE, lambda: [out]) if async_op else [out]
+        return Pending(lambda: [out], DONE) if async_op else [out]
 
 
 def keep_local(share: TensorShare) -> FillResult:

@@ -12,12 +12,14 @@ max, min, average and product are not linear in this sense and are composed from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...mesh.comm.pending import Pending
+from ...mesh.comm.work import DONE
 from ..autograd.engine_hooks import transforming
 from ..layout.layout import Layout
 from .executor import Pair, executor
@@ -63,7 +65,7 @@ def redistribute_locals(
 
     Communication: as `start_redistribute`.
     """
-    return start_redistribute(list(locals_), pairs, backward_dtype=backward_dtype)()
+    return start_redistribute(list(locals_), pairs, backward_dtype=backward_dtype).wait()
 
 
 def start_redistribute(
@@ -74,8 +76,8 @@ def start_redistribute(
     donate: bool = False,
     outs: Sequence[Tensor] | None = None,
     **options: Any,
-) -> Callable[[], list[Tensor]]:
-    """Launch a redistribution of tensors; return a function that waits for the results.
+) -> Pending[list[Tensor]]:
+    """Launch a redistribution of one or more tensors, and return the results to come.
 
     Args:
         tensors: a list of this rank's parts, which is emptied.
@@ -89,14 +91,14 @@ def start_redistribute(
         itself, and waited for at once.
     """
     if not tensors:
-        return list
+        return Pending(list, DONE)
     if transforming():
         moved = [
             redistribute_local(x, *pair, backward_dtype=backward_dtype)
             for x, pair in zip(tensors, pairs, strict=True)
         ]
         tensors.clear()
-        return lambda: moved
+        return Pending(lambda: moved, DONE)
     nonlinear = [
         i
         for i, x in enumerate(tensors)
@@ -111,19 +113,16 @@ def start_redistribute(
     rest = [i for i in range(len(tensors)) if i not in results]
     linear_tensors = [tensors[i] for i in rest]
     tensors.clear()
-    wait = (
-        start_linear(
-            linear_tensors, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
-        )
-        if rest
-        else list
-    )
+    if not rest:
+        return Pending(lambda: [results[i] for i in sorted(results)], DONE)
 
-    def wait_all() -> list[Tensor]:
-        results.update(zip(rest, wait(), strict=True))
-        return [results[i] for i in sorted(results)]
+    def in_order(linear: list[Tensor]) -> list[Tensor]:
+        by_index = {**results, **dict(zip(rest, linear, strict=True))}
+        return [by_index[i] for i in sorted(by_index)]
 
-    return wait_all
+    return start_linear(
+        given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
+    ).then(in_order)
 
 
 def with_gradient_of_redistribute(
@@ -136,5 +135,5 @@ def with_gradient_of_redistribute(
     """
     if not (local.requires_grad and torch.is_grad_enabled()):
         return result
-    (out,) = apply_node([(src, dst, None, None)], None, lambda: [result], [local])
+    (out,) = apply_node([(src, dst, None, None)], None, Pending(lambda: [result]), [local])
     return out

@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
-from ...mesh.monitor.ledger.profiler import profiler_range
-from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
+from ...mesh.comm.work import DONE
+from ...mesh.monitor.ledger.profiler import named
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
-from .packed_collectives import AsyncResults, Collective
+from .packed_collectives import Collective
 from .plan import Plan, Step, plan
 from .step_collectives import (
     LocalRun,
@@ -40,7 +42,7 @@ from .step_collectives import (
 
 _NAMED = 4  # number of tensors of a bucket that are named in errors
 Pair = tuple[Layout, Layout]
-Launched = list[tuple["_Bucket", AsyncResults]]
+Launched = list[tuple["_Bucket", Pending[list[Tensor]]]]
 
 
 class _Bucket:
@@ -201,9 +203,8 @@ class Executor:
         donate: bool = False,
         outs: Sequence[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> Callable[[], list[Tensor]]:
-        """Launch all steps up to the last collectives. Return a function that waits for them and
-        returns the parts.
+    ) -> Pending[list[Tensor]]:
+        """Launch all steps up to the last collectives, and return the parts to come.
 
         Collectives are launched in the plans' order, so that ranks may wait in different orders.
 
@@ -223,13 +224,12 @@ class Executor:
                 _finish(launched, parts, is_new)
                 launched = self._launch(stage, parts, is_new, donate, outs, tag)
 
-        def wait() -> list[Tensor]:
+        def finish() -> list[Tensor]:
             with outside_of_recomputation():
                 _finish(launched, parts, is_new)
-                launched.clear()
                 return self._results(parts, outs)
 
-        return wait
+        return Pending(finish, DONE, *[pending for _, pending in launched])
 
     def _launch(
         self,
@@ -283,6 +283,7 @@ def _finish(launched: Launched, parts: list[Any], is_new: list[bool]) -> None:
     for bucket, pending in launched:
         for i, result in zip(bucket.members, pending.wait(), strict=True):
             parts[i], is_new[i] = result, True
+    launched.clear()
 
 
 def _name(plans: Sequence[Plan]) -> str:

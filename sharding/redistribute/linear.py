@@ -6,13 +6,14 @@ Backward calls the same differentiable functions, so it can be differentiated ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import call_path
+from ...mesh.comm.pending import Pending
 from ..autograd.engine_hooks import transforming, with_memory
 from ..autograd.grad_origin import Origin, note_origin, origin_of
 from ..autograd.transforms import under_transforms
@@ -62,7 +63,7 @@ def start_linear(
     donate: bool = False,
     outs: Sequence[Tensor] | None = None,
     **options: Any,
-) -> Callable[[], list[Tensor]]:
+) -> Pending[list[Tensor]]:
     """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`.
     Communication: the plans'.
     """
@@ -72,14 +73,14 @@ def start_linear(
     tensors.clear()
     ready = executor_of_many(pairs, **options).start([x.detach() for x in inputs])
 
-    # one node for all: those that did not require grad before do not after
-    def wait() -> list[Tensor]:
-        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, inputs)
+    def finish() -> list[Tensor]:
+        # one node for all: those that did not require grad before do not after
+        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
         return [
             out if x.requires_grad else out.detach() for x, out in zip(inputs, results, strict=True)
         ]
 
-    return wait
+    return Pending(finish, ready)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
     moved = start_linear(
         [o.tensor for o in origins],
         [(o.layout, dst) for o, (_, dst) in zip(origins, pairs, strict=True)],
-    )()
+    ).wait()
     return [
         note_origin(back if o.tensor is grad else _whole(back, o.tensor), dst, o)
         for grad, back, o, (_, dst) in zip(grads, moved, origins, pairs, strict=True)
@@ -168,10 +169,11 @@ def _whole(part: Tensor, origin: Tensor) -> Tensor:
 def apply_node(
     ends: Sequence[Ends],
     backward_dtype: torch.dtype | None,
-    ready: Callable[[], list[Tensor]] | None,
+    ready: Pending[list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node; `ready` gives results that were launched already.
+    """Redistribute in one autograd node. `ready` is the results if the redistribution was
+    launched already.
 
     Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
     between the duals.
@@ -192,7 +194,7 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any,
         ends: Sequence[Ends],
         backward_dtype: torch.dtype | None,
-        ready: Callable[[], list[Tensor]] | None,
+        ready: Pending[list[Tensor]] | None,
         *locals_: Tensor,
     ) -> tuple[Tensor, ...]:
         src, dst, _, dst_grad = ends[0]
@@ -203,11 +205,11 @@ class _Redistribute(torch.autograd.Function):
         ctx.lineage = src.mesh.world.comm_context.lineage  # type: ignore[attr-defined]
         if len(locals_) == 1:
             (local,) = locals_
-            out = executor(src, dst)(local) if ready is None else ready()[0]
+            out = executor(src, dst)(local) if ready is None else ready.wait()[0]
             return (out.view_as(out) if out is local else out,)
         ctx.set_materialize_grads(False)
         shared = {x.untyped_storage().data_ptr() for x in locals_}
-        outs = ready() if ready is not None else []
+        outs = ready.wait() if ready is not None else []
         return tuple(
             out.view_as(out) if out.untyped_storage().data_ptr() in shared else out for out in outs
         )

@@ -28,23 +28,11 @@ from torch import Tensor
 from ...kernels.box import Box, box_size
 from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
 from ...mesh.comm.group import Group
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import DONE, Work
 
 PackT = TypeVar("PackT", Pack, Unpack)
-
-
-class AsyncResults:
-    """The results of a collective that was launched; `wait()` returns them."""
-
-    __slots__ = ("_finish", "work")
-
-    def __init__(self, work: Work, finish: Callable[[], list[Tensor]]) -> None:
-        self.work, self._finish = work, finish
-
-    def wait(self) -> list[Tensor]:
-        self.work.wait()
-        return self._finish()
 
 
 class Collective(ABC):
@@ -65,8 +53,8 @@ class Collective(ABC):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
-        """Pack and launch. Return the results, or with `async_op` an `AsyncResults`.
+    ) -> Pending[list[Tensor]] | list[Tensor]:
+        """Pack and launch. Return the results, or with `async_op` as `Pending`.
 
         Args:
             tensors: this rank's parts. The list is emptied, so that their memory can be freed as
@@ -78,15 +66,17 @@ class Collective(ABC):
 
     def launch(
         self, tensors: list[Tensor], *, donate: bool, outs: list[Tensor] | None, tag: CommTag
-    ) -> AsyncResults:
+    ) -> Pending[list[Tensor]]:
         """Call `start` without waiting."""
-        pending = self.start(tensors, True, donate=donate, outs=outs, tag=tag)
-        return pending if isinstance(pending, AsyncResults) else AsyncResults(DONE, lambda: pending)
+        results = self.start(tensors, True, donate=donate, outs=outs, tag=tag)
+        return results if isinstance(results, Pending) else Pending(lambda: results, DONE)
 
 
-def results(work: Work | None, finish: Callable[[], list[Tensor]]) -> AsyncResults | list[Tensor]:
+def results(
+    work: Work | None, finish: Callable[[], list[Tensor]]
+) -> Pending[list[Tensor]] | list[Tensor]:
     """Return what `start` returns: the results now, or those of the work when it is done."""
-    return finish() if work is None else AsyncResults(work, finish)
+    return finish() if work is None else Pending.after(work, finish)
 
 
 # -- rings -----------------------------------------------------------------------------------------
@@ -109,7 +99,7 @@ class AllReduce(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead
         of copied.
         """
@@ -236,7 +226,7 @@ class AllGather(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         """Launch. If the result is the parts concatenated, they are received in `outs`, and a part
         that is its view is not copied.
         """
@@ -279,7 +269,7 @@ class ReduceScatter(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer
         (which may be the tensor itself).
         """

@@ -51,7 +51,7 @@ def redistribute_nonlinear(
         )
     else:
         options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "transport": transport}
-        (local,) = start_linear([local], [(src, middle)], backward_dtype, **options)()
+        (local,) = start_linear([local], [(src, middle)], backward_dtype, **options).wait()
     return _make_product_pending(local, middle, dst)
 
 

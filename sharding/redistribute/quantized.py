@@ -31,10 +31,11 @@ from ...kernels.quantize import (
     record_bytes,
 )
 from ...mesh.comm.group import Group
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import Work
 from .all_to_all import TensorShare
-from .packed_collectives import AsyncResults, Collective, TensorParts, results
+from .packed_collectives import Collective, TensorParts, results
 
 
 class Quantized(Collective):
@@ -60,7 +61,7 @@ class Quantized(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         floats = [x if x.dtype in DTYPES else x.to(self.dtype) for x in tensors]
         tensors.clear()
         sent = quantize_many(

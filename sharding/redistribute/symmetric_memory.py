@@ -30,11 +30,12 @@ from ...kernels.symmetric import (
     two_shot_all_reduce,
 )
 from ...mesh.comm.group import Group
+from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.symmetric_memory import run_shared
 from ...mesh.comm.work import DONE, Work
 from ...mesh.topology import Link
-from .packed_collectives import AsyncResults, Collective, concatenated, results, split_flat
+from .packed_collectives import Collective, concatenated, results, split_flat
 from .plan.cost import takes_two_shots
 
 
@@ -92,7 +93,7 @@ class SymmetricPull(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
+    ) -> Pending[list[Tensor]] | list[Tensor]:
         """Run on the current stream, or with `async_op` on that of the group's shared memory."""
         into = (
             [
@@ -111,7 +112,7 @@ class SymmetricPull(Collective):
 
         self.group.direct(self.op, self.sent, self.received, self.dtype, move, tag=tag)
         tensors.clear()
-        return AsyncResults(work, lambda: into) if async_op else into
+        return Pending.after(work, lambda: into) if async_op else into
 
 
 Starts = dict[tuple[int, Box], int]  # (index of the tensor, box) -> where it begins
@@ -175,9 +176,8 @@ class SymmetricAllReduce(Collective):
         donate: bool = False,
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
-    ) -> AsyncResults | list[Tensor]:
-        x = concatenated(tensors, self.dtype)
-        first = tensors[0]
+    ) -> Pending[list[Tensor]] | list[Tensor]:
+        x, given = concatenated(tensors, self.dtype), tensors[0]
         tensors.clear()
         if outs is not None and len(outs) == 1:
             total = outs[0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.agreement import gather_facts
 from ...mesh.comm.dispatch_modes import outside_of_program_modes
 from ...mesh.comm.group import Group
 from ...mesh.comm.null import NullGroup
@@ -77,10 +78,10 @@ def compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
 def _compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
     hashes = _fingerprints(leaves)
     tree = _digest([(leaf.path, leaf.kind) for leaf in leaves])
-    everyone = group.all_gather_object((tree, _by_holders(leaves, hashes)))
-    if any(other != tree for other, _ in everyone):
+    everyone = gather_facts(group, (tree, _by_holders(leaves, hashes)))
+    if any(other != tree for other, _ in everyone.values()):
         raise _other_trees(prefix, leaves, group)
-    if not _agree([shared for _, shared in everyone]):
+    if not _agree([shared for _, shared in everyone.values()]):
         raise _difference(prefix, leaves, hashes, group)
 
 
@@ -198,20 +199,17 @@ def _leaf_text(leaf: ReplicaLeaf) -> str:
 
 def _other_trees(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
     """Return the error for ranks whose leaves have different names or kinds."""
-    everyone = [
-        _kinds(named)
-        for named in group.all_gather_object([(leaf.path, leaf.kind) for leaf in leaves])
-    ]
-    differing = {
-        path: [kinds.get(path, "not there") for kinds in everyone]
-        for path in sorted(set().union(*everyone))
-    }
-    path, kinds = next((path, kinds) for path, kinds in differing.items() if len(set(kinds)) > 1)
-    groups = _equal_ranks(zip(group.ranks, kinds, strict=True))
-    on = "; ".join(
-        f"{kinds[group.ranks.index(ranks[0])]} on {ranks_text(ranks)}" for ranks in groups
-    )
-    more = sum(len(set(kinds)) > 1 for kinds in differing.values()) - 1
+    named = gather_facts(group, [(leaf.path, leaf.kind) for leaf in leaves])
+    everyone = {rank: _kinds(leaves) for rank, leaves in named.items()}
+    differing: dict[str, dict[int, str]] = {}
+    for path in sorted(set().union(*everyone.values())):
+        kinds = {rank: kinds.get(path, "not there") for rank, kinds in everyone.items()}
+        if len(set(kinds.values())) > 1:
+            differing[path] = kinds
+    path, kinds = next(iter(differing.items()))
+    groups = _equal_ranks(kinds.items())
+    on = "; ".join(f"{kinds[ranks[0]]} on {ranks_text(ranks)}" for ranks in groups)
+    more = len(differing) - 1
     rest = f" {_others(more)} so, too." if more else ""
     return ReplicaError(
         f"{prefix}the ranks have different trees: {path or 'the tree'} is {on}.{rest}",
@@ -232,14 +230,13 @@ def _difference(
     prefix: str, leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes], group: Group
 ) -> ReplicaError:
     """Return the error for ranks that have the same tree with different values."""
-    everyone = group.all_gather_object(
-        [
-            (leaf.holders and _digest(leaf.holders), x)
-            for leaf, x in zip(leaves, hashes, strict=True)
-        ]
-    )
+    held = [
+        (leaf.holders and _digest(leaf.holders), x) for leaf, x in zip(leaves, hashes, strict=True)
+    ]
+    everyone = gather_facts(group, held)
     sets = [
-        _sets_that_differ([row[i] for row in everyone], group.ranks) for i in range(len(leaves))
+        _sets_that_differ({rank: row[i] for rank, row in everyone.items()})
+        for i in range(len(leaves))
     ]
     differing = [i for i, groups in enumerate(sets) if groups]
     if not differing:
@@ -260,10 +257,12 @@ def _difference(
     return ReplicaError(f"{prefix}{text}. {where}.{also}", leaf.path, outliers, index)
 
 
-def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same leaf and do not, lowest rank first."""
-    by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
-    for rank, (holders, hash_) in zip(ranks, row, strict=True):
+def _sets_that_differ(row: dict[int, tuple[Any, bytes]]) -> list[EqualRanks]:
+    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
+    rank first.
+    """
+    found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
+    for rank, (holders, hash_) in row.items():
         if holders:
             by_holders[holders].append((rank, hash_))
     return [groups for groups in map(_equal_ranks, by_holders.values()) if len(groups) > 1]
@@ -273,13 +272,20 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     """Return the error for ranks whose trees are the same but whose meshes differ: they disagree on
     which ranks hold the same.
     """
-    everyone = group.all_gather_object([leaf.holders for leaf in leaves])
+    everyone = gather_facts(group, [leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
-        holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
-        pairs = [(rank, other) for rank in group.ranks for other in holders[rank]]
-        pair = next((p for p in pairs if holders[p[0]] != holders[p[1]]), None)
-        if pair is not None:
-            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
+        holders = {rank: row[i] for rank, row in everyone.items()}
+        found = next(
+            (
+                (rank, other)
+                for rank in group.ranks
+                for other in holders[rank]
+                if holders[other] != holders[rank]
+            ),
+            None,
+        )
+        if found is not None:
+            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
             return ReplicaError(
                 f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks "
                 "on all ranks",
@@ -318,8 +324,8 @@ def _first_difference(
 
 def _of_pair(own: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
     """Return the objects of two of the ranks, on all ranks."""
-    everyone = group.all_gather_object(own if group.world.rank in pair else None)
-    return everyone[group.ranks.index(pair[0])], everyone[group.ranks.index(pair[1])]
+    everyone = gather_facts(group, mine if group.world.rank in pair else None)
+    return everyone[pair[0]], everyone[pair[1]]
 
 
 def _narrow_interval(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, int]:

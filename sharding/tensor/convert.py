@@ -15,7 +15,7 @@ from ..autograd.engine_hooks import is_transformed, transforming
 from ..autograd.named_axes import current_captures
 from ..autograd.transforms import refuse_foreign, under_transforms
 from ..layout.layout import Layout, dtype_name
-from ..layout.spec import EACH, SpecLike
+from ..layout.spec import EACH, P, SpecLike
 from ..redistribute.autograd import redistribute_local
 from ..redistribute.linear import redistribute_grad
 from ..redistribute.redistribution_map import LinearRedistribution
@@ -24,6 +24,7 @@ from . import from_dtensor
 from .autograd.local_part import known_local
 from .global_shape import describes, global_shape
 from .mesh_arguments import mesh_and_spec
+from .part_shapes import part_shapes
 from .redistribute import redistribute
 from .sharded_tensor import ShardedTensor
 
@@ -133,6 +134,15 @@ def from_local(
     return ShardedTensor._make_guarded(_FromLocal.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
 
+def from_part(part: Tensor, mesh: DeviceMesh, dim: int, lengths: Sequence[int]) -> ShardedTensor:
+    """Return the tensor that has this local part, split along one dim over all axes of the mesh
+    into parts of these lengths.
+    """
+    spec = P(*[None] * dim, mesh.axis_names, sizes={mesh.axis_names: tuple(lengths)})
+    whole = (*part.shape[:dim], sum(lengths), *part.shape[dim + 1 :])
+    return from_local(part, mesh, spec, shape=whole)
+
+
 class _FromLocal(torch.autograd.Function):
     """From local to sharded: identity forward, reduction of the gradient backward.
 
@@ -178,20 +188,17 @@ def _checked_part(local: Tensor, layout: Layout) -> Tensor:
     """
     mesh: Any = layout.mesh
     group = mesh.group(mesh.axis_names)
-    parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
-    shapes = {
-        mesh.coordinate_of(r): tuple(shape)
-        for r, (_, *shape) in zip(group.ranks, parts, strict=True)
-    }
-    if len({dtype for dtype, *_ in parts}) > 1 or not describes(layout, shapes):
+    parts = part_shapes(group, local)
+    shapes = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in parts.items()}
+    if len({dtype for dtype, *_ in parts.values()}) > 1 or not describes(layout, shapes):
         held = {
             r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))]
             for r in group.ranks
         }
-        parts_by_rank = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
+        by_rank = {r: list(part) for r, part in parts.items()}
         raise ValueError(
-            f"run_check: by rank the parts are {parts_by_rank}, and {layout.spec} of "
-            f"{list(layout.shape)} requires {held}"
+            f"run_check: by rank the parts are {by_rank}, and {layout.spec} of {list(layout.shape)} "
+            f"requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 

@@ -21,8 +21,16 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.bounded_cache import keep
-from ..layout.layout import Layout, dtype_name
+from ..layout.layout import Layout
 from ..layout.spec import P, SpecLike, as_spec
+from .part_shapes import (
+    PartShape,
+    are_of_one_kind,
+    by_coordinate,
+    joined_parts,
+    part_shapes,
+    parts_text,
+)
 
 _TAG = CommTag(
     "shapes of parts (equal parts that become unequal need from_local(shape=) or "
@@ -84,33 +92,28 @@ def global_shape(
     part, shape = shapes.known.get(signature, (None, None))
     if shape is not None and part in (None, local.shape):
         return shape
-    parts = _exchange_shapes(group, shapes.calls, local)
-    shape = shape_of_parts(
-        {mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)},  # type: ignore[misc]
-        spec,
-        mesh,
-    )
+    parts = by_coordinate(mesh, _exchange_shapes(group, shapes.calls, local))
+    shape = shape_of_parts(parts, spec, mesh)
     if signature is not None:
         sizes = {axes[0] for axes, _ in spec.sizes}
         if all(axes[0] in sizes for axes in spec.dims if axes):
             found: Any = None, shape
         else:
-            found = local.shape, shape if all(part == parts[0] for part in parts) else None
+            found = local.shape, shape if len(set(parts.values())) == 1 else None
         keep(shapes.known, signature, found)
     return shape
 
 
-def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, ...]]:
+def _exchange_shapes(group: Group, call: int, local: Tensor) -> dict[int, PartShape]:
     """Exchange the dtype and shape of each rank's part.
 
     Raises:
         RuntimeError: on every rank, if ranks exchange them for different calls.
     """
-    told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape), tag=_TAG)
-    if len({number for number, *_ in told}) > 1:
+    parts = part_shapes(group, local, call, tag=_TAG)
+    if len({number for number, *_ in parts.values()}) > 1:
         by_rank = ", ".join(
-            f"rank {r}: call {number}, {d}{shape}"
-            for r, (number, d, *shape) in zip(group.ranks, told, strict=True)
+            f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in parts.items()
         )
         raise RuntimeError(
             f"ranks exchange shapes for different calls of from_local ({by_rank}): in an earlier "
@@ -118,7 +121,7 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
             'and not on others; pass shape=, or shape_check="always" if parts are only sometimes '
             "equal"
         )
-    return [tuple(part) for _, *part in told]
+    return {rank: tuple(part) for rank, (_, *part) in parts.items()}
 
 
 def shape_of_parts(
@@ -136,10 +139,8 @@ def shape_of_parts(
     Raises:
         ValueError: the parts are not those of the spec.
     """
-    by_rank = ", ".join(
-        f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items()
-    )
-    if len({(dtype, len(shape)) for dtype, *shape in parts.values()}) > 1:
+    by_rank = parts_text({int(mesh.ranks[c]): part for c, part in parts.items()})
+    if not are_of_one_kind(parts):
         raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
     everyone: Any = {place: tuple(shape) for place, (_, *shape) in parts.items()}
     ndim = len(next(iter(everyone.values())))
@@ -175,13 +176,7 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
     """
     if layout.spec.sizes:
         return ""
-    mesh, sizes, shape = layout.mesh, {}, []
-    for dim, axes in enumerate(layout.spec.dims):
-        places = [mesh.axis_index(axis) for axis in axes]
-        lengths = {tuple(c[i] for i in places): part[dim] for c, part in shapes.items()}
-        found = tuple(n for _, n in sorted(lengths.items()))
-        sizes.update({axes: found} if axes else {})
-        shape.append(sum(found))
+    sizes, shape = joined_parts(layout.mesh, layout.spec.dims, shapes)
     ragged = layout.replace(
         P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape
     )

@@ -8,13 +8,14 @@ arrays and numbers in tuples, lists and dicts, in which None stays.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.agreement import gather_facts, same_on_all
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
@@ -91,12 +92,14 @@ def sync_global_devices(name: str) -> None:
 
     Communication: a small all_gather.
     """
-    names = _group().all_gather_object(name)
-    if len(set(names)) > 1:
-        raise AssertionError(
+
+    def error(names: dict[int, str]) -> AssertionError:
+        return AssertionError(
             f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on "
             "every rank"
         )
+
+    same_on_all(_group(), name, error)
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
@@ -112,28 +115,20 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
     Communication: a small all_gather.
     """
     leaves, shape = pytree.tree_flatten_with_path(in_tree)
-    description = (
-        str(shape),
-        {pytree.keystr(path) or "the value": _digest(leaf) for path, leaf in leaves},
-    )
-    everyone = _group().all_gather_object(description)
-    if all(each == everyone[0] for each in everyone):
-        return
+    digests = {pytree.keystr(path) or "the value": _digest(leaf) for path, leaf in leaves}
     start = f"{fail_message}: " if fail_message else ""
-    if any(each[0] != everyone[0][0] for each in everyone):
-        raise AssertionError(
-            f"{start}ranks passed trees of different structures: "
-            f"{_by_rank([each[0] for each in everyone])}"
-        )
-    path = next(
-        path
-        for path, digest in everyone[0][1].items()
-        if any(each[1][path] != digest for each in everyone)
-    )
-    raise AssertionError(
-        f"{start}{path} is not the same on every rank: "
-        f"{_by_rank([each[1][path][0] for each in everyone])}"
-    )
+
+    def error(trees: dict[int, tuple[str, dict[str, tuple[str, str]]]]) -> AssertionError:
+        if len({structure for structure, _ in trees.values()}) > 1:
+            structures = {rank: structure for rank, (structure, _) in trees.items()}
+            return AssertionError(
+                f"{start}ranks passed trees of different structures: {_by_rank(structures)}"
+            )
+        path = next(p for p in digests if len({leaf[p] for _, leaf in trees.values()}) > 1)
+        texts = {rank: leaf[path][0] for rank, (_, leaf) in trees.items()}
+        return AssertionError(f"{start}{path} is not the same on every rank: {_by_rank(texts)}")
+
+    same_on_all(_group(), (str(shape), digests), error)
 
 
 def host_local_array_to_global_array(
@@ -231,18 +226,18 @@ def _compare_trees(
     leaves, shape = pytree.tree_flatten(tree)
     tensors = [leaf if leaf is None else as_tensor(leaf, context) for leaf in leaves]
     group = _group()
-    description = (
-        str(shape),
-        [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors],
-    )
-    everyone = group.all_gather_object((description, is_source))
-    if any(each[0] != everyone[0][0] for each in everyone):
-        kinds = [f"{', '.join(map(str, parts))} in {tree}" for (tree, parts), _ in everyone]
+    kinds = [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors]
+    everyone = gather_facts(group, ((str(shape), kinds), is_source))
+    if any(own != everyone[0][0] for own, _ in everyone.values()):
+        by_rank = {
+            rank: f"{', '.join(map(str, kinds))} in {structure}"
+            for rank, ((structure, kinds), _) in everyone.items()
+        }
         raise ValueError(
-            f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and "
-            "dtypes on every rank"
+            f"{context}: ranks passed different trees: {_by_rank(by_rank)}; pass the same shapes "
+            "and dtypes on every rank"
         )
-    sources = [rank for rank, (_, source) in enumerate(everyone) if source]
+    sources = [rank for rank, (_, source) in everyone.items() if source]
     if context == "broadcast_one_to_all" and len(sources) != 1:
         raise ValueError(
             f"{context}: is_source is true on ranks {sources}; it must be true on exactly one rank"
@@ -299,9 +294,9 @@ def _raw(x: Tensor) -> bytes:
     return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _by_rank(texts: Sequence[Any]) -> str:
+def _by_rank(texts: Mapping[int, str]) -> str:
     """Return each different text with the first rank that has it."""
-    first: dict[Any, int] = {}
-    for rank, text in enumerate(texts):
+    first: dict[str, int] = {}
+    for rank, text in texts.items():
         first.setdefault(text, rank)
     return "; ".join(f"rank {rank}: {text}" for text, rank in first.items())

@@ -21,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.box import box_shape, slices
+from ...kernels.box import slices
 from ...mesh.device_mesh import DeviceMesh
 from ..autograd.engine_hooks import is_transformed, transforming
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
 from .convert import from_local
+from .global_shape import describes
 from .mesh_arguments import is_placement, mesh_and_spec
+from .part_shapes import are_of_one_kind, joined_parts, part_shapes, parts_text
 from .sharded_tensor import ShardedTensor
 
 Index = tuple[slice, ...]
@@ -384,41 +386,19 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     if where.sizes or not split:
         return from_local(part, mesh, where)._layout
     group = mesh.group(split)
-    told = group.all_gather_object((dtype_name(part.dtype), *part.shape))
-    by_rank = ", ".join(
-        f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, told, strict=True)
-    )
-    if len({(dtype, len(shape)) for dtype, *shape in told}) > 1:
-        raise ValueError(f"the local data differ in dtype or number of dims ({by_rank})")
-    shapes: Any = {
-        mesh.coordinate_of(r): tuple(shape)
-        for r, (_, *shape) in zip(group.ranks, told, strict=True)
-    }
-    layout = _joined(mesh, where, shapes, part.dtype)
-    if any(box_shape(layout.box_at(coordinate)) != shape for coordinate, shape in shapes.items()):
+    parts = part_shapes(group, part)
+    if not are_of_one_kind(parts):
+        raise ValueError(f"the local data differ in dtype or number of dims ({parts_text(parts)})")
+    shapes: Any = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in parts.items()}
+    sizes, whole = joined_parts(mesh, where.dims, shapes)
+    # a layout drops sizes that are those of torch.chunk
+    layout = Layout.of(mesh, P(*where.dims, sizes=sizes), whole, part.dtype)
+    if not describes(layout, shapes):
         raise ValueError(
-            f"the local data ({by_rank}) are not parts of one tensor under {where}: along a dim, "
+            f"the local data ({parts_text(parts)}) are not parts of one tensor under {where}: along a dim, "
             "ranks with the same index on the axes that split it must have the same length"
         )
     return layout
-
-
-def _joined(
-    mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
-) -> Layout:
-    """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those
-    of `torch.chunk`.
-    """
-    sizes, whole = {}, []
-    for dim, axes in enumerate(spec.dims):
-        places = [mesh.axis_index(axis) for axis in axes]
-        lengths = {
-            tuple(c[i] for i in places): shape[dim]
-            for c, shape in sorted(shapes.items(), reverse=True)
-        }
-        sizes.update({axes: tuple(n for _, n in sorted(lengths.items()))} if axes else {})
-        whole.append(sum(lengths.values()))
-    return Layout.of(mesh, P(*spec.dims, sizes=sizes), whole, dtype)
 
 
 def _shown(box: Sequence[tuple[int, int]]) -> str:

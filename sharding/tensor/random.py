@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...kernels import random as philox
 from ...kernels.random import distributions
+from ...mesh.comm.agreement import same_on_all
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.recording.trace_buffer import Header
 from ...mesh.comm.thread_context import thread_context
@@ -142,19 +143,17 @@ def check_rng_state(mesh: Any) -> None:
     """
     if mesh.coordinate is None:
         return
-    state = mesh.world.state(RandomStream)
-    group = mesh.group(mesh.axis_names)
-    states = group.all_gather_object((state.seed, state.drawn))
-    if len(set(states)) > 1:
-        by_rank = ", ".join(
-            f"rank {r}: seed {seed}, {n} drawn"
-            for r, (seed, n) in zip(group.ranks, states, strict=True)
-        )
-        raise RuntimeError(
+
+    def error(states: dict[int, tuple[int, int]]) -> RuntimeError:
+        by_rank = ", ".join(f"rank {r}: seed {seed}, {n} drawn" for r, (seed, n) in states.items())
+        return RuntimeError(
             f"the ranks of {mesh} would draw different random numbers ({by_rank}); call "
             "sm.random.manual_seed with the same seed on every rank, and draw the same tensors on "
             "every rank"
         )
+
+    state = _state(mesh.world)
+    same_on_all(mesh.group(mesh.axis_names), (state.seed, state.drawn), error)
 
 
 def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

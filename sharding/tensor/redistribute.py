@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.pending import Pending
+from ...mesh.comm.work import DONE
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..autograd.engine_hooks import any_requires_grad, transforming, transforms_active
 from ..autograd.named_axes import current_captures
@@ -23,35 +25,12 @@ from ..redistribute.cross_mesh import redistribute_cross_mesh
 from ..redistribute.executor import executor
 from . import from_dtensor
 from .autograd.local_part import known_local
-from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
+from .resharding import Resharding
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
 # as the only positional argument: placements on the tensor's own mesh
 _PLACEMENTS = frozenset({P, list, tuple})
-
-
-class Resharding(TensorHandle):
-    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor, and so does
-    every use as a tensor.
-    """
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """Return the redistributed tensor (or the list of them); the same object at every call.
-
-        Raises: the error of the collective.
-        """
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result
-
-    def __repr__(self) -> str:
-        return f"Resharding({'in flight' if self._finish is not None else self._result!r})"
 
 
 def redistribute(
@@ -144,7 +123,7 @@ def redistribute(
             local.to(src.dtype), src, target, backward_dtype=backward_dtype
         )
     elif target is layout and out is None:
-        return Resharding(lambda: x) if async_op else x
+        return Resharding(lambda: x, DONE) if async_op else x
     elif (
         async_op
         or donate
@@ -165,8 +144,8 @@ def redistribute(
         # with `donate` the list has the only reference, so that memory is freed as soon as it is
         # not needed
         del local
-        finish = _start(x, tensors, target, start, donate, out)
-        return Resharding(finish) if async_op else finish()
+        result = _start(x, tensors, target, start, donate, out)
+        return result if async_op else result.wait()
     else:
         with comm_context(mesh.world, x._lineage):  # type: ignore[union-attr]
             if src is target or local.requires_grad or transforming():
@@ -182,11 +161,11 @@ def _start(
     x: ShardedTensor,
     tensors: list[Tensor],
     target: Layout,
-    start: Callable[..., Callable[[], list[Tensor]]],
+    start: Callable[..., Pending[list[Tensor]]],
     donate: bool,
     out: ShardedTensor | None,
-) -> Callable[[], ShardedTensor]:
-    """Launch a redistribution with options; return a function that waits for the result."""
+) -> Resharding:
+    """Launch the collectives of a redistribution with options."""
     _check_writable(x, target, donate, out)
     source = None if donate else tensors[0]
     lineage = x._lineage
@@ -194,17 +173,15 @@ def _start(
     if donate:
         DonatedTensor.take(x)
     with comm_context(target.mesh.world, lineage):  # type: ignore[attr-defined]
-        wait = start(tensors, donate=donate, outs=into)
+        parts = start(tensors, donate=donate, outs=into)
 
     def finish() -> ShardedTensor:
-        (moved,) = wait()
-        result = (
-            out if out is not None else ShardedTensor._make(_copy_if_shared(moved, source), target)
-        )
+        (moved,) = parts.wait()
+        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
         result._lineage = lineage
         return result
 
-    return finish
+    return Resharding(finish, parts)
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
@@ -271,18 +248,18 @@ def redistribute_many(
     with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
-        wait = start_redistribute(locals_, pairs, backward_dtype=backward_dtype, donate=donate)
+        parts = start_redistribute(locals_, pairs, backward_dtype=backward_dtype, donate=donate)
 
     def finish() -> list[ShardedTensor]:
         results = []
         for moved, local, lineage, (_, target) in zip(
-            wait(), sources, lineages, pairs, strict=True
+            parts.wait(), kept, lineages, pairs, strict=True
         ):
-            results.append(ShardedTensor._make(_copy_if_shared(moved, local), target))
+            results.append(ShardedTensor._make(_unshared(moved, local), target))
             results[-1]._lineage = lineage
         return results
 
-    return Resharding(finish) if async_op else finish()
+    return Resharding(finish, parts) if async_op else finish()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ..layout.spec import P
 from ..parallel.uneven_inputs import uneven_inputs
 from ..tensor.mesh_arguments import mesh_and_spec
+from ..tensor.part_shapes import lengths_along
 from ..tensor.process_data import make_array_from_process_local_data
 from .sampler import DistributedSampler
 
@@ -131,14 +132,9 @@ class Batches:
             for batch in self.loader:
                 yield self._to_sharded(batch, (), _row_count(batch))
             return
-        group = self.mesh.group(self._axes)
-        order = sorted(
-            range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i])
-        )
         for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
-            own_rows = _row_count(batch)
-            row_counts = group.all_gather_object(own_rows)
-            yield self._to_sharded(batch, tuple(row_counts[i] for i in order), own_rows)
+            rows = _row_count(batch)
+            yield self._to_sharded(batch, lengths_along(self.mesh, self._axes, rows), rows)
 
     def _to_sharded(self, batch: Any, sizes: Sequence[int], own_rows: int) -> Any:
         """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes

@@ -12,15 +12,13 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...settings import settings
 from ...text import whole_number
-
-if TYPE_CHECKING:
-    from .ledger import Ledger, LedgerEntry
+from .entries import LedgerEntry, RankLedger
 
 _VERSION = "2.10"
 # Operations that torch has, too. Others are exported as an all_to_all of the bytes that move, as
@@ -30,28 +28,28 @@ _KNOWN = frozenset(
 )
 
 
-def save(ledger: Ledger, folder: str | Path) -> None:
+def save(ranks: Mapping[int, RankLedger], folder: str | Path) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for rank, dump in dumps(ledger).items():
+    for rank, dump in dumps(ranks).items():
         (Path(folder) / f"trace_rank_{rank}").write_bytes(pickle.dumps(dump))
         (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(dump, indent=1))
 
 
-def dumps(ledger: Ledger) -> dict[int, dict[str, Any]]:
+def dumps(ranks: Mapping[int, RankLedger]) -> dict[int, dict[str, Any]]:
     """Return by rank what torch would have dumped there. The backend is always called gloo, since
     the ledger does not record it.
     """
-    names = _names(ledger)
-    return {rank: _dump(rank_ledger.entries, names) for rank, rank_ledger in ledger.ranks.items()}
+    names = _names(ranks)
+    return {rank: _dump(found.entries, names) for rank, found in ranks.items()}
 
 
-def _names(ledger: Ledger) -> dict[int, str]:
+def _names(ranks: Mapping[int, RankLedger]) -> dict[int, str]:
     """Return the names of groups, the same for all ranks, though a mesh may have been made on only
     some of them before the first call.
     """
     names: dict[int, str] = {}
-    for rank_ledger in ledger.ranks.values():
-        for entry in rank_ledger.entries:
+    for found in ranks.values():
+        for entry in found.entries:
             names.setdefault(entry.group_key, entry.group)
     return names
 

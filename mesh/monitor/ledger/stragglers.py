@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...text import table_lines
-from .ledger import ledger
-
-if TYPE_CHECKING:
-    from .ledger import Ledger, LedgerEntry
+from .entries import LedgerEntry
+from .ledger import Ledger, ledger
 
 _LINES = 10  # lines of the program in the table
 _COLUMNS = 16  # ranks in the tables

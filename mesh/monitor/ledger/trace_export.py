@@ -7,31 +7,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...comm.report import save_events, trace_event
-
-if TYPE_CHECKING:
-    from .ledger import Ledger, LedgerEntry, RankLedger
+from .entries import LedgerEntry, RankLedger, collectives_of
 
 _STEPS = 0  # thread of a rank's steps; those of groups follow
 # a group, and which of its threads: collectives that overlap are on several
 _Lane = tuple[int, int]
 
 
-def save_trace(ledger: Ledger, path: str | Path) -> None:
-    save_events(events(ledger), path)
+def save_trace(ranks: Mapping[int, RankLedger], path: str | Path) -> None:
+    save_events(events(ranks), path)
 
 
-def events(ledger: Ledger) -> list[dict[str, Any]]:
+def events(ranks: Mapping[int, RankLedger]) -> list[dict[str, Any]]:
     """Return all ranks' collectives and steps as events of Chrome's trace format; times in
     microseconds since 1970.
     """
-    ranks = {rank: _RankTrace(rank_ledger) for rank, rank_ledger in ledger.ranks.items()}
-    events: list[dict[str, Any]] = []
-    for rank in ranks.values():
-        events += rank.events()
-    return [*events, *_arrows(ledger, ranks)]
+    traces = {rank: _RankTrace(its) for rank, its in ranks.items()}
+    slices = [event for trace in traces.values() for event in trace.events()]
+    return slices + list(_arrows(ranks, traces))
 
 
 class _RankTrace:
@@ -132,24 +128,26 @@ def _details(entry: LedgerEntry) -> dict[str, Any]:
     }
 
 
-def _arrows(ledger: Ledger, ranks: Mapping[int, _RankTrace]) -> Iterator[dict[str, Any]]:
+def _arrows(
+    ranks: Mapping[int, RankLedger], traces: Mapping[int, _RankTrace]
+) -> Iterator[dict[str, Any]]:
     """Yield arrows from the last rank to arrive at a collective to those that waited there."""
     ids = count()
-    for parts in ledger.collectives():
+    for parts in collectives_of(ranks):
         last = max(parts.values(), key=lambda entry: entry.start)
         for rank, entry in parts.items():
-            if entry.start < last.start < ranks[rank].end(entry):
+            if entry.start < last.start < traces[rank].end(entry):
                 arrow = {"name": "waited for", "cat": "wait", "id": next(ids)}
-                yield arrow | _end_of_arrow("s", last, ranks, last.start)
-                yield arrow | _end_of_arrow("f", entry, ranks, last.start) | {"bp": "e"}
+                yield arrow | _end_of_arrow("s", last, traces, last.start)
+                yield arrow | _end_of_arrow("f", entry, traces, last.start) | {"bp": "e"}
 
 
 def _end_of_arrow(
-    phase: str, entry: LedgerEntry, ranks: Mapping[int, _RankTrace], when: float
+    phase: str, entry: LedgerEntry, traces: Mapping[int, _RankTrace], when: float
 ) -> dict[str, Any]:
     return {
         "ph": phase,
         "pid": entry.rank,
-        "tid": ranks[entry.rank].threads[entry.record],
+        "tid": traces[entry.rank].threads[entry.record],
         "ts": when * 1e6,
     }

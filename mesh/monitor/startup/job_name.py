@@ -17,7 +17,8 @@ import secrets
 from collections import Counter
 from typing import Any
 
-from ..store_values import StoreValueError, bad_value, job_name, parsed, rank_list
+from ..store_keys import StoreKeys
+from ..store_values import StoreValueError, job_name
 from .rank_info import RankInfo, machine, own_rank_info
 
 _joined: Counter[str] = Counter()
@@ -30,20 +31,17 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
     Raises: StoreValueError for values that no rank of the job has written.
     Communication: a few questions to the store; waits for no rank.
     """
-    info = own_rank_info(rank, {}, 0, os.environ)
+    info, jobs = own_rank_info(rank, {}, 0, os.environ), StoreKeys(store, "shardmesh/job")
     try:
         for number in itertools.count():
-            record = f"shardmesh/job/{number}"
-            name = parsed(record, store.compare_set(record, "", secrets.token_hex(8)), job_name)
-            if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
-                _joined[name] += (
-                    # a store that is used for several default groups keeps the name, but not the
-                    # trace buffers
-                    1
-                )
-                return (
-                    name if _joined[name] == 1 else f"{name}-{_joined[name]}"
-                ), f"{record}/stale"
+            name = jobs.claim(str(number), secrets.token_hex(8), job_name)
+            record = jobs.below(str(number))
+            if not record.has("stale") and _is_ours(store, record, info):
+                # a store that is used for several default groups keeps the name, but not the trace
+                # buffers
+                _joined[name] += 1
+                own_name = name if _joined[name] == 1 else f"{name}-{_joined[name]}"
+                return own_name, f"shardmesh/job/{number}/stale"
     except StoreValueError:
         raise
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
@@ -51,27 +49,25 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
     return None
 
 
-def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
-    key = f"{record}/rank{info.rank}"
-    holder = parsed(key, store.compare_set(key, "", info.to_json()), RankInfo.from_json)
+def _is_ours(store: Any, record: StoreKeys, info: RankInfo) -> bool:
+    holder = record.claim(f"rank{info.rank}", info.to_json(), RankInfo.from_json)
     if holder.is_same_process(info) and not _others_are_gone(store, record, info):
         return True
-    store.set(f"{record}/stale", "1")
+    record.set("stale")
     return False
 
 
-def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Return whether a process here that used the name has ended; only torchrun reuses a store."""
+def _others_are_gone(store: Any, record: StoreKeys, info: RankInfo) -> bool:
+    """Return whether a process of this host that used the name has ended. Only torchrun uses a
+    store again.
+    """
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
-    host_key = f"{record}/{machine()}"
-    store.append(host_key, f"{info.rank} ")
-    ranks = parsed(host_key, store.get(host_key), rank_list) - {info.rank}
-    keys = [f"{record}/rank{rank}" for rank in sorted(ranks)]
-    if keys and not store.check(keys):
-        raise bad_value(host_key, store.get(host_key), "it names ranks that have not come")
-    infos = store.multi_get(keys) if keys else []
-    return any(
-        parsed(key, text, RankInfo.from_json).is_gone()
-        for key, text in zip(keys, infos, strict=True)
-    )
+    record.sign(machine(), info.rank)
+    ranks = record.signed(machine()) - {info.rank}
+    names = [f"rank{rank}" for rank in sorted(ranks)]
+    if names and not record.has(*names):
+        raise record.bad_value(
+            machine(), record.read(machine(), str), "it names ranks that have not come"
+        )
+    return any(holder.is_gone() for holder in record.read_all(names, RankInfo.from_json))

@@ -19,7 +19,8 @@ from ...text import is_secret, ranks_text, shortened
 from ...version import __version__
 from ..diagnosis.votes import minority, parties_by
 from ..recording.job_directory import boot_id, born, pid_space, process_state
-from ..store_values import MOST_RANKS, checked, has_fields, json_object, parsed, whole
+from ..store_keys import StoreKeys
+from ..store_values import MOST_RANKS, checked, has_fields, json_object, whole
 
 # Variables that change what ranks send each other, or how they connect: where they differ, ranks
 # hang or compute different bits. Names of interfaces, devices and files are not among them: those
@@ -157,10 +158,10 @@ def file_store_fault(store: Any, rank: int) -> str:
     """Return what is wrong if a file store knows another process as this rank (a killed job's, or a
     second one); else "".
     """
-    own_info = own_rank_info(rank, {}, 0, os.environ)
-    key = f"shardmesh/file/{rank}"
-    holder = parsed(key, store.compare_set(key, "", own_info.to_json()), RankInfo.from_json)
-    if holder.is_same_process(own_info):
+    own = own_rank_info(rank, {}, 0, os.environ)
+    keys = StoreKeys(store, "shardmesh/file")
+    holder = keys.claim(str(rank), own.to_json(), RankInfo.from_json)
+    if holder.is_same_process(own):
         return ""
     was = (
         "has ended, so the file was left by a job that was killed"
@@ -168,7 +169,7 @@ def file_store_fault(store: Any, rank: int) -> str:
         else "has the same rank"
     )
     return (
-        f"rank {rank} ({own_info.place}) is already registered in the file store of "
+        f"rank {rank} ({own.place}) is already registered in the file store of "
         f"init_process_group: {holder.place} {was}. Remove the "
         'file before each start, or let torchrun find the ranks (init_method="env://").'
     )

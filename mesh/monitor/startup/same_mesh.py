@@ -12,29 +12,29 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
+from ...abstract_mesh import AbstractMesh
 from ...comm.call_site import user_line
+from ...comm.world import World
 from ...settings import settings
 from ...text import printable, ranks_text
 from ..diagnosis.votes import minority, parties_by
 from ..monitor import monitor_of
-from ..store_values import MOST_RANKS, bad_value, checked, has_fields, json_object, parsed, whole
+from ..store_keys import StoreKeys
+from ..store_values import MOST_RANKS, checked, has_fields, json_object, whole
 from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
 
-if TYPE_CHECKING:
-    from ...comm.world import World
-    from ...device_mesh import DeviceMesh
-
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
 _PAUSE_S = 0.01
-_KEYS = "shardmesh/meshes/*"
 _FIELDS = ("device type", "shape", "axis names", "rank order", "backends")
 
 
@@ -70,7 +70,10 @@ class _Meshes:
         self.store = _store_of(world)
 
 
-def compare(mesh: DeviceMesh) -> None:
+_meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
+
+
+def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequence[str]) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
@@ -78,17 +81,21 @@ def compare(mesh: DeviceMesh) -> None:
     Communication: two messages to the store of the default group, for each new mesh; does not wait
     unless ranks differ.
     """
-    world = mesh.world
     if world.size == 1 or settings().mode == "off":
         return
-    meshes = world.state(_Meshes)
-    fields = _fields_of(mesh)
+    if world not in _meshes:
+        _meshes[world] = _Meshes(world)
+    meshes = _meshes[world]
+    # a list of thousands of ranks would fill the store
+    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()
+    values = device_type, list(mesh.shape), list(mesh.axis_names), order, list(backends)
+    fields = dict(zip(_FIELDS, values, strict=True))
     key = json.dumps(fields)
     if meshes.store is None or key in meshes.known:
         return
     line = user_line()
     made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
-    keys = PrefixStore(str(len(meshes.known)), meshes.store)
+    keys = meshes.store.below(str(len(meshes.known)), "*")
     meshes.known.add(key)
     with contextlib.suppress(
         dist.DistError
@@ -96,16 +103,7 @@ def compare(mesh: DeviceMesh) -> None:
         _compare(world, keys, key, made, len(meshes.known))
 
 
-def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
-    order = hashlib.sha1(
-        mesh.ranks.tobytes(), usedforsecurity=False
-    ).hexdigest()  # a list of thousands of ranks would fill the store
-    backends = [backend.name for backend in mesh.backends]
-    values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order, backends
-    return dict(zip(_FIELDS, values, strict=True))
-
-
-def _store_of(world: World) -> Any:
+def _store_of(world: World) -> StoreKeys | None:
     """Return a part of the default group's store for one world; None without a group, or with
     torch's fake store.
     """
@@ -116,7 +114,7 @@ def _store_of(world: World) -> Any:
     if isinstance(_whole(store), FileStore) and (fault := file_store_fault(store, world.rank)):
         raise errors.LaunchEnvironmentError(fault)
     job = getattr(world, "job", "")
-    return PrefixStore(f"shardmesh/meshes/{job}", store) if job else None
+    return StoreKeys(store, f"shardmesh/meshes/{job}", "shardmesh/meshes") if job else None
 
 
 def _whole(store: Any) -> Any:
@@ -125,31 +123,25 @@ def _whole(store: Any) -> Any:
     return store
 
 
-def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> None:
+def _compare(world: World, keys: StoreKeys, key: str, made: MeshCall, number: int) -> None:
     keys.append("made", json.dumps(asdict(made)) + "\n")
-    first = keys.compare_set("first", "", key)
-    if first == key.encode():
+    first = keys.claim("first", key, str)
+    if first == key:
         return
     meshes = _all_made(world, keys)
     if all(one.fields == made.fields for one in meshes):
-        raise bad_value(f"{_KEYS}/first", first, "no rank has made such a mesh")
-    verdict = parsed(
-        f"{_KEYS}/verdict",
-        keys.compare_set("verdict", "", _diagnosed(meshes, number).to_json()),
-        Verdict.from_json,
-    )
+        raise keys.bad_value("first", first, "no rank has made such a mesh")
+    verdict = keys.claim("verdict", _diagnosed(meshes, number).to_json(), Verdict.from_json)
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
 
-def _all_made(world: World, keys: Any) -> list[MeshCall]:
+def _all_made(world: World, keys: StoreKeys) -> list[MeshCall]:
     """Return the meshes of the ranks that arrive within a moment."""
     deadline = time.monotonic() + _TO_COME_S
     while True:
-        made = {}
-        for line in keys.get("made").splitlines():
-            one = parsed(f"{_KEYS}/made", line, MeshCall.from_json)
-            made[one.rank] = one
+        calls = keys.read_lines("made", MeshCall.from_json)
+        made = {call.rank: call for call in calls}
         if len(made) == world.size or time.monotonic() > deadline:
             return [made[rank] for rank in sorted(made)]
         time.sleep(_PAUSE_S)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import interrupt_of
+from ....mesh.comm.agreement import interrupt_of
 from .crc import crc32_combine
 
 _BUFFER = 1 << 20

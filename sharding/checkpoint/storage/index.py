@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ....kernels.box import Box, box_size, intersect
-from ..agreement import brief
+from ....mesh.text import shortened
 from . import pickled
 from .pickled import Name, Pairs, PickledObject
 
@@ -124,11 +124,11 @@ def _leaf_and_boxes(
         box = tuple((start, start + size) for start, size in zip(origin, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise Damage(
-                f"{_quoted(name)} has the shape {brief(list(shape))}, but a box {brief(box)} "
+                f"{_quoted(name)} has the shape {shortened(list(shape))}, but a box {shortened(box)} "
                 "outside of it"
             )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
-            raise Damage(f"{_quoted(name)} has two boxes at {brief(origin)}")
+            raise Damage(f"{_quoted(name)} has two boxes at {shortened(origin)}")
         if origin not in boxes or box_size(box):
             boxes[origin] = box
     return IndexedLeaf(torch.Size(shape), dtype), boxes
@@ -147,7 +147,7 @@ def _add_piece(
         raise Damage(f"it has the bytes of {_quoted(name)}, which it does not describe")
     if info.get("transform_descriptors"):
         raise Damage(
-            f"{_quoted(name)} is stored transformed ({brief(info['transform_descriptors'])}): load "
+            f"{_quoted(name)} is stored transformed ({shortened(info['transform_descriptors'])}): load "
             "it with torch's own tools"
         )
     leaf, box = leaves[name], None
@@ -155,7 +155,7 @@ def _add_piece(
         origin = _size(index.get("offset"), budget)
         if origin not in boxes[name]:
             raise Damage(
-                f"{_quoted(name)} has bytes of a box at {brief(origin)}, which it does not describe"
+                f"{_quoted(name)} has bytes of a box at {shortened(origin)}, which it does not describe"
             )
         box = boxes[name].pop(origin)
     elif leaf.pieces:
@@ -166,10 +166,10 @@ def _add_piece(
         whole_number(info.get("length"), "a length"),
     )
     if not length or offset + length > LARGEST:
-        raise Damage(f"{_quoted(name)} is at {brief(offset)} with {brief(length)} bytes")
+        raise Damage(f"{_quoted(name)} is at {shortened(offset)} with {shortened(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(
-            f"{_quoted(name)} has {length} bytes for the box {brief(box)} of {leaf.dtype}, which "
+            f"{_quoted(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, which "
             "needs more"
         )
     leaf.pieces.append((box, file, offset, length))
@@ -200,7 +200,7 @@ def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
             or not 0 < len(path) <= DEEPEST
             or not all(type(key) in (str, int) for key in path)
         ):
-            raise Damage(f"the path of {_quoted(name)} is {brief(path)}, which is none")
+            raise Damage(f"the path of {_quoted(name)} is {shortened(path)}, which is none")
         budget.spend(len(path))
         for key in path:
             check_name(str(key))
@@ -253,7 +253,7 @@ def whole_number(value: Any, what: str) -> int:
         Damage: it is not.
     """
     if type(value) is not int or not 0 <= value <= LARGEST:
-        raise Damage(f"{what} is {brief(value)}, not an integer from 0 to 2**63 - 1")
+        raise Damage(f"{what} is {shortened(value)}, not an integer from 0 to 2**63 - 1")
     return value
 
 
@@ -281,7 +281,7 @@ def check_file_name(file: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    return brief(repr(value[:200])) if type(value) is str else brief(value)
+    return shortened(repr(value[:200])) if type(value) is str else shortened(value)
 
 
 def _total(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -289,7 +289,7 @@ def _total(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
     for size in shape:
         elements = min(elements * size, LARGEST) if elements else 0
     if 0 not in shape and elements * dtype.itemsize >= LARGEST:
-        raise Damage(f"{_quoted(name)} has the shape {brief(list(shape))}, which no tensor has")
+        raise Damage(f"{_quoted(name)} has the shape {shortened(list(shape))}, which no tensor has")
 
 
 def _size(value: Any, budget: _Budget) -> tuple[int, ...]:
@@ -300,7 +300,7 @@ def _size(value: Any, budget: _Budget) -> tuple[int, ...]:
         and len(value.args) == 1
         and value.state is None
     ):
-        raise Damage(f"it has {brief(_kind(value))} in the place of a torch.Size")
+        raise Damage(f"it has {shortened(_kind(value))} in the place of a torch.Size")
     sizes = _expect(value.args[0], tuple, "a size")
     if len(sizes) > _MOST_DIMS:
         raise Damage(f"a tensor has {len(sizes)} dims, more than {_MOST_DIMS}")
@@ -310,7 +310,7 @@ def _size(value: Any, budget: _Budget) -> tuple[int, ...]:
 
 def _dtype(record: Any) -> torch.dtype:
     if not _is(record, "TensorProperties"):
-        raise Damage(f"it has {brief(_kind(record))} in the place of TensorProperties")
+        raise Damage(f"it has {shortened(_kind(record))} in the place of TensorProperties")
     state = record.state
     name = (
         state[0]
@@ -318,7 +318,7 @@ def _dtype(record: Any) -> torch.dtype:
         else dict(_fields(record, "TensorProperties")).get("dtype")
     )
     if type(name) is not Name or name not in _DTYPES:
-        raise Damage(f"it has {brief(_kind(name))} in the place of a dtype")
+        raise Damage(f"it has {shortened(_kind(name))} in the place of a dtype")
     return _DTYPES[name]
 
 
@@ -329,7 +329,7 @@ def _is(value: Any, name: str) -> bool:
 def _fields(record: Any, name: str) -> dict[str, Any]:
     """Return the state of an object of this class."""
     if not _is(record, name):
-        raise Damage(f"it has {brief(_kind(record))} in the place of {name}")
+        raise Damage(f"it has {shortened(_kind(record))} in the place of {name}")
     return _mapping(record.state, f"the state of a {name}")
 
 
@@ -337,8 +337,8 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, item in _pairs(value, what):
         if type(key) is not str:
-            raise Damage(f"{what} has {brief(_kind(key))} in the place of a name")
-        if key in mapping:
+            raise Damage(f"{what} has {shortened(_kind(key))} in the place of a name")
+        if key in found:
             raise Damage(f"{what} has {_quoted(key)} twice")
         mapping[key] = item
     return mapping
@@ -351,7 +351,7 @@ def _pairs(value: Any, what: str) -> Iterator[tuple[Any, Any]]:
 def _expect(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
         raise Damage(
-            f"{brief(what)} is {brief(_kind(value))}, not a "
+            f"{shortened(what)} is {shortened(_kind(value))}, not a "
             f"{kind.__name__.replace('Pairs', 'dict')}"
         )
     return value

@@ -26,7 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ....mesh.monitor.startup.rank_info import RankInfo, own_rank_info
-from ..agreement import CheckpointError, brief
+from ....mesh.text import shortened
+from ..agreement import CheckpointError
 from .files import open_regular, read_regular
 
 _NAME = re.compile(r"\.owner-([0-9]{8,18})\.json")
@@ -56,7 +57,7 @@ class Owner:
 
     def __str__(self) -> str:
         job = f" of job {self.card.job}" if self.card.job else ""
-        return brief(f"{self.card.place}{job}, since {self.since}")
+        return shortened(f"{self.card.place}{job}, since {self.since}")
 
 
 class Lease:

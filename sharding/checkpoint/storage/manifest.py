@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ....kernels.box import Box, box_origin, box_shape, box_size
-from ..agreement import CheckpointError, brief
+from ....mesh.text import shortened
+from ..agreement import CheckpointError
 from ..tree import Structure, structure_from
 from .files import read_regular
 from .folder import MANIFEST, METADATA
@@ -161,7 +162,7 @@ def _bytes_of(path: Path) -> bytes:
         return read_regular(path, _LONGEST)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({brief(error)}); load another step, or restore the file"
+            f"{path} cannot be read ({shortened(error)}); load another step, or restore the file"
         ) from error
 
 
@@ -202,7 +203,7 @@ def _names(path: Path, what: str) -> Iterator[None]:
         if isinstance(error, MemoryError):
             raise
         raise CheckpointError(
-            f"{path} cannot be read: {brief(error)}; it is {what}: load another step"
+            f"{path} cannot be read: {shortened(error)}; it is {what}: load another step"
         ) from error
 
 
@@ -225,7 +226,7 @@ def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own CRC-32 does not fit; load another step")
     if parsed.get("format") != _FORMAT:
-        has = brief(parsed.get("format"))
+        has = shortened(parsed.get("format"))
         raise CheckpointError(
             f"{path} has the format {has!r}, but this version of shardmesh reads {_FORMAT!r}"
         )
@@ -275,18 +276,18 @@ def check_structure(structure: Any, depth: int = 0) -> None:
     elif not (depth == 0 and structure is None):
         if type(structure) is not dict or len(structure) != 1:
             raise Damage(
-                f"the tree has {brief(structure)}, which is neither a leaf nor a container"
+                f"the tree has {shortened(structure)}, which is neither a leaf nor a container"
             )
         ((kind, items),) = structure.items()
         if kind not in ("dict", "list", "tuple") or type(items) is not list:
-            raise Damage(f"the tree has {brief(structure)}, which is not a container")
+            raise Damage(f"the tree has {shortened(structure)}, which is not a container")
         keys = set()
         for item in items:
             if kind == "dict":
                 key, item = item
                 if type(key) not in (str, int) or key in keys:
                     raise Damage(
-                        f"the tree has the key {brief(key)}, which is none, or stands twice"
+                        f"the tree has the key {shortened(key)}, which is none, or stands twice"
                     )
                 check_name(str(key))
                 keys.add(key)
@@ -302,12 +303,12 @@ def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> S
             listed, crc = described.crcs.get((file, offset), (None, None))
             if listed != length:
                 raise Damage(
-                    f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} "
+                    f"{shortened(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} "
                     "does not list"
                 )
         pieces.append(StoredPiece(name, box, file, offset, length, crc))
     if leaf.shape is None and not pieces:
-        raise Damage(f"{brief(name)} is a value without bytes")
+        raise Damage(f"{shortened(name)} is a value without bytes")
     return StoredLeaf(leaf.shape, leaf.dtype, pieces)
 
 
@@ -323,7 +324,7 @@ def check_whole(stored: Stored, name: str) -> None:
     boxes = [piece.box or () for piece in entry.pieces]
     have, need = sum(map(box_size, boxes)), entry.shape.numel()
     if have < need:
-        what = f"{brief(name)!r} in {stored.folder} has {have} of its {need} elements"
+        what = f"{shortened(name)!r} in {stored.folder} has {have} of its {need} elements"
         raise CheckpointError(f"{what}: part of the checkpoint was never written")
     with _names(stored.folder / METADATA, "damaged"):
         check_tiling(name, entry.shape, boxes)

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..agreement import brief
+from ....mesh.text import shortened
 
 
 class PickleError(pickle.UnpicklingError):
@@ -55,7 +55,7 @@ def loads(data: bytes, known: Mapping[str, Collection[str]]) -> Any:
     except PickleError:
         raise
     except (IndexError, struct.error, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise PickleError(f"it is not a pickle, or not whole: {brief(error)}") from error
+        raise PickleError(f"it is not a pickle, or not whole: {shortened(error)}") from error
 
 
 def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:
@@ -187,7 +187,7 @@ def _expect(value: Any, kind: type) -> Any:
 
 def _known_name(module: str, name: str, known: Mapping[str, Collection[str]]) -> Name:
     if name not in known.get(module, ()):
-        path = brief(f"{module}.{name}")
+        path = shortened(f"{module}.{name}")
         raise PickleError(f"it refers to {path}, which an index of a checkpoint may not")
     return Name(f"{module}.{name}")
 

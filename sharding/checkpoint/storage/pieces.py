@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.box import box_shape, box_size
-from ..agreement import CheckpointError, brief, is_out_of_memory
+from ....mesh.text import shortened
+from ..agreement import CheckpointError, is_out_of_memory
 from . import files
 from .manifest import Stored, StoredPiece
 
@@ -113,9 +114,9 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     )
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
+        has = f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
         raise CheckpointError(
-            _damage_text(stored, piece, f"it has {has} instead of {brief(piece.box)}")
+            _damaged(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
         )
     return x
 
@@ -156,7 +157,7 @@ def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryvie
 def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
     return (
-        f"{path}, which has part of {brief(piece.name)!r}, cannot be read ({brief(error)}); load "
+        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read ({shortened(error)}); load "
         "another step"
     )
 
@@ -184,7 +185,7 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
 
 def _damage_text(stored: Stored, piece: StoredPiece, how: str) -> str:
     return (
-        f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: "
+        f"{stored.folder / piece.file}, which has part of {shortened(piece.name)!r}, is damaged: "
         f"{how}; load another step"
     )
 
@@ -196,5 +197,5 @@ def _load_or_raise(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) 
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            _damage_text(stored, piece, f"torch.load says {brief(error)}")
+            _damaged(stored, piece, f"torch.load says {shortened(error)}")
         ) from error

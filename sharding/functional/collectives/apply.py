@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.agreement import same_on_all
+from ....mesh.comm.pending import Pending
 from ....mesh.comm.thread_context import thread_context
+from ....mesh.comm.work import DONE
 from ...autograd import engine_hooks
 from ...autograd.named_axes import (
     Axes,
@@ -32,9 +36,9 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..signature import flatten_tree, unflatten_tree
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location
-from .linear_maps import Finish, apply
+from .linear_maps import apply
 
-Applied = Callable[[Tensor, Any, Any, "Finish | None"], Tensor]
+Applied = Callable[[Tensor, Any, Any, "Pending[Tensor] | None"], Tensor]
 
 
 class TypingRule(NamedTuple):
@@ -150,29 +154,14 @@ class CollectiveCall(NamedTuple):
     even: bool = True
 
 
-class AsyncResult:
-    """One tensor that a collective in flight will give."""
-
-    __slots__ = ("_finish", "_result")
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
-
-
 def is_starting() -> bool:
     """Return whether collectives are to be left in flight: this is a call by `start`."""
     return thread_context.starts_async
 
 
-def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """async_start(psum, x, axis) -> Future: launch a collective without waiting; the future's
-    `wait()` returns the result.
+def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
+    """async_start(psum, x, axis) -> Pending: launch a collective without waiting; `wait()` returns
+    the result, the same objects at every call.
 
         coming = sm.async_start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -189,24 +178,13 @@ def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
     """
     before, thread_context.starts_async = thread_context.starts_async, True
     try:
-        return Future(collective(*args, **kwargs))
+        tree = collective(*args, **kwargs)
     finally:
         thread_context.starts_async = before
-
-
-class Future:
-    """A collective in flight; `wait()` returns its result."""
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-
-    def wait(self) -> Any:
-        """Return the result; the same objects at every call."""
-        if type(self._tree) is AsyncResult:
-            return self._tree.wait()
-        return pytree.tree_map(
-            lambda part: part.wait() if isinstance(part, AsyncResult) else part, self._tree
-        )
+    if isinstance(tree, Pending):
+        return tree
+    parts = [part for part in pytree.tree_leaves(tree) if isinstance(part, Pending)]
+    return Pending(lambda: pytree.tree_map_only(Pending, Pending.wait, tree), DONE, *parts)
 
 
 # -- trees -----------------------------------------------------------------------------------------
@@ -249,7 +227,7 @@ def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         cut = partial(_cut, shapes=[part.shape for part in parts])
         out = _launch(flat, call)
-        pieces = _cut_later(out, cut, len(parts)) if isinstance(out, AsyncResult) else cut(out)
+        pieces = _cut_later(out, cut, len(parts)) if isinstance(out, Pending) else cut(out)
     return (
         [with_tag(checker, piece, tag) for piece, tag in zip(pieces, tags, strict=True)]
         if checker
@@ -269,9 +247,11 @@ def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     ]
 
 
-def _cut_later(out: AsyncResult, cut: Callable[[Tensor], list[Tensor]], count: int) -> list[Any]:
-    pieces = AsyncResult(lambda: cut(out.wait()))
-    return [AsyncResult(lambda i=i: pieces.wait()[i]) for i in range(count)]
+def _cut_later(
+    out: Pending[Tensor], cut: Callable[[Tensor], list[Tensor]], count: int
+) -> list[Pending[Tensor]]:
+    pieces = out.then(cut)
+    return [pieces.then(itemgetter(i)) for i in range(count)]
 
 
 # -- one tensor ------------------------------------------------------------------------------------
@@ -318,30 +298,29 @@ def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
 
     Communication: a small all_gather over the axes, in tracked calls.
     """
-    shapes = [list(getattr(x, "_local", x).shape) for x in parts]
-    group = call.axes.group
-    everyone = group.all_gather_object(shapes)
-    if any(there != everyone[0] for there in everyone):
+
+    def error(shapes: dict[int, list[list[int]]]) -> ValueError:
         listing = ", ".join(
-            f"rank {r}: {'; '.join(map(str, there))}"
-            for r, there in zip(group.ranks, everyone, strict=True)
+            f"rank {rank}: {'; '.join(map(str, its_shapes))}" for rank, its_shapes in shapes.items()
         )
-        raise ValueError(
+        return ValueError(
             f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and "
             f"they are {listing}. The arguments are split unevenly: pad them, or pass sizes= to a "
             "collective that takes it"
         )
 
+    same_on_all(call.axes.group, [list(getattr(x, "_local", x).shape) for x in parts], error)
+
 
 def with_tag(checker: Any, out: Any, tag: Tag) -> Any:
     """Set the tag of the result, or of the result to come, and return it."""
-    if isinstance(out, AsyncResult):
-        return AsyncResult(partial(_wait_with_tag, checker, out, tag))
+    if isinstance(out, Pending):
+        return Pending(partial(_wait_with_tag, checker, out, tag), out)
     checker.set_tag(out, tag)
     return out
 
 
-def _wait_with_tag(checker: Any, out: AsyncResult, tag: Tag) -> Any:
+def _wait_with_tag(checker: Any, out: Pending[Any], tag: Tag) -> Any:
     with untracked():
         found = out.wait()
     checker.set_tag(found, tag)
@@ -361,10 +340,10 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
         is_starting() and engine_hooks.transforming()
     ):  # a transform cannot see a collective in flight
         done = _after(call.apply(x, op, call.backward_dtype, None), after)
-        return AsyncResult(lambda: done)
+        return Pending(lambda: done, DONE)
     if is_starting():
         ready = op.start(x.detach())
-        return AsyncResult(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after))
+        return Pending(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after), ready)
     out = call.apply(x, op, call.backward_dtype, None)
     return out if after is None else after(out)
 
@@ -402,7 +381,7 @@ def _on_sharded(x: ShardedTensor, call: CollectiveCall) -> Any:
         return ShardedTensor._make(out, layout.replace(shape=shape, dtype=out.dtype))
 
     out = _launch(local, call)
-    return AsyncResult(lambda: wrap(out.wait())) if isinstance(out, AsyncResult) else wrap(out)
+    return out.then(wrap) if isinstance(out, Pending) else wrap(out)
 
 
 def _check_dims(x: ShardedTensor, call: CollectiveCall, prepared: Prepared) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....mesh.comm.pending import Pending
 from ...autograd.engine_hooks import transforming, with_memory, with_tangents
 from ...autograd.named_axes import Axes
-from .linear_maps import Finish, ReduceMap, apply, check_forward_mode
+from .linear_maps import ReduceMap, apply, check_forward_mode
 
 
 class Extreme:
@@ -29,17 +30,11 @@ class Extreme:
     def __init__(self, axes: Axes, kind: str) -> None:
         self.axes, self.kind, self.sum = axes, kind, ReduceMap(axes)
 
-    def start(self, x: Tensor) -> Finish:
-        """Launch it; return a function that waits and returns the result."""
+    def start(self, x: Tensor) -> Pending[Tensor]:
+        """Launch it."""
         out = x.detach().clone(memory_format=torch.contiguous_format)
         work = self.axes.group.all_reduce(out, self.kind, async_op=True)
-
-        def wait() -> Tensor:
-            if work is not None:
-                work.wait()
-            return out
-
-        return wait
+        return Pending.after(work, lambda: out)
 
     def shares(self, x: Tensor, out: Tensor) -> Tensor:
         """Return the share of the result's gradient for each of this rank's elements: 1 / number of
@@ -51,8 +46,8 @@ class Extreme:
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: Extreme, ready: Finish | None) -> Tensor:
-        out = (op.start(x) if ready is None else ready)()
+    def forward(ctx: Any, x: Tensor, op: Extreme, ready: Pending[Tensor] | None) -> Tensor:
+        out = (op.start(x) if ready is None else ready).wait()
         ctx.op = op
         ctx.save_for_backward(x, out)
         return out
@@ -68,7 +63,7 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, op: Extreme) -> Tensor:
-        return op.start(with_memory(x))()
+        return op.start(with_memory(x)).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -91,11 +86,13 @@ class _PickTransformed(torch.autograd.Function):
         return pick(x.movedim(in_dims[0], -1), op), -1
 
 
-def pick(x: Tensor, op: Extreme, grad_dtype: Any = None, ready: Finish | None = None) -> Tensor:
+def pick(
+    x: Tensor, op: Extreme, grad_dtype: Any = None, ready: Pending[Tensor] | None = None
+) -> Tensor:
     """Return the extreme value, differentiable any number of times; see `linear_maps.apply`."""
     if transforming():
         check_forward_mode(op.axes)
         return _PickTransformed.apply(x, op)  # type: ignore[return-value]
     if x.requires_grad and torch.is_grad_enabled():
         return _Pick.apply(x, op, ready)  # type: ignore[return-value]
-    return (op.start(x) if ready is None else ready)()
+    return (op.start(x) if ready is None else ready).wait()

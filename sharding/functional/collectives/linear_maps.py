@@ -19,15 +19,16 @@ All count dims from the front, so that a batch dim of `torch.func.vmap` may foll
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....mesh.comm.pending import Pending
 from ....mesh.comm.transforms import outside_of_transforms
-from ....mesh.comm.work import Work
+from ....mesh.comm.work import DONE
 from ....mesh.simulated.simulate import SimulatedWorld
 from ...autograd import engine_hooks
 from ...autograd.named_axes import Axes
@@ -36,8 +37,6 @@ from ...layout.bounded_cache import HEAVY_LIMIT, keep
 from ...layout.layout import Layout, chunk
 from ...layout.spec import P
 from ...redistribute.executor import Executor, executor
-
-Finish = Callable[[], Tensor]
 
 
 class LinearMap(Linear):
@@ -54,22 +53,11 @@ class LinearMap(Linear):
         return self  # a batch dim at the end needs no change
 
     @abstractmethod
-    def start(self, x: Tensor) -> Finish:
-        """Launch the map; return a function that waits and returns the result, a new tensor."""
+    def start(self, x: Tensor) -> Pending[Tensor]:
+        """Launch the map; the result is a new tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.start(x)()
-
-
-def finish(work: Work | None, out: Tensor) -> Finish:
-    """Return a function that waits for the work and returns `out`."""
-
-    def wait() -> Tensor:
-        if work is not None:
-            work.wait()
-        return out
-
-    return wait
+        return self.start(x).wait()
 
 
 class ReduceMap(LinearMap):
@@ -84,9 +72,9 @@ class ReduceMap(LinearMap):
         self.axes.group.all_reduce(out)
         return out
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         out = x.clone(memory_format=torch.contiguous_format)
-        return finish(self.axes.group.all_reduce(out, async_op=True), out)
+        return Pending.after(self.axes.group.all_reduce(out, async_op=True), lambda: out)
 
 
 class RedistributionMap(LinearMap):
@@ -113,9 +101,10 @@ class RedistributionMap(LinearMap):
         out = self._executor(x)(x)
         return out.clone() if self.axes.size == 1 else out
 
-    def start(self, x: Tensor) -> Finish:
-        wait = self._executor(x).start([x])
-        return (lambda: wait()[0].clone()) if self.axes.size == 1 else (lambda: wait()[0])
+    def start(self, x: Tensor) -> Pending[Tensor]:
+        copies = self.axes.size == 1
+        parts = self._executor(x).start([x])
+        return parts.then(lambda parts: parts[0].clone() if copies else parts[0])
 
 
 class _AlongDim(RedistributionMap):
@@ -217,11 +206,11 @@ class PermuteMap(LinearMap):
     def transpose(self) -> LinearMap:  # type: ignore[override]
         return PermuteMap(self.axes, tuple((d, s) for s, d in self.pairs))
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         given = x.contiguous()
         out = torch.zeros_like(given) if self._src is None else torch.empty_like(given)
         work = self.axes.group.permute(out, given, dst=self._dst, src=self._src, async_op=True)
-        return finish(work, out)
+        return Pending.after(work, lambda: out)
 
 
 class BroadcastMap(LinearMap):
@@ -239,12 +228,10 @@ class BroadcastMap(LinearMap):
     def transpose(self) -> LinearMap:  # type: ignore[override]
         return ReduceToMap(self.axes, self.source)
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         out = x.clone(memory_format=torch.contiguous_format)
-        return finish(
-            self.axes.group.broadcast(out, self.axes.place_in_group(self.source), async_op=True),
-            out,
-        )
+        source = self.axes.place_in_group(self.source)
+        return Pending.after(self.axes.group.broadcast(out, source, async_op=True), lambda: out)
 
 
 class ReduceToMap(LinearMap):
@@ -258,10 +245,11 @@ class ReduceToMap(LinearMap):
     def transpose(self) -> LinearMap:  # type: ignore[override]
         return BroadcastMap(self.axes, self.place)
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         out = x.clone(memory_format=torch.contiguous_format)
-        wait = finish(self.axes.group.all_reduce(out, async_op=True), out)
-        return wait if self.axes.index == self.place else lambda: wait().zero_()
+        has_sum = self.axes.index == self.place
+        work = self.axes.group.all_reduce(out, async_op=True)
+        return Pending.after(work, lambda: out if has_sum else out.zero_())
 
 
 class KeepFirstMap(LinearMap):
@@ -273,9 +261,9 @@ class KeepFirstMap(LinearMap):
     def transpose(self) -> LinearMap:
         return self
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         out = x.clone() if self.axes.index == 0 else torch.zeros_like(x)
-        return lambda: out
+        return Pending(lambda: out, DONE)
 
 
 class AllToAllRowsMap(LinearMap):
@@ -298,20 +286,23 @@ class AllToAllRowsMap(LinearMap):
     def transpose(self) -> LinearMap:
         return self
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         given = (
             x.contiguous()
             if self._by_group is None
             else x.index_select(0, self._by_group.to(x.device))
         )
         out = torch.empty_like(given)
-        wait = finish(self.axes.group.all_to_all(out, given, async_op=True), out)
         by_place = self._by_place
-        return wait if by_place is None else lambda: wait().index_select(0, by_place.to(out.device))
+        work = self.axes.group.all_to_all(out, given, async_op=True)
+        return Pending.after(
+            work,
+            lambda: out if by_place is None else out.index_select(0, by_place.to(out.device)),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_group is not None:
-            return self.start(x)()
+            return self.start(x).wait()
         given = x.contiguous()
         out = torch.empty_like(given)
         self.axes.group.all_to_all(out, given)
@@ -348,10 +339,14 @@ class _ApplyLinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None, ready: Finish | None
+        ctx: Any,
+        x: Tensor,
+        op: LinearMap,
+        grad_dtype: torch.dtype | None,
+        ready: Pending[Tensor] | None,
     ) -> Tensor:
         ctx.op, ctx.grad_dtype = op, grad_dtype
-        return op(x) if ready is None else ready()
+        return op(x) if ready is None else ready.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -362,13 +357,16 @@ class _ApplyLinearMap(torch.autograd.Function):
 
 
 def apply(
-    x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None = None, ready: Finish | None = None
+    x: Tensor,
+    op: LinearMap,
+    grad_dtype: torch.dtype | None = None,
+    ready: Pending[Tensor] | None = None,
 ) -> Tensor:
     """Apply the linear map, differentiable any number of times.
 
     Args:
         grad_dtype: the dtype of the gradient during communication; default its own.
-        ready: returns the result, if the map was launched already.
+        ready: the result, if the map was launched already.
 
     Raises: RuntimeError in torch's forward mode on simulated ranks.
     """
@@ -377,7 +375,7 @@ def apply(
         return under_transforms(x, op, grad_dtype)
     if x.requires_grad and torch.is_grad_enabled():
         return _ApplyLinearMap.apply(x, op, grad_dtype, ready)  # type: ignore[return-value]
-    return op(x) if ready is None else ready()
+    return op(x) if ready is None else ready.wait()
 
 
 def check_forward_mode(axes: Axes) -> None:

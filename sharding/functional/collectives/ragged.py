@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....mesh.comm.pending import Pending
 from ...autograd.engine_hooks import transforming
 from ...autograd.named_axes import Axes, AxisName, Groups, current_captures
 from ..types.type_checker import untracked
-from .apply import AsyncResult, TypingRule, current_checker, is_starting, resolve_axes, with_tag
-from .linear_maps import Finish, LinearMap, apply
-from .linear_maps import finish as finish_work
+from .apply import TypingRule, current_checker, is_starting, resolve_axes, with_tag
+from .linear_maps import LinearMap, apply
 
 _LAW = TypingRule("ragged_all_to_all")
 Counts = Sequence[int] | Tensor
@@ -95,8 +95,8 @@ def _sent(
     op = _RaggedMap(axes, _sizes(routes.sends), _sizes(routes.receives))
     if is_starting() and not transforming():
         ready = op.start(packed.detach())
-        return AsyncResult(
-            lambda: output.index_copy(0, places, apply(packed, op, grad_dtype, ready))
+        return Pending(
+            lambda: output.index_copy(0, places, apply(packed, op, grad_dtype, ready)), ready
         )
     return output.index_copy(0, places, apply(packed, op, grad_dtype))
 
@@ -238,10 +238,9 @@ class _RaggedMap(LinearMap):
     def transpose(self) -> LinearMap:  # type: ignore[override]
         return _RaggedMap(self.axes, self.receives, self.sends)
 
-    def start(self, x: Tensor) -> Finish:
+    def start(self, x: Tensor) -> Pending[Tensor]:
         out = x.new_empty(sum(self.receives), *x.shape[1:])
         row = x[:1].numel() if len(x) else out[:1].numel()
         splits = [[n * row for n in counts] for counts in (self.receives, self.sends)]
-        return finish_work(
-            self.axes.group.all_to_all(out, x.contiguous(), *splits, async_op=True), out
-        )
+        work = self.axes.group.all_to_all(out, x.contiguous(), *splits, async_op=True)
+        return Pending.after(work, lambda: out)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....mesh.comm.agreement import gather_facts
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
@@ -112,7 +113,7 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
     tag = CommTag.of(f"recording {name} under sm.jit")
     try:
         for ranks in _rounds(world.rank, meshes):
-            world.group(ranks).all_gather_object(None, tag=tag)
+            gather_facts(world.group(ranks), None, tag=tag)
     except WatchError as error:
         why = f" since {reason}" if reason else ""
         error.add_note(
@@ -199,8 +200,8 @@ def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]
 def _gather(world: World, rounds: list[tuple[int, ...]], mine: Any) -> dict[int, Any]:
     known = {world.rank: mine}
     for ranks in rounds:
-        for found in world.group(ranks).all_gather_object(known):
-            known |= found
+        for others in gather_facts(world.group(ranks), known).values():
+            known |= others
     return known
 
 

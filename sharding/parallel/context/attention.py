@@ -26,13 +26,13 @@ from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import LayoutCache
 from ...layout.layout import Layout
-from ...layout.spec import P
 from ...lineage import comm_context, mixed, seed_of
 from ...ops.implicit_comm import implicit_comm
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.autograd.local_part import known_local
-from ...tensor.convert import from_local, to_local
+from ...tensor.convert import from_part, to_local
+from ...tensor.part_shapes import lengths_along
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands
 from .strategies import AttentionOptions, AttentionStrategy, choose_attention_strategy
@@ -120,22 +120,16 @@ def context_parallel_attention(
 def _of_plain(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes: plain tensors say nothing of the others."""
-    axis_mesh = mesh[options.axes]
-    spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
-    q, k = (_whole_of(x, axis_mesh, spec) for x in (query, key))
-    v = from_local(value, axis_mesh, k.spec, shape=(*k.shape[:-1], value.shape[-1]))
+    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
+    other axes.
+    """
+    axis_mesh, dim = mesh[options.axes], query.ndim - 2
+    queries, keys = (
+        lengths_along(axis_mesh, axis_mesh.axis_names, x.shape[dim]) for x in (query, key)
+    )
+    q = from_part(query, axis_mesh, dim, queries)
+    k, v = (from_part(x, axis_mesh, dim, keys) for x in (key, value))
     return to_local(_attention(q, k, v, options))
-
-
-def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
-    """Return the sequence of this part; lengths may differ. Communication: a small all_gather."""
-    lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
-    by_place = [
-        lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()
-    ]
-    cut = P(*spec.dims, sizes={axis_mesh.axis_names: by_place})
-    return from_local(part, axis_mesh, cut, shape=(*part.shape[:-2], sum(by_place), part.shape[-1]))
 
 
 def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> ShardedTensor:

@@ -16,7 +16,7 @@ blockwise transformers").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ....mesh.comm.pending import Pending
 from ...autograd.engine_hooks import with_memory
 from ...lineage import backward_comm_context
 from .blockwise import AttentionGrads, OnlineSoftmaxState, attend, attend_grads
 from .load_balance import Block
-
-Pending = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,27 +74,22 @@ class Ring:
         for hop in range(1, self.size):
             pending = self.send(block, like, hop)
             yield current
-            block = pending()
+            block = pending.wait()
             current = self.unpack(block, like, hop)
         yield current
 
-    def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending:
-        """Give a block to the next rank; what waits for the one from the rank before, which is here
-        after `hop` hops.
+    def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending[Tensor]:
+        """Give a block to the next rank; return the one from the rank before, which is here after
+        `hop` hops.
 
         Args:
             block: flat.
             like: tensors with the shapes of the parts of a block, except for the number of keys.
         """
-        pending = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
+        received = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
         after, before = (self.order[(self.place + step) % self.size] for step in (1, -1))
-        work = self.group.permute(pending, block, dst=after, src=before, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return pending
-
-        return wait
+        work = self.group.permute(received, block, dst=after, src=before, async_op=True)
+        return Pending.after(work, lambda: received)
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
         """Return the two tensors packed into the block that this rank holds after `hop` hops."""
@@ -144,13 +138,13 @@ def _ring_grads(
 ) -> AttentionGrads:
     """Pass the blocks once more, each followed by the summed gradients of earlier ranks."""
     own = AttentionGrads.zeros(q, k, v)
-    following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
+    following = Pending(partial(grad.new_zeros, (), dtype=own.k.dtype))
     for hop, current in enumerate(ring.passing(k, v)):
         hop_grads = AttentionGrads.zeros(q, *current)._replace(q=own.q) if hop else own
         attend_grads(hop_grads, grad, q, *current, out, lse, ring.blocks[hop], ring.scale)
         if hop:
-            following = ring.send(_pack(hop_grads.k, hop_grads.v) + following(), own[1:], hop + 1)
+            following = ring.send(_pack(found.k, found.v) + following.wait(), own[1:], hop + 1)
     if ring.size == 1:
         return own
-    home = ring.unpack(following(), own[1:], ring.size)
+    home = ring.unpack(following.wait(), own[1:], ring.size)
     return AttentionGrads(own.q, own.k + home[0], own.v + home[1])

@@ -946,7 +946,7 @@ class Unit:
                 filled = self._with_held(bucket, grads)
                 parts = self._start_reduce(bucket, grads, scale, filled)()
                 if self.options.offloaded is not None:
-                    self.options.offloaded.wait()
+                    self.options.offloaded.synchronize()
                 self._held.add(dict(zip(bucket.numbers, parts, strict=True)))
         if self.controls.all_reduces_grads:
             rest = self._held.exchange([None] * len(self.slots), parameters, keep=False)

@@ -18,7 +18,8 @@ from ...ops import nonmember
 from ...ops.dispatch import wrap
 from ...ops.rules.decomposition_utils import part_sizes
 from ...tensor.autograd.local_part import known_local
-from ...tensor.convert import from_local
+from ...tensor.convert import from_local, from_part
+from ...tensor.part_shapes import lengths_along
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands
 from .router import Routing, check_sharded
@@ -143,16 +144,10 @@ def _of_plain(
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
-    group = expert_mesh.group()
     tokens = math.prod(x.shape[:-1])
-    lengths = [n for (n,) in group.all_gather_object((tokens,))]
-    sizes = [lengths[group.ranks.index(int(rank))] for rank in expert_mesh.ranks.flatten()]
-    spec = P(expert_mesh.axis_names, sizes={expert_mesh.axis_names: sizes})
+    lengths = lengths_along(expert_mesh, expert_mesh.axis_names, tokens)
     operands = [
-        from_local(
-            t.reshape(tokens, t.shape[-1]), expert_mesh, spec, shape=(sum(sizes), t.shape[-1])
-        )
-        for t in (x, *routing)
+        from_part(t.reshape(tokens, t.shape[-1]), expert_mesh, 0, lengths) for t in (x, *routing)
     ]
     cut = _expert_cut(leaves, axes)
     params = {name: _on_expert_mesh(p, expert_mesh, cut) for name, p in leaves.items()}

@@ -30,7 +30,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.spec import P, Placement, Replicate, Shard
 from ...ops.prepared_modules import prepare
 from ...tensor.convert import from_local
-from ...tensor.handles import settled
+from ...tensor.resharding import settled
 from ...tensor.sharded_tensor import ShardedTensor
 from ..module import distribute_module, sharded_parameter
 from .activations import (

@@ -338,12 +338,12 @@ def _start_bucket(
         donate = donate and all(
             origin is grad for (origin, _), grad in zip(known, grads, strict=True)
         )
-        wait = executor_of_many(pairs).start(
+        parts = executor_of_many(pairs).start(
             [origin for origin, _ in known], donate=donate, tag=tag
         )
     return lambda: [
-        _shaped_like(part if origin is grad else _copy_if_shared(part, origin), grad)
-        for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
+        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        for part, (origin, _), grad in zip(parts.wait(), known, grads, strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,14 @@ from torch.distributed import HashStore
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.launch import preemption
 from shardmesh.mesh.launch.preemption import _StoreAgreement, ending_in_order, reached_preemption
+from shardmesh.mesh.monitor.store_keys import StoreKeys
 from tests.pool import Pool
 
 LIMIT_S = 60.0
+
+
+def keys_of(store: Any) -> StoreKeys:
+    return StoreKeys(store, "preemption")
 
 
 def forget_everything() -> None:
@@ -62,7 +68,7 @@ class PreemptedJob:
         self.steps: list[list[int]] = [[] for _ in range(self.size)]
         store = HashStore()
         self.parts = [
-            _StoreAgreement(store, r, self.size, self.has_notice(r), lambda: None)
+            _StoreAgreement(keys_of(store), r, self.size, self.has_notice(r), lambda: None)
             for r in range(self.size)
         ]
 
@@ -105,7 +111,7 @@ def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPa
 
 def test_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_STEP_TIMEOUT_S", 0.1)
-    part = _StoreAgreement(HashStore(), 0, 3, lambda: True, lambda: None)
+    part = _StoreAgreement(keys_of(HashStore()), 0, 3, lambda: True, lambda: None)
     part.reached(0, 1)
     with pytest.raises(RuntimeError, match="ranks 1, 2 have not called it"):
         for _ in range(int(LIMIT_S / 0.01)):
@@ -118,7 +124,7 @@ def test_waiting_ranks_raise_when_the_job_fails() -> None:
     def check() -> None:
         raise ConnectionError("rank 1 died")
 
-    part = _StoreAgreement(HashStore(), 0, 2, lambda: True, check)
+    part = _StoreAgreement(keys_of(HashStore()), 0, 2, lambda: True, check)
     with pytest.raises(ConnectionError, match="rank 1 died"):
         for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
@@ -139,14 +145,14 @@ def test_a_job_that_fails_is_not_preempted(caplog: pytest.LogCaptureFixture) -> 
             raise ConnectionError("rank 1 died")
 
     store = HashStore()
-    part = _StoreAgreement(store, 0, 2, lambda: True, check)
+    part = _StoreAgreement(keys_of(store), 0, 2, lambda: True, check)
     with pytest.raises(ConnectionError, match="rank 1 died"):
         for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
             part.reached(0, 1)
     part.stop()
     assert "preempted" not in caplog.text
-    assert not store.check(["notice"])  # the other ranks see for themselves
+    assert not keys_of(store).has("notice")  # the other ranks see for themselves
 
 
 def test_without_a_notice_calls_do_not_communicate() -> None:
@@ -158,7 +164,7 @@ def test_without_a_notice_calls_do_not_communicate() -> None:
             return False
 
     store = Counting()
-    part = _StoreAgreement(store, 0, 2, lambda: False, lambda: None)
+    part = _StoreAgreement(keys_of(store), 0, 2, lambda: False, lambda: None)
     assert not any(part.reached(0, step) for step in range(10_000))
     assert store.asked <= 1 + 10  # once a second, on a machine that may be very slow
     part.stop()

@@ -31,6 +31,7 @@ from shardmesh.mesh.monitor.hosts.relay import Host, Relay, _checked_state, _nam
 from shardmesh.mesh.monitor.startup import rank_info, same_mesh
 from shardmesh.mesh.monitor.startup.job_name import find_name
 from shardmesh.mesh.monitor.startup.rank_info import RankInfo, own_rank_info
+from shardmesh.mesh.monitor.store_keys import StoreKeys
 from shardmesh.mesh.monitor.store_values import StoreValueError, json_object, parsed, rank_list
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor.starter import free_port
@@ -151,8 +152,9 @@ def _job_key(name: str) -> Read:
 
 def _mesh_key(name: str) -> Read:
     def read(value: bytes) -> Any:
-        keys = HashStore()
-        keys.set(name, value)
+        store = HashStore()
+        store.set(f"meshes/{name}", value)
+        keys = StoreKeys(store, "meshes")
         if name != "first":
             keys.set("first", "0")
         call = same_mesh.MeshCall(0, "mesh", dict.fromkeys(same_mesh._FIELDS, "a"), "x.py:1")
@@ -170,9 +172,9 @@ def _mesh_key(name: str) -> Read:
 
 
 def _step(value: bytes) -> Any:
-    store = HashStore()
-    store.set("step1", value)
-    agreement = _StoreAgreement(store, 0, 2, lambda: False, lambda: None)
+    keys = StoreKeys(HashStore(), "preemption")
+    keys.set("step1", value)  # type: ignore[arg-type]
+    agreement = _StoreAgreement(keys, 0, 2, lambda: False, lambda: None)
     try:
         return agreement._step_of(1)
     finally:
@@ -239,8 +241,9 @@ def test_a_list_of_ranks_that_have_not_come_is_not_waited_for() -> None:
     keys.set("came", "7 ")
     info = own_rank_info(1, {"WORLD_SIZE": "2"}, 0, {})
     address = job_store.Address("127.0.0.1", 1, False)
+    one = rendezvous.StoreRendezvous(store, info, Progress(1, 0.3), address, False)
     with pytest.raises(StoreValueError, match="ranks that have not come"):
-        rendezvous.StoreRendezvous(store, info, Progress(1, 0.3), address, False)._compared(keys)
+        one._compared(one.store.below("0"))
 
 
 def test_all_ranks_raise_the_same() -> None:
@@ -255,8 +258,13 @@ def test_all_ranks_raise_the_same() -> None:
 
 
 def test_the_reason_of_a_job_without_monitor_is_shown_without_escapes() -> None:
-    assert _reason_text(b"\x1b[2Jgone") == "\\x1b[2Jgone"
-    assert "which no rank of this job has written" in _reason_text(b"\xff")
+    texts = []
+    for value in (b"\x1b[2Jgone", b"\xff"):
+        store = HashStore()
+        store.set("watch/without", value)
+        texts.append(_reason_text(StoreKeys(store, "watch")))
+    assert texts[0] == "\\x1b[2Jgone"
+    assert "which no rank of this job has written" in texts[1]
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.thread_context import thread_context
 from shardmesh.mesh.comm.work import Work
 from shardmesh.mesh.simulated import rendezvous, simulate
+from shardmesh.mesh.simulated.arrival import Arrival
 from shardmesh.mesh.simulated.diagnosis import BlockedRank, no_rank_can_go_on
-from shardmesh.mesh.simulated.rendezvous import Arrival, Move, Rendezvous
+from shardmesh.mesh.simulated.rendezvous import Move, Rendezvous
 from shardmesh.mesh.simulated.scheduler import Scheduler
 from shardmesh.mesh.simulated.simulate import SimulatedGroup, SimulatedWorld
 from shardmesh.mesh.simulated.threads import RankEnded

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh.mesh import errors
+from shardmesh.mesh.comm import pending
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.simulated.simulate import SimulatedWorld
-from shardmesh.sharding.redistribute.packed_collectives import AsyncResults
 from tests.mesh.simulated.late_memory import StreamHazard
 from tests.mesh.simulated.nccl_world import LateGroup, nccl_world
 
@@ -227,9 +227,9 @@ def test_memory_written_without_an_operator(ahead: bool) -> None:
 def test_memory_freed_too_early(which: str) -> None:
     def program() -> None:
         buffers = {"input": own(1, 2), "result": torch.empty(4)}
-        work: Any = everyone().all_gather(
-            buffers["result"], buffers["input"], async_op=True
-        )  # here
+        x, out = buffers["input"], buffers["result"]
+        work: Any = everyone().all_gather(out, x, async_op=True)  # here
+        del x, out
         buffers[which].untyped_storage().resize_(0)
         work.wait()
 
@@ -360,7 +360,7 @@ def test_a_missing_wait_in_the_library(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sm.simulate(2)(program)()
-    monkeypatch.setattr(AsyncResults, "wait", lambda self: self._finish())
+    monkeypatch.setattr(pending, "_finished", lambda work, finish: finish())
     with pytest.raises(StreamHazard, match=r"reads the result of .* called at .*/sharding/"):
         sm.simulate(2)(program)()
 

@@ -16,8 +16,9 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.mesh.text import shortened
 from shardmesh.sharding.checkpoint import load, prepare, safetensors, saving
-from shardmesh.sharding.checkpoint.agreement import CheckpointError, brief
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.storage import files, manifest, pieces, reading
 from shardmesh.sharding.checkpoint.storage.folder import latest
 from tests.sharding.ranks import on_mesh, same_error
@@ -252,15 +253,16 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a\nb\x1b[2J", r"a b\x1b[2J"),
-        ("x" * 10**7, "x" * 197 + "..."),
+        ("a\nb\x1b[2J", r"a\nb\x1b[2J"),
+        (RuntimeError("a\n  b\x1b[2J"), r"a b\x1b[2J"),
+        ("x" * 10**7, "x" * 200 + "..."),
         (OSError(2, "No such file or directory", "x"), "No such file or directory"),
         (ValueError(), "ValueError"),
         ([1, 2], "[1, 2]"),
     ],
 )
 def test_descriptions_are_brief(value, text):
-    assert brief(value) == text
+    assert shortened(value) == text
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, CheckpointError, RuntimeError])

@@ -23,9 +23,9 @@ def test_a_list_of_one_is_the_single_case(mesh):
     assert executor_of_many([(src, dst)]) is executor(src, dst)
     local = torch.arange(32.0, device=mesh.device).view(8, 4)[src.box[0][0] : src.box[0][1]]
     tensors = [local]
-    wait = executor(src, dst).start(tensors)
+    pending = executor(src, dst).start(tensors)
     assert tensors == []
-    (moved,) = wait()
+    (moved,) = pending.wait()
     assert torch.equal(moved, executor(src, dst)(local))
     assert torch.equal(
         moved, torch.arange(32.0, device=mesh.device).view(8, 4)[:, dst.box[1][0] : dst.box[1][1]]
@@ -42,7 +42,7 @@ def test_averages_and_sums_share_a_reduce_scatter(mesh):
     for pairs in ([average, average], [average, total]):
         compiled = executor_of_many(pairs)
         assert compiled.launches == 1
-        found = compiled.start([part, part])()
+        found = compiled.start([part, part]).wait()
         expected = [
             torch.full((2, 4), 1.5 if pair is average else 6.0, device=mesh.device)
             for pair in pairs
@@ -55,6 +55,6 @@ def test_parts_can_be_freed_once_they_are_packed(mesh):
     pairs = [layouts(mesh, P("a"), P(None, "a")), layouts(mesh, P("a"), P(None, "a"), (4, 8))]
     parts = [torch.ones(src.local_shape, device=mesh.device) for src, _ in pairs]
     alive = [weakref.ref(part) for part in parts]
-    wait = executor_of_many(pairs).start(parts, donate=True)
+    pending = executor_of_many(pairs).start(parts, donate=True)
     assert [ref() for ref in alive] == [None, None]
-    assert [tuple(x.shape) for x in wait()] == [(8, 1), (4, 2)]
+    assert [tuple(x.shape) for x in pending.wait()] == [(8, 1), (4, 2)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from shardmesh.mesh.comm import symmetric_memory
-from shardmesh.mesh.comm.work import DONE
 from shardmesh.mesh.topology import Link
 from shardmesh.sharding.redistribute import symmetric_memory as steps
 from shardmesh.sharding.redistribute.symmetric_memory import (
@@ -115,7 +114,7 @@ def test_with_async_op_they_run_next_to_the_current_stream(cuda: Cuda) -> None:
     pending: Any = pull.start([torch.zeros(2)], True)
     assert cuda.log == [(1, "wait for stream 0"), (1, "use 2"), (1, "use 4"), (1, "pull 0")]
     cuda.do("compute")
-    assert not pending.work.is_completed()
+    assert not pending.is_completed()
     assert pending.wait()[0].shape == (4,)
     assert cuda.log[4:] == [(0, "compute"), (0, "wait for pull 0")]
 
@@ -166,5 +165,5 @@ def test_without_streams_nothing_is_left_to_wait_for(cuda: Cuda) -> None:
     pending: Any = SymmetricAllReduce(
         group, torch.device("cpu"), Link(1e-6, 1e9), torch.float32, [(4,)]
     ).start([torch.zeros(4)], True)
-    assert pending.work is DONE
+    assert pending.is_completed()
     assert cuda.log == [(0, "add 0")]

@@ -91,10 +91,9 @@ class Bucket:
         whole, scale_after = self.flat.fill_grad_buffer(grads, self.sum_dtype, filled), scale
         if self.sum_dtype is torch.float16:  # scale first: a sum in float16 may overflow
             whole, scale_after = whole.mul_(scale), 1.0
-        wait, given = self.flat.start_reduce(whole, tag), [grad is not None for grad in grads]
-        if fill and missing:
-            given = [True] * len(grads)
-        return lambda: self._parts(wait(), scale_after, given, hook)
+        has_grad = [grad is not None or (fill and bool(missing)) for grad in grads]
+        piece = self.flat.start_reduce(whole, tag)
+        return lambda: self._parts(piece.wait(), scale_after, has_grad, hook)
 
     def _parts(
         self,

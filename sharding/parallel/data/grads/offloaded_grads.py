@@ -55,7 +55,7 @@ class OffloadedGrads:
             for leaf, there, node in zip(leaves, here, nodes, strict=True)
         ]
         if here != mine:
-            self.wait()
+            self.synchronize()
         self._waiting += [
             (leaf, grad) for leaf, grad, later in zip(leaves, grads, mine, strict=True) if later
         ]
@@ -65,7 +65,7 @@ class OffloadedGrads:
         """Wait for all copies and add the gradients to `.grad`: backward has ended."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self.wait()
+            self.synchronize()
         for leaf, grad in waiting:
             leaf_grads.add(leaf, grad)
 
@@ -73,10 +73,10 @@ class OffloadedGrads:
         """Drop what a failed backward left."""
         self._waiting = []
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies."""
         if self._stream is not None:
-            self._stream.wait()
+            self._stream.synchronize()
 
 
 def _is_simple(leaf: ShardedTensor, node: Any) -> bool:

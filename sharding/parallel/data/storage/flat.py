@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .....mesh.comm.pending import Pending
 from .....mesh.comm.recording.recorder import CommTag
 from .....mesh.device_mesh import DeviceMesh
 from ....layout.layout import Layout
@@ -172,15 +174,15 @@ class FlatBucket:
 
     def start_gather(
         self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
-    ) -> Callable[[], Tensor]:
+    ) -> Pending[Tensor]:
         """Launch the all_gather from a buffer split over the axes `before` to one split over
-        `after`; the returned function waits for it.
+        `after`.
 
         Communication: one all_gather.
         """
         src, dst = self._flat(x.dtype, before), self._flat(x.dtype, after)
-        wait = executor(src, dst, transport=self._transport).start([x], tag=tag)
-        return lambda: wait()[0]
+        pending = executor(src, dst, transport=self._transport).start([x], tag=tag)
+        return pending.then(itemgetter(0))
 
     def part_over(self, whole: Tensor, axis: str) -> Tensor:
         """Return a copy of this rank's part of the whole buffer, split over one axis."""
@@ -234,9 +236,8 @@ class FlatBucket:
             torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
         return whole
 
-    def start_reduce(self, whole: Tensor, tag: CommTag) -> Callable[[], Tensor]:
-        """Launch the reduction of gradient buffers over the axes; the returned function waits for
-        this rank's piece.
+    def start_reduce(self, whole: Tensor, tag: CommTag) -> Pending[Tensor]:
+        """Launch the reduction of gradient buffers over the axes, to this rank's piece.
 
         Communication: one reduce_scatter over the axes.
         """
@@ -244,8 +245,8 @@ class FlatBucket:
             self._flat(whole.dtype, (), pending=self.axes),
             self._flat(whole.dtype, self.axes),
         )
-        wait = executor(src, dst, transport=self._transport).start([whole], tag=tag)
-        return lambda: wait()[0]
+        pending = executor(src, dst, transport=self._transport).start([whole], tag=tag)
+        return pending.then(itemgetter(0))
 
 
 # --------------------------------------------------------------------------------------------------

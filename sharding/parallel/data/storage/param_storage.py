@@ -14,12 +14,13 @@ since, it is gathered again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .....mesh.comm.pending import Pending
 from .....mesh.comm.recording.recorder import CommTag
 from .....mesh.comm.thread_context import thread_context
 from ....tensor.sharded_tensor import ShardedTensor
@@ -47,7 +48,7 @@ class ParamStorage:
             options.offloaded,
         )
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
-        self._pending: tuple[Any, Callable[[], Tensor]] | None = None
+        self._pending: tuple[Any, Pending[Tensor]] | None = None
         self._moves, self._address = 0, 0
         self._owners: list[int] = []  # ids of the parameters whose values are in the shard
         self._tag = CommTag(f"{name}: gather {len(flat.bases)} parameters")
@@ -123,7 +124,7 @@ class ParamStorage:
         axes, x = self._nearest(versions)
         kept = self._stage.parameter
         if axes == self._stage.optimizer and kept not in (_WHOLE, axes):
-            x = self.flat.start_gather(x, axes, kept, self._tag)()
+            x = self.flat.start_gather(x, axes, kept, self._tag).wait()
             self._copies[kept], axes = (versions, x), kept
         self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
@@ -165,9 +166,9 @@ class ParamStorage:
     def whole(self) -> Tensor:
         """Return the whole buffer; wait for it if it is under way."""
         if self._pending is not None:
-            versions, wait = self._pending
+            versions, pending = self._pending
             self._pending = None
-            whole = wait()
+            whole = pending.wait()
             self._copies[_WHOLE], self._address = (
                 (versions, whole),
                 whole.untyped_storage().data_ptr(),
@@ -227,9 +228,9 @@ class ParamStorage:
     def drop_pending(self) -> None:
         """Wait for an all_gather under way and drop its result."""
         if self._pending is not None:
-            _, wait = self._pending
+            _, pending = self._pending
             self._pending = None
-            wait()
+            pending.wait()
 
     def after_forward(self, keep: str) -> None:
         """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it

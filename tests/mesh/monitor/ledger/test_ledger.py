@@ -23,7 +23,8 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
     Header,
     TraceBuffer,
 )
-from shardmesh.mesh.monitor.ledger.ledger import Ledger, LedgerEntry, ledger, mark_step, read_buffer
+from shardmesh.mesh.monitor.ledger.entries import LedgerEntry
+from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step, read_buffer
 from shardmesh.mesh.settings import collective_check, settings
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
 from tests.pool import Pool

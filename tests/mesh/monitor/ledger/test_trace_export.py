@@ -55,7 +55,7 @@ def test_the_trace_has_every_collective_and_step_of_every_rank(tmp_path: Path) -
 
 def test_the_same_collective_has_the_same_name_on_all_ranks() -> None:
     where: dict[str, set[int]] = {}
-    for e in _slices(trace_export.events(ledger_of(every_collective))):
+    for e in _slices(trace_export.events(ledger_of(every_collective).ranks)):
         where.setdefault(e["args"]["collective"], set()).add(e["pid"])
         assert e["pid"] in e["args"]["ranks"]
     assert sorted(map(sorted, where.values())) == sorted(
@@ -73,7 +73,7 @@ def test_overlapping_collectives_are_on_different_threads() -> None:
     for buffer in buffers.values():
         for number, times in enumerate([(1000, 9000), (2000, 3000), (4000, 5000), (9000, 9500)]):
             set_times(buffer, number, *times)
-    slices = [e for e in _slices(trace_export.events(Ledger(buffers))) if e["pid"] == 0]
+    slices = [e for e in _slices(trace_export.events(Ledger(buffers).ranks)) if e["pid"] == 0]
     assert [e["tid"] for e in slices] == [1, 2, 2, 1]
 
 
@@ -81,7 +81,7 @@ def test_arrows_lead_from_the_last_rank_to_waiting_ranks() -> None:
     buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
     for rank, buffer in buffers.items():
         set_times(buffer, 0, 1_000_000 * (rank + 1 if rank != 1 else 7), 9_000_000)
-    events = trace_export.events(Ledger(buffers))
+    events = trace_export.events(Ledger(buffers).ranks)
     starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
     assert {e["pid"] for e in starts} == {1}
     assert {e["pid"] for e in ends} == {0, 2, 3}
@@ -97,7 +97,7 @@ def test_unfinished_collectives_last_until_the_last_heartbeat() -> None:
     buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
     set_times(buffers[0], 0, 1000, 0)
     buffers[0].words[Header.HEARTBEAT] = 5000
-    (event,) = [e for e in _slices(trace_export.events(Ledger(buffers))) if e["pid"] == 0]
+    (event,) = [e for e in _slices(trace_export.events(Ledger(buffers).ranks)) if e["pid"] == 0]
     assert event["args"]["under way"] is True
     assert (event["ts"], event["dur"]) == pytest.approx((1.0, 4.0), abs=0.01)
 
@@ -105,7 +105,7 @@ def test_unfinished_collectives_last_until_the_last_heartbeat() -> None:
 def test_report_and_ledger_have_the_same_event_format() -> None:
     with null_world(4), comm_report() as report:
         every_collective(0)
-        mine = _slices(trace_export.events(ledger()))
+        mine = _slices(trace_export.events(ledger().ranks))
     theirs = report.trace()
     assert [e.keys() for e in mine] == [e.keys() for e in theirs]
     for name in ("axis", "ranks", "bytes_sent", "bytes_received", "line"):
@@ -208,7 +208,7 @@ def test_files_have_torchs_fields(tmp_path: Path) -> None:
 
 def test_every_field_of_torchs_entries_is_present() -> None:
     """The fields that `build_collectives` of torch's analyzer reads."""
-    entry = flight_recorder.dumps(ledger_of(every_collective))[0]["entries"][0]
+    entry = flight_recorder.dumps(ledger_of(every_collective).ranks)[0]["entries"][0]
     wanted = {
         "record_id",
         "pg_id",

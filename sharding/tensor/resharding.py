@@ -1,25 +1,25 @@
-"""Handles of tensors that are still communicated, which wait when they are used: torch's `async_op`
-returns tensors that do so.
+"""Resharding: a tensor that is still communicated, and that waits when it is used, as the tensors do
+that torch's `async_op` returns.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.pending import Pending
 
-class TensorHandle(ABC):
-    """A tensor to come. `wait()` returns it; operators, torch's functions and attributes of the
-    handle wait for it, too.
+
+class Resharding(Pending[Any]):
+    """The handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor (or the list of
+    them); operators, torch's functions and attributes of the handle wait for it, too.
 
     It is no tensor itself: `isinstance(handle, Tensor)` is False.
     """
 
-    @abstractmethod
-    def wait(self) -> Any:
-        """Return the tensor, the same at every call."""
+    def __repr__(self) -> str:
+        return f"Resharding({'in flight' if self._finish is not None else self._value!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -28,20 +28,18 @@ class TensorHandle(ABC):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(
-            TensorHandle, lambda handle: handle.wait(), (args, kwargs or {})
-        )
+        args, kwargs = pytree.tree_map_only(Resharding, Resharding.wait, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _define(name: str) -> None:
     """Give the handle an operator of tensors, which Python looks up in the class."""
 
-    def operator(self: TensorHandle, *args: Any) -> Any:
+    def operator(self: Resharding, *args: Any) -> Any:
         return getattr(self.wait(), name)(*map(settled, args))
 
     operator.__name__ = name
-    setattr(TensorHandle, name, operator)
+    setattr(Resharding, name, operator)
 
 
 for _name in (
@@ -79,10 +77,10 @@ def settled(value: Any) -> Any:
     """Return the value, or tuple, list or dict of values, with handles replaced by their
     tensors.
     """
-    if isinstance(value, TensorHandle):
+    if isinstance(value, Resharding):
         return value.wait()
-    if type(value) in (tuple, list) and any(isinstance(x, TensorHandle) for x in value):
+    if type(value) in (tuple, list) and any(isinstance(x, Resharding) for x in value):
         return type(value)(map(settled, value))
-    if type(value) is dict and any(isinstance(x, TensorHandle) for x in value.values()):
+    if type(value) is dict and any(isinstance(x, Resharding) for x in value.values()):
         return {key: settled(x) for key, x in value.items()}
     return value
