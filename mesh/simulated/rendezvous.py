@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.recording.recorder import differ, unlike
-from ..monitor.diagnosis.votes import connected, is_divided
+from ..monitor.diagnosis.votes import connected_components, is_divided
 from . import diagnosis as verdict
 from .arrival import Arrival
 

@@ -173,7 +173,7 @@ class AsyncSave(Pending[Checkpoint]):
             raise
         finally:
             _failed.pop(self, None)
-            _unfinished.pop(current_world(), None)
+            current_world().state(_LastSave).unfinished = None
 
     def _join_writing(self) -> None:
         self._written.wait()

@@ -332,7 +332,7 @@ def context_parallel_unshard(
     ]
 
 
-def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
+def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
     x = from_part(part, mesh, dim, lengths_along(mesh, mesh.axis_names, part.shape[dim]))
     if load_balancer is None:
         return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()

@@ -339,14 +339,14 @@ def _words(state: int, samples: int) -> str:
 def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
     failures = gather_facts(
-        exchange.group, None if mine.error is None else _seen(exchange, mine.error)
+        exchange.group, None if turn.error is None else _describe_error(exchange, turn.error)
     )
     if turn.error is not None:
         turn.error.add_note(
             f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch "
             "raise PeerError"
         )
-        raise mine.error
+        raise turn.error
     raise _peer_error([one for one in failures.values() if one is not None], step)
 
 
@@ -424,11 +424,13 @@ def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> 
     """
     has = received[:, 0] == _HAS
     if has.all():
-        return mine.batch
+        return turn.batch
     group = exchange.group
     sender = group.ranks[int(has.argmax())]
-    packed = facts_of(group, sender, _packed(mine.batch) if group.world.rank == sender else None)
-    return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
+    packed = facts_of(
+        group, sender, _pack_first_row(turn.batch) if group.world.rank == sender else None
+    )
+    return turn.batch if turn.state == _HAS else _unpack_batch(packed, exchange.mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

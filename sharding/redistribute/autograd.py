@@ -121,7 +121,7 @@ def start_redistribute(
         return [by_index[i] for i in sorted(by_index)]
 
     return start_linear(
-        given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
+        linear_tensors, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
     ).then(in_order)
 
 

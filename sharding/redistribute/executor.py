@@ -26,8 +26,8 @@ from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.comm.work import DONE
-from ...mesh.monitor.ledger.profiler import named
-from ..layout.bounded_cache import HEAVY_LIMIT, keep
+from ...mesh.monitor.ledger.profiler import profiler_range
+from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from .packed_collectives import Collective
 from .plan import Plan, Step, plan

@@ -75,7 +75,7 @@ def start_linear(
 
     def finish() -> list[Tensor]:
         # one node for all: those that did not require grad before do not after
-        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
+        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, inputs)
         return [
             out if x.requires_grad else out.detach() for x, out in zip(inputs, results, strict=True)
         ]

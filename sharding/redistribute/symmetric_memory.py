@@ -177,7 +177,8 @@ class SymmetricAllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        x, given = concatenated(tensors, self.dtype), tensors[0]
+        first = tensors[0]
+        x = concatenated(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1:
             total = outs[0]

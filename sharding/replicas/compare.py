@@ -261,7 +261,7 @@ def _sets_that_differ(row: dict[int, tuple[Any, bytes]]) -> list[EqualRanks]:
     """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
     rank first.
     """
-    found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
+    by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in row.items():
         if holders:
             by_holders[holders].append((rank, hash_))
@@ -324,7 +324,7 @@ def _first_difference(
 
 def _of_pair(own: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
     """Return the objects of two of the ranks, on all ranks."""
-    everyone = gather_facts(group, mine if group.world.rank in pair else None)
+    everyone = gather_facts(group, own if group.world.rank in pair else None)
     return everyone[pair[0]], everyone[pair[1]]
 
 

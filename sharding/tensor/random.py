@@ -152,7 +152,7 @@ def check_rng_state(mesh: Any) -> None:
             "every rank"
         )
 
-    state = _state(mesh.world)
+    state = mesh.world.state(RandomStream)
     same_on_all(mesh.group(mesh.axis_names), (state.seed, state.drawn), error)
 
 

@@ -177,7 +177,9 @@ def _start(
 
     def finish() -> ShardedTensor:
         (moved,) = parts.wait()
-        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        result = (
+            out if out is not None else ShardedTensor._make(_copy_if_shared(moved, source), target)
+        )
         result._lineage = lineage
         return result
 
@@ -253,9 +255,9 @@ def redistribute_many(
     def finish() -> list[ShardedTensor]:
         results = []
         for moved, local, lineage, (_, target) in zip(
-            parts.wait(), kept, lineages, pairs, strict=True
+            parts.wait(), sources, lineages, pairs, strict=True
         ):
-            results.append(ShardedTensor._make(_unshared(moved, local), target))
+            results.append(ShardedTensor._make(_copy_if_shared(moved, local), target))
             results[-1]._lineage = lineage
         return results
 

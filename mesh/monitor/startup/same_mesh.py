@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, distributed_c10d
@@ -70,9 +69,6 @@ class _Meshes:
         self.store = _store_of(world)
 
 
-_meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
-
-
 def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequence[str]) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
@@ -83,9 +79,7 @@ def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequen
     """
     if world.size == 1 or settings().mode == "off":
         return
-    if world not in _meshes:
-        _meshes[world] = _Meshes(world)
-    meshes = _meshes[world]
+    meshes = world.state(_Meshes)
     # a list of thousands of ranks would fill the store
     order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()
     values = device_type, list(mesh.shape), list(mesh.axis_names), order, list(backends)
@@ -97,9 +91,8 @@ def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequen
     made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = meshes.store.below(str(len(meshes.known)), "*")
     meshes.known.add(key)
-    with contextlib.suppress(
-        dist.DistError
-    ):  # the store is gone: the next collective tells what happened
+    # when the store is gone, the next collective tells what happened
+    with contextlib.suppress(dist.DistError):
         _compare(world, keys, key, made, len(meshes.known))
 
 

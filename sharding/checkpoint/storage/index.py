@@ -338,7 +338,7 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
     for key, item in _pairs(value, what):
         if type(key) is not str:
             raise Damage(f"{what} has {shortened(_kind(key))} in the place of a name")
-        if key in found:
+        if key in mapping:
             raise Damage(f"{what} has {_quoted(key)} twice")
         mapping[key] = item
     return mapping

@@ -116,7 +116,7 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
         has = f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
         raise CheckpointError(
-            _damaged(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
+            _damage_text(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
         )
     return x
 
@@ -197,5 +197,5 @@ def _load_or_raise(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) 
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            _damaged(stored, piece, f"torch.load says {shortened(error)}")
+            _damage_text(stored, piece, f"torch.load says {shortened(error)}")
         ) from error

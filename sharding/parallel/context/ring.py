@@ -143,7 +143,9 @@ def _ring_grads(
         hop_grads = AttentionGrads.zeros(q, *current)._replace(q=own.q) if hop else own
         attend_grads(hop_grads, grad, q, *current, out, lse, ring.blocks[hop], ring.scale)
         if hop:
-            following = ring.send(_pack(found.k, found.v) + following.wait(), own[1:], hop + 1)
+            following = ring.send(
+                _pack(hop_grads.k, hop_grads.v) + following.wait(), own[1:], hop + 1
+            )
     if ring.size == 1:
         return own
     home = ring.unpack(following.wait(), own[1:], ring.size)

@@ -342,7 +342,7 @@ def _start_bucket(
             [origin for origin, _ in known], donate=donate, tag=tag
         )
     return lambda: [
-        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        _shaped_like(part if origin is grad else _copy_if_shared(part, origin), grad)
         for part, (origin, _), grad in zip(parts.wait(), known, grads, strict=True)
     ]
 
