@@ -1,7 +1,6 @@
 """Time of saving and loading one state: shardmesh compared with torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py                          4 gloo processes, 201 MB: about two
-                                                             minutes
+    python benchmarks/checkpoint.py                          4 gloo processes, 201 MB, two minutes
     python benchmarks/checkpoint.py --dir /mnt/scratch       on another disk
     python benchmarks/checkpoint.py --quick                  2 processes, 2 MB, seconds
     python benchmarks/checkpoint.py --json figures.json --markdown tables.md

@@ -1,12 +1,10 @@
 """Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor,
 and shardmesh.
 
-    python benchmarks/dispatch.py                          tables on the terminal, about two minutes
-    python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes
-                                                           time
-    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves,
-                                                           shapes, mlp, stack,
-                                                           optimizers
+    python benchmarks/dispatch.py                       tables on the terminal, about two minutes
+    python benchmarks/dispatch.py --size large          larger tensors, whose arithmetic takes time
+    python benchmarks/dispatch.py --only operators      or handling, moves, shapes, mlp, stack,
+                                                        optimizers
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
 One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is

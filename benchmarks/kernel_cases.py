@@ -1,16 +1,16 @@
 """Benchmark cases of the kernels: each case runs our kernel and the torch operations that do the
 same.
 
-    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as in torch.chunk
+    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]    as in torch.chunk
 
 The torch operations are those that PyTorch's libraries run before and after their collectives (read
 in torch 2.13):
 
-    DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`; S -> R:
-                `Shard._to_replicate_tensor`,
-                over `funcol.all_gather_single`; uneven chunks are padded before and narrowed after
-    FSDP2       `foreach_reduce` (`torch._chunk_cat`) and `foreach_all_gather_copy_out`
-                (`torch.split_with_sizes_copy`)
+    DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`;
+                S -> R: `Shard._to_replicate_tensor`, over `funcol.all_gather_single`;
+                uneven chunks are padded before and narrowed after
+    FSDP2       `foreach_reduce` (`torch._chunk_cat`) and
+                `foreach_all_gather_copy_out` (`torch.split_with_sizes_copy`)
 
 kernels.py times the cases on a GPU; kernel_bytes.py counts the bytes that they move, without a GPU.
 """

@@ -1,8 +1,7 @@
 """Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the
 lookup of one rank's routes.
 
-    python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to
-                                                             five axes, minutes
+    python benchmarks/plan_scale.py                          8 to 131,072 ranks, to 5 axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
     python benchmarks/plan_scale.py --only "(512, 8, 32)"    one mesh; may be given several times
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md

@@ -1,11 +1,11 @@
 """AdamW as a pure function over pytrees of tensors, plain or sharded, without any code for the
 mesh.
 
-    w1 P("dp", "tp")      communication in a training step                             communication in `update`: none
+    w1 P("dp", "tp")   communication in a training step              in `update`: none
     +----+----+
-    | r0 | r1 |   w1  ->  all_gather over dp before use, P(None, "tp")                  r0:  its part of w1, g, m, v
-    +----+----+   dw1 ->  reduce_scatter over dp in backward, to P("dp", "tp")          r1:  its part of w1, g, m, v
-    | r2 | r3 |           all_reduce over tp of the pending result of `... @ w2`        ...
+    | r0 | r1 |        w1:  all_gather over dp to P(None, "tp")      r0: its part of w1, g, m, v
+    +----+----+        dw1: reduce_scatter over dp in backward       r1: its part of w1, g, m, v
+    | r2 | r3 |        all_reduce over tp of the pending `... @ w2`  ...
     +----+----+
 
 Gradients and both moments have the layout of their parameter, so each rank stores and updates only

@@ -1,13 +1,12 @@
 """A mixture of experts with the experts sharded over the ranks: dispatch tokens to their experts,
 and combine the results.
 
-    tokens P("ep"), experts P("ep"), router P()       here each token is routed to one expert; each
-                                                      rank has two experts
+    tokens P("ep"), experts P("ep"), router P()    each token goes to one expert; each rank has two
 
-    rank 0   tokens   a b c d     sorted by expert  [ b | a d |   | c ]     received [b e | a d f]  for experts 0 and 1
-             expert   1 0 3 1             of expert   0    1    2   3
-    rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     received [g | c]        for experts 2 and 3
-             expert   0 1 2
+    rank 0  tokens  a b c d    by expert  [ b | a d |   | c ]    received [b e | a d f]  experts 0 1
+            expert  1 0 3 1    of expert    0    1    2   3
+    rank 1  tokens  e f g      by expert  [ e |  f  | g |   ]    received [g | c]        experts 2 3
+            expert  0 1 2
 
     the results are sent back in the same way:    rank 0  [b a d c]  ->  a b c d     rank 1  [e f g]
 

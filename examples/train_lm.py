@@ -1,17 +1,17 @@
 """Train a byte-level GPT on the source code of Python's standard library, sharded over a 2-D mesh
 of processes.
 
-    python examples/train_lm.py                              4 local processes, mesh (fsdp=2, tp=2)
-    torchrun --nproc-per-node 4 examples/train_lm.py         the same, started by torchrun
-    python examples/train_lm.py --single                     the same model and data in one process,
-                                                             without a mesh
-    python examples/train_lm.py --compare                    both, with their losses side by side
+    python examples/train_lm.py                           4 local processes, mesh (fsdp=2, tp=2)
+    torchrun --nproc-per-node 4 examples/train_lm.py      the same, started by torchrun
+    python examples/train_lm.py --single                  the model and data in one process, no mesh
+    python examples/train_lm.py --compare                 both, with their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
-    python examples/train_lm.py --parallel dp=2,fsdp=2       with the library's parallel layers: dp,
-                                                             zero1, zero2, fsdp, tp, sp
-    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         continue from the newest checkpoint, of any mesh
-    python examples/train_lm.py --jit inductor               compile the step with Inductor;
-                                                             --no-jit runs every step eagerly
+    python examples/train_lm.py --parallel dp=2,fsdp=2    with the library's parallel layers:
+                                                          dp, zero1, zero2, fsdp, tp, sp
+    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume
+                                                          from the newest checkpoint, of any mesh
+    python examples/train_lm.py --jit inductor            compile the step with Inductor;
+                                                          --no-jit runs every step eagerly
 
 The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in
 which each weight is stored (`STORED`), and calls of `reshard(x, spec)` change the layout where

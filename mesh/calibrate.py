@@ -69,8 +69,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
     Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between
         them, counted by `comm_budget` like any others.
 
-        calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s,
-                          memory 2.1 TB/s
+        calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s, ...
     """
     mesh = _checked(mesh, seconds)
     if (

@@ -118,8 +118,8 @@ class DeviceMesh(AbstractMesh):
         """Return the mesh of these axes, in this order, over the ranks with the same index as this
         rank on the other axes.
 
-            mesh (dp=2, tp=2)   [0 1]     on rank 2:  mesh["tp"] = [2 3]   mesh["dp"] = [0 2]   mesh["tp", "dp"] = [0 2]
-                                [2 3]                                                                              [1 3]
+            mesh (dp=2, tp=2)  [0 1]   on rank 2:  mesh["tp"] = [2 3]   mesh["tp", "dp"] = [0 2]
+                               [2 3]               mesh["dp"] = [0 2]                      [1 3]
 
         On a rank outside the mesh, return the slice at index 0 of the other axes, whose coordinate
         is None too.

@@ -53,8 +53,8 @@ class Topology:
     node each; `crossing=("dp",)` if ranks with the same index along "dp" do. With neither, all
     ranks share one node.
 
-        mesh (dp=2, tp=4)   [0 1 2 3]   crossing=("dp",) or node_size=4:   [0 0 0 0]   the node of each rank
-                            [4 5 6 7]                                      [1 1 1 1]
+        mesh (dp=2, tp=4)   [0 1 2 3]   nodes, with crossing=("dp",) or node_size=4:   [0 0 0 0]
+                            [4 5 6 7]                                                  [1 1 1 1]
 
     Immutable and hashable: topologies with the same numbers are equal.
 

@@ -130,10 +130,12 @@ class CommReport:
         limit: int | None,
     ) -> None:
         if limit is not None and used + more > limit:
+            operator = call.operator
+            advice = "Choose shardings that need less" if operator is None else operator.advice
             raise CommBudgetError(
                 f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of "
                 f"which {used} are used. Nothing was sent. "
-                f"{'Choose shardings that need less' if call.operator is None else call.operator.advice}, "
+                f"{advice}, "
                 f"or allow {unit}={used + more}."
             )
 

@@ -119,9 +119,9 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
 class SideStream:
     """The stream of those operations on a group's shared memory whose results are waited for later.
 
-        current stream    ... write x ---.             compute                wait() .--- read the result ...
-                                         v                                           |
-        side stream           wait for the event, stage, barrier, read, barrier, event
+        current stream   ... write x ---.          compute           wait() .--- read the result ...
+                                        v                                   |
+        side stream          wait for the event, stage, barrier, read, barrier, event
 
     All operations on the memory must run in one order, those on the current stream too: the next on
     the side stream waits for the current stream, and the next on the current stream for the last

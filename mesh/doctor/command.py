@@ -62,8 +62,9 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
     parser = commands.add_parser(
         "doctor",
         help="what is wrong with this machine or job, and what to do about it",
-        description="Looks at the machine and at how the job is started, tries out collectives, and says what is wrong and how to "
-        "fix it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
+        description="Looks at the machine and at how the job is started, tries out collectives, "
+        "and says what is wrong and how to fix it. Alone it starts processes of its own; under "
+        "torchrun it uses the job's. The exit status is 1 if there is a fault.",
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -143,11 +144,13 @@ def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mes
     size = here.place.size
     if nprocs is not None:
         raise ValueError(
-            f"--nprocs {nprocs}: this process is rank {here.place.rank} of a job of {size} already; leave --nprocs out"
+            f"--nprocs {nprocs}: this process is rank {here.place.rank} of a job of {size} "
+            "already; leave --nprocs out"
         )
     if given is not None and given.size() != size:
         raise ValueError(
-            f"--mesh {given!r} has {given.size()} ranks, but the job has {size}: make their product {size}"
+            f"--mesh {given!r} has {given.size()} ranks, but the job has {size}: "
+            f"make their product {size}"
         )
     return _over(given, size, here)
 
@@ -166,7 +169,8 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
         size = count if count > 1 else min(_MOST_LOCAL, max(2, here.system.cores))
     if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * here.system.cores)):
         raise ValueError(
-            f"{size} processes are more than this host can start at once ({most}): write a smaller --nprocs or --mesh"
+            f"{size} processes are more than this host can start at once ({most}): "
+            "write a smaller --nprocs or --mesh"
         )
     if size < 2:
         raise ValueError(
@@ -219,7 +223,8 @@ def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Rep
     if needed := _missing(checks):
         _give_up(replace(own, checks=checks | {"collectives": _not_tried(needed)}), show, place)
     late = fault(
-        f"not done within {_limit(mesh):.0f} s: does every rank run this, and can the hosts reach each other?",
+        f"not done within {_limit(mesh):.0f} s: does every rank run this, and can the hosts reach "
+        "each other?",
         _LOUDER,
     )
     timer = threading.Timer(

@@ -28,7 +28,8 @@ if torch.cuda.is_available():
         identity = str(getattr(torch.cuda.get_device_properties(i), "uuid", ""))
         found["devices"].append([torch.cuda.get_device_name(i), total, free, identity])
     can = torch.cuda.can_device_access_peer
-    found["no_peers"] = [[i, j] for i in range(count) for j in range(count) if i != j and not can(i, j)]
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    found["no_peers"] = [pair for pair in pairs if not can(*pair)]
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 else:
     torch.cuda.init()

@@ -1,8 +1,7 @@
 """Run the Python debugger on one rank while the others wait.
 
-rank 0   ... (Pdb) p x  n  n  c ........... gather   continues
-rank 1   ..................... waits ...... gather   continues     or: PeerError: rank 0 quit the
-                                                                   debugger
+rank 0   ... (Pdb) p x  n  n  c ........ gather   continues
+rank 1   .................. waits ...... gather   continues, or PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations

@@ -372,13 +372,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _reset(number)
         world = current_world()
         rank = f" rank {world.rank}:" if world.size > 1 else ""
-        with contextlib.suppress(
-            OSError
-        ):  # not through sys.stderr, which may be in the middle of a write
-            os.write(
-                2,
-                f"shardmesh:{rank} {signal.Signals(number).name}: ends with code {128 + number}\n".encode(),
-            )
+        # Not through sys.stderr, which may be in the middle of a write.
+        with contextlib.suppress(OSError):
+            name = signal.Signals(number).name
+            os.write(2, f"shardmesh:{rank} {name}: ends with code {128 + number}\n".encode())
         raise SystemExit(128 + number)
     _notice = "SIGTERM"
     for agreement in list(_agreements.values()):

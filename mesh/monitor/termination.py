@@ -1,9 +1,10 @@
 """End the processes of a failed job: the verdict is the last thing printed, and every process exits
 within seconds.
 
-    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
+    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there
               +5 s     one that does not react is ended
               +10 s    one that raised the error and lives on, in the same job, is ended
+                       (SHARDMESH_EXIT_S=10)
     at exit            torch's groups are kept: destroying one waits for its threads, which wait for
                        ranks that never answer
 

@@ -67,11 +67,11 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         and an all_to_all (not over gloo).
 
     Example:
-        >>> state = sm.checkpoint.load("checkpoints",
-        ...     like=sm.checkpoint.state_dict(model, optimizer))
+        >>> like = sm.checkpoint.state_dict(model, optimizer)
+        >>> state = sm.checkpoint.load("checkpoints", like=like)
         >>> sm.checkpoint.load_state_dict(model, state, optimizer)
-        >>> w = sm.checkpoint.load("checkpoints",
-        ...     {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
+        >>> layout = Layout.of(mesh, P("tp"), (8, 4))
+        >>> w = sm.checkpoint.load("checkpoints", {"model": {"w": layout}})["model"]["w"]
     """
     world = current_world()
     group = all_ranks(world)

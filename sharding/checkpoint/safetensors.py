@@ -118,8 +118,8 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
 
     Example:
         >>> sm.checkpoint.load_safetensors("llama/", like=model)
-        >>> w = sm.checkpoint.load_safetensors("w.safetensors",
-        ...     {"w": Layout.of(mesh, P("tp"), (8, 4))})["w"]
+        >>> layout = Layout.of(mesh, P("tp"), (8, 4))
+        >>> w = sm.checkpoint.load_safetensors("w.safetensors", {"w": layout})["w"]
     """
     world = current_world()
     group = all_ranks(world)

@@ -30,8 +30,8 @@ def save(
     """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world
     calls it.
 
-        rank 0   w [0:4]   --.
-        rank 1   w [4:8]   --+-->   dir/step-00000012/   __0_0.distcp   __1_0.distcp   .metadata   manifest.json
+        rank 0   w [0:4]   --.           step-00000012/__0_0.distcp   step-00000012/.metadata
+        rank 1   w [4:8]   --+-->   dir  step-00000012/__1_0.distcp   step-00000012/manifest.json
 
     Each box is written by one of the ranks that hold it. The files have the format of
     torch.distributed.checkpoint, with a CRC-32 of every piece in the manifest. They are written to

@@ -44,8 +44,8 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
     Example:
         >>> save(state_dict(model, optimizer), "checkpoints")
-        >>> load_state_dict(model, load("checkpoints", like=state_dict(model, optimizer)),
-        ...     optimizer)
+        >>> state = load("checkpoints", like=state_dict(model, optimizer))
+        >>> load_state_dict(model, state, optimizer)
     """
     state: dict[str, Any] = {"model": _model_state(model)}
     if optimizer is not None:

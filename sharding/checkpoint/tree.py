@@ -2,10 +2,9 @@
 
 {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
-leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as
-                                                                          torch.distributed.checkpoint
-                                                                          names them
-structure   {"dict": [["model", {"dict": [["w", "model.w"]]}], ["groups", {"list": [...]}], ["betas", "betas"]]}
+leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99), named as by torch's checkpoint
+structure   {"dict": [["model", {"dict": [["w", "model.w"]]}],
+                      ["groups", {"list": [...]}], ["betas", "betas"]]}
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class PerRank(Leaf):
     Communication: none.
 
     Example:
-        >>> sm.checkpoint.save({"noise": sm.checkpoint.PerRank(torch.get_rng_state())},
-        ...     "checkpoints")
+        >>> noise = sm.checkpoint.PerRank(torch.get_rng_state())
+        >>> sm.checkpoint.save({"noise": noise}, "checkpoints")
     """
 
     value: Any

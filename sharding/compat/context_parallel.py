@@ -96,8 +96,12 @@ def context_parallel(
     Communication: none by itself; attention's as in `context_parallel_attention`.
 
     Example:
-        >>> with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1],
-        ...     no_restore_buffers={tokens, labels}):
+        >>> with context_parallel(
+        ...     mesh["cp"],
+        ...     buffers=[tokens, labels],
+        ...     buffer_seq_dims=[1, 1],
+        ...     no_restore_buffers={tokens, labels},
+        ... ):
         ...     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         ...     loss.backward()
     """

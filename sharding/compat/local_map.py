@@ -68,8 +68,11 @@ def local_map(
     all_gather of the results' shapes.
 
     Example:
-        >>> @local_map(out_placements=[Shard(0)], in_placements=([Shard(0)], [Replicate()]),
-        ...     in_grad_placements=([Shard(0)], [Partial()]))
+        >>> @local_map(
+        ...     out_placements=[Shard(0)],
+        ...     in_placements=([Shard(0)], [Replicate()]),
+        ...     in_grad_placements=([Shard(0)], [Partial()]),
+        ... )
         ... def scores(q, k):
         ...     return torch.softmax(q @ k.T, -1)
     """

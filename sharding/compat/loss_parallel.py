@@ -25,7 +25,7 @@ def loss_parallel() -> Iterator[None]:
     """with loss_parallel(): `F.cross_entropy` and `F.nll_loss` of logits split by classes take
     plain targets, as in torch.
 
-        logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss; logits are not gathered
+        logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss, no gather
 
     Without it they take targets that are sharded tensors, and logits split in any way; neither
     needs backward inside the block. All reductions, class weights and label smoothing work, on

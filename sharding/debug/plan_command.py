@@ -20,11 +20,13 @@ from ..layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
 from .explain import explain
 
 EXAMPLE = """\
-  python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 --dtype bf16 "P('dp','tp')" "P('tp','dp')"
+  python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 \
+--dtype bf16 "P('dp','tp')" "P('tp','dp')"
 """
 _SPELLINGS = """\
 FROM and TO are specs or placements, in quotes because of the shell:
-  "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     unreduced={'ep': 'max'}     sizes={'dp': (3, 0, 5)}
+  "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     also unreduced={'ep': 'max'},
+                                                      sizes={'dp': (3, 0, 5)}
   "[Shard(0), Replicate(), Partial('sum')]"           one for each axis of the mesh
 """
 _MOST_ELEMENTS = 1 << 62

@@ -230,9 +230,8 @@ class P:
             )
             entries.append(f"unreduced={{{shown}}}")
         if self.sizes:
-            entries.append(
-                f"sizes={{{', '.join(f'{_show_entry(axes)}: {sizes}' for axes, sizes in self.sizes)}}}"
-            )
+            shown = ", ".join(f"{_show_entry(axes)}: {sizes}" for axes, sizes in self.sizes)
+            entries.append(f"sizes={{{shown}}}")
         return f"P({', '.join(entries)})"
 
     @cached_property

@@ -111,7 +111,8 @@ def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
         part is None or (part.start, part.stop) == (0, n)
         for part, n in zip(page, layout.shape, strict=True)
     ]
-    return f"[{', '.join(':' if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))}]"
+    dims = (":" if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))
+    return f"[{', '.join(dims)}]"
 
 
 def title(layout: Layout, max_chars: int = 160) -> str:

@@ -67,8 +67,8 @@ class Shampoo(MatrixOptimizer):
         Preconditioners are redistributed after loading a state with other owners.
 
     Example:
-        >>> optimizer = sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9,
-        ...     adamw=["*embed*"], adamw_lr=1e-3)
+        >>> embeddings = {"adamw": ["*embed*"], "adamw_lr": 1e-3}
+        >>> sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, **embeddings)
     """
 
     algorithm = "shampoo"

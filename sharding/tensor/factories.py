@@ -21,7 +21,8 @@ from .sharded_tensor import ShardedTensor
 _WHERE = """
     Args:
         size: the global shape, as numbers or one sequence.
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may
+            take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         dtype: element type; torch's default dtype if left out.
         layout: `torch.strided`, the only supported memory layout.

@@ -69,8 +69,8 @@ def make_array_from_callback(
     Communication: none.
 
     Example:
-        >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"),
-        ...     lambda index: torch.arange(8)[index] ** 2)
+        >>> x = torch.arange(8)
+        >>> sm.make_array_from_callback((8,), mesh, P("dp"), lambda index: x[index] ** 2)
     """
     mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):
@@ -102,8 +102,8 @@ def make_array_from_process_local_data(
     """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank
     passes its own part.
 
-        P("dp") on (dp=2, tp=2)     ranks 0 and 1 pass rows [a b c]       global  [a b c d e], in parts of 3 and 2 rows
-                                    ranks 2 and 3 pass rows [d e]
+        P("dp") on (dp=2, tp=2)    ranks 0 and 1 pass rows [a b c]    global  [a b c d e], in parts
+                                   ranks 2 and 3 pass rows [d e]      of 3 and 2 rows
 
     Args:
         mesh: the mesh; with one set it may be left out:

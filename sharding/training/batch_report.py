@@ -127,8 +127,8 @@ def batch_report(
     Communication: none.
 
     Example:
-        >>> report = sm.training.batch_report(8, mesh, "dp", accumulation=2,
-        ...     before=checkpoint["batch"])
+        >>> before = checkpoint["batch"]
+        >>> report = sm.training.batch_report(8, mesh, "dp", accumulation=2, before=before)
         >>> print(report)
     """
     if per_rank < 1 or accumulation < 1:

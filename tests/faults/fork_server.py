@@ -1,10 +1,12 @@
 """A fork server for the ranks of faulty programs, so that they do not import torch again.
 
-    Runner (the tests)              fork server                  supervisor of a job           rank of a job
-      python -m ...fork_server ->     imports torch, shardmesh, the table
-      one line of JSON     ----->     fork                ----->   4 x fork             ----->   program(ctx)
-                                                                   waits, kills hanging ranks    its events, its stderr;
-      ended.json           <-------------------------------------  ended.json                    then the interpreter ends
+    Runner (the tests)    fork server              supervisor of a job    rank of a job
+      python -m ...  -->    imports torch,
+      fork_server           shardmesh, the table
+      one line of    -->    fork              -->     4 x fork      -->    program(ctx)
+      JSON                                            waits, kills         its events, its stderr;
+                                                      hanging ranks        then the interpreter ends
+      ended.json     <-----------------------------   ended.json
 
 The fork server has one thread, no process group and has run no backward when it forks. A rank
 returns from `main` or raises out of it, so that its interpreter ends as that of any program, with

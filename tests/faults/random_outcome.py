@@ -8,8 +8,8 @@ nothing     no error and correct results: the divergence had no effect
 local       no error and different results, but all collectives moved the same data: the divergence
             was not observable
 unseen      no error and different results, but only collectives that the program calls on plain
-            tensors moved different data:
-            such tensors have no lineage, and differ between ranks in correct programs too
+            tensors moved different data: such tensors have no lineage, and differ between ranks in
+            correct programs too
 silent      no error and different results otherwise
 """
 

@@ -1,7 +1,7 @@
 """Processes that share CPU memory, as ranks of one node's GPUs do:
 `SharedMemoryRanks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
 
-    file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...     mapped by every rank, anywhere
+    file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...   mapped by all ranks
 
 A group of ranks is a new file and new `Peers`; the processes are started once (forked from a server
 that has imported torch and triton) and serve any number of groups. Kernels run in Triton's

@@ -1,8 +1,8 @@
 """Record and compare each collective of a rank on one group, in about two microseconds.
 
     enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in
-            the group's row;
-            then read the rows of other ranks: publish before reading, so that on a mismatch at
+            the group's row; then read the rows of other ranks: publish before reading, so that on a
+            mismatch at least one rank detects it before moving data
             least one rank detects it before moving data
     leave   the record gets its end time
 

@@ -1,13 +1,14 @@
 """The trace buffer of a rank: its activity, in memory that other ranks of its host can read and
 that a file keeps when it dies.
 
-    header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
-    stack      its Python stack, when another rank has asked for it
-    groups     for each group: which, how many collectives it has called, and of
-               its last 64, or 1024, collectives                                    (fingerprint, lineage, number of the record, route)
-    ring       its last 4096 collectives                                            records of 8 words
+    header     who it is, its heartbeat, what it is blocked on    8-byte words, see `Header`; from
+                                                                  32 on, marked steps
+    stack      its Python stack, when another rank has asked
+    groups     for each group: which, how many collectives it     (fingerprint, lineage, number of
+               has called, and of its last 64, or 1024            the record, route)
+    ring       its last 4096 collectives                          records of 8 words
     splits     how much its last all_to_alls sent and expected
-    text       what records point to: calls, places, groups                         append-only
+    text       what records point to: calls, places, groups       append-only
 
 Only its own rank writes to a trace buffer (except for one word, with which others ask for its
 stack), so nothing is locked. A reader may see a half-written record; it compares the fingerprint,
@@ -68,26 +69,20 @@ class Header:
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = (
-        9,
-        10,
-    )  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
+    # The number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE,
+    # MAY_GO_ON.
+    BLOCKED, BLOCKED_SINCE = 9, 10
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
-    PAUSED, STEP = (
-        17,
-        18,
-    )  # PAUSED: how many debuggers it is in, and how many waits of `idle`, each of which counts as IDLE
+    # PAUSED: how many debuggers it is in, and how many waits of `idle`, each counted as IDLE.
+    PAUSED, STEP = 17, 18
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it
-    AWARE = (
-        22  # whether the watchdog thread has read the verdict, and so ends the process by itself
-    )
+    AWARE = 22  # whether the watchdog thread has read the verdict, and so ends its process itself
     CHANNELS = 23  # number of channels for messages that the program sends by torch
-    UNMATCHED = (
-        24  # whether some of these are numbered differently than by their sender or receiver
-    )
+    # whether some of these are numbered differently than by their sender or receiver
+    UNMATCHED = 24
     SEED, DRAWN = 25, 26  # of the random number generator, see `sharding/tensor/random.py`
     THREAD_ERROR = 27  # a text: which thread raised what
     RESUMED = 28  # when the last pause ended

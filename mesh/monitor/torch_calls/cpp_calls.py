@@ -4,8 +4,7 @@ are bypassed.
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
     functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's
-                   functional collectives, DTensor's, and those
-                   in compiled graphs
+                   functional collectives, DTensor's, and those in compiled graphs
 
 Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU,
 which replaces the name of the group and calls torch's own; what is traced, or on another device,

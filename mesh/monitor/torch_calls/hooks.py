@@ -1,9 +1,11 @@
 """Wrap torch.distributed so that the program's own calls are recorded and compared like the
 library's.
 
-    dist.all_reduce(x)   FSDP2   object collectives   batch_isend_irecv      Python calls a method of ProcessGroup      wrapped here
-    DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see cpp_calls.py
-    work.wait()                                                              Python calls the method of Work            wrapped here
+    dist.all_reduce(x)   FSDP2     Python calls a method of ProcessGroup      wrapped here
+    object collectives   batch_isend_irecv
+    DDP's reducer                  C++ calls it, of the group it was given    see cpp_calls.py
+    functional collectives
+    work.wait()                    Python calls the method of Work            wrapped here
 
 Everything that torch.distributed does in Python goes through some twenty methods of one class:
 `dist.all_reduce(x, group=g)` is `g.allreduce([x], options)`. They are wrapped from the first mesh

@@ -1,10 +1,10 @@
 """Token dispatch: send rows to the experts that tokens choose, and combine their results, with one
 all_to_all each way.
 
-    rank 0   tokens   a b c d     by expert  [ b | a d |   | c ]     arrived  [b e | a d f]  for the experts 0 and 1
-             choose   1 0 3 1     of expert    0    1    2   3
-    rank 1   tokens   e f g       by expert  [ e |  f  | g |   ]     arrived  [g | c]        for the experts 2 and 3
-             choose   0 1 2
+    rank 0  tokens  a b c d    by expert  [ b | a d |   | c ]    arrived  [b e | a d f]  experts 0 1
+            choose  1 0 3 1    of expert    0    1    2   3
+    rank 1  tokens  e f g      by expert  [ e |  f  | g |   ]    arrived  [g | c]        experts 2 3
+            choose  0 1 2
 
 Ranks exchange how many of their tokens chose each expert; all sizes follow from these counts, the
 same on every rank.

@@ -47,8 +47,8 @@ def parallelize(
     """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by
     the plan.
 
-        "*.up": colwise()      x [b, k] whole      -> [b, n/tp]            weight [n/tp, k]
-        "*.down": rowwise()    [b, n/tp]           -> [b, k] pending -> summed      weight [k, n/tp]
+        "*.up": colwise()      x [b, k] whole  ->  [b, n/tp]                     weight [n/tp, k]
+        "*.down": rowwise()    [b, n/tp]       ->  [b, k] pending  ->  summed    weight [k, n/tp]
 
     Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no
     pattern matches are replicated. Tied ones stay tied. A style concerns one axis of the mesh;

@@ -1,8 +1,9 @@
 """Styles of tensor and sequence parallelism: layouts of a module's parameters, inputs and outputs.
 
-    colwise()        weight [n/tp, k]    x whole  -> y split by output features           nothing moves
-    rowwise()        weight [n, k/tp]    x split by input features -> y pending -> out    all_reduce, or reduce_scatter
-    sequence_parallel(1)      parameters whole    x split along dim 1 -> y split along dim 1       nothing moves
+    colwise()              weight [n/tp, k]     x whole -> y split by output features; nothing moves
+    rowwise()              weight [n, k/tp]     x split by input features -> y pending -> out, by an
+                                                all_reduce, or reduce_scatter
+    sequence_parallel(1)   parameters whole     x split along dim 1 -> y as well; nothing moves
 
 A style concerns its own axis, "tp"; along all others layouts do not change.
 """
@@ -113,7 +114,8 @@ class colwise(_StyleWithRepr):
     of `out`.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": sm.parallel.colwise(units=32), "*.o_proj": sm.parallel.rowwise(units=32)})
+        >>> heads, sums = sm.parallel.colwise(units=32), sm.parallel.rowwise(units=32)
+        >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": heads, "*.o_proj": sums})
     """
 
     out: AxisLayout = None
@@ -154,7 +156,8 @@ class rowwise(_StyleWithRepr):
     input is split differently.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise(out=P(None, "tp", None))})
+        >>> down = sm.parallel.rowwise(out=P(None, "tp", None))
+        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": down})
     """
 
     out: AxisLayout = _WHOLE
@@ -236,8 +239,8 @@ class prepare_inputs(Style):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()),
-        ...     "*.q_proj": colwise()})   # one gather for q, k and v
+        >>> # one gather for q, k and v
+        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()), "*.q_proj": colwise()})
     """
 
     def __init__(self, *where: AxisLayout, axis: str | None = None, **named: AxisLayout) -> None:
@@ -255,7 +258,8 @@ class prepare_inputs(Style):
         )
 
     def __repr__(self) -> str:
-        return f"prepare_inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
+        named = [f"{name}={where!r}" for name, where in self._named.items()]
+        return f"prepare_inputs({', '.join([*map(repr, self._where), *named])})"
 
 
 class prepare_outputs(Style):
@@ -309,7 +313,9 @@ class shard_params(_StyleWithRepr):
     Communication: that of `in_` and `out`.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.attn": sm.parallel.shard_params({"w_qkv": P("tp"), "w_out": P(None, "tp")}, out=P())})
+        >>> specs = {"w_qkv": P("tp"), "w_out": P(None, "tp")}
+        >>> attention = sm.parallel.shard_params(specs, out=P())
+        >>> sm.parallel.parallelize(model, mesh, {"*.attn": attention})
     """
 
     specs: Any

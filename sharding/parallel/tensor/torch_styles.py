@@ -10,8 +10,10 @@ A program's own styles derive from `ParallelStyle`, or from one of these and ove
 that torch's style has:
 
     _apply(module, mesh)    distribute_module(module, mesh, partition_fn, input_fn, output_fn)
-    partition_fn            _partition_linear_fn, _partition_embedding_fn, _replicate_module_fn    (name, module, mesh)
-    input_fn, output_fn     _prepare_input_fn, _prepare_output_fn                      (layouts ..., module, values, mesh)
+    partition_fn            _partition_linear_fn, _partition_embedding_fn or _replicate_module_fn,
+                            of (name, module, mesh)
+    input_fn, output_fn     _prepare_input_fn, _prepare_output_fn, of (layouts ..., module, values,
+                            mesh)
 
 A class that overrides none of them is applied as part of the plan, whose layouts are checked
 together before any is changed.
@@ -386,8 +388,9 @@ class PrepareModuleInput(_TorchStyle):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleInput(input_layouts=Shard(1),
-        ...     desired_input_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleInput(
+        ...     input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ... )
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"attn": style})
     """
 
@@ -509,8 +512,9 @@ class PrepareModuleOutput(_TorchStyle):
     Communication: that of the layouts, for all results together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleOutput(output_layouts=Shard(1),
-        ...     desired_output_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleOutput(
+        ...     output_layouts=Shard(1), desired_output_layouts=Replicate()
+        ... )
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"layers": style})
     """
 
@@ -575,8 +579,8 @@ class PrepareModuleInputOutput(_TorchStyle):
 
     Example:
         >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        >>> sm.compat.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(),
-        ...     desired_output_layouts=Shard(1))
+        >>> split = dict(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        >>> sm.compat.PrepareModuleInputOutput(**gathered, **split)
     """
 
     def __init__(

@@ -597,9 +597,8 @@ def test_divide_factor(form):
         check_equal(gradients(made), expected_gradients(scale=3))
         made.zero_grad()
         x = sm.distribute_tensor(rows(), mesh, P(mesh.axis_names), src_data_rank=None)
-        loss_of(
-            made, x
-        ).backward()  # the loss of the global batch: summed, as with a factor of 1 and a sum over all rows
+        # The loss of the global batch: summed, as with a factor of 1 and a sum over all rows.
+        loss_of(made, x).backward()
         check_equal(gradients(made), expected_gradients())
 
     on_mesh(shape, main)

@@ -129,10 +129,11 @@ def test_process_that_listens_on_a_port_is_found():
 
 
 def test_only_listening_sockets_of_that_port_count():
-    table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 00000000:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1054 1 0 100 0 0 10 0
-   1: 0100007F:733C 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 1055 1 0 100 0 0 10 0
-   2: 00000000:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1056 1 0 100 0 0 10 0
+    table = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 00000000:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1054 1 0
+   1: 0100007F:733C 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 1055 1 0
+   2: 00000000:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1056 1 0
 """
     assert list(listening(table, 29500)) == ["1054"]
 
