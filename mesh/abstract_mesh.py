@@ -1,6 +1,4 @@
-"""AbstractMesh: an N-D grid of ranks with named axes, without devices, for planning, counting and
-drawing.
-"""
+"""AbstractMesh: a grid of ranks with named axes, for planning, counting and drawing."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ ELSEWHERE = "ELSEWHERE"
 
 
 class AbstractMesh:
-    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without
-    processes.
+    """AbstractMesh(shape, names): names and sizes of a mesh over the ranks 0 to n-1, no processes.
 
     Immutable; equal meshes compare equal and hash alike.
 
@@ -119,8 +116,7 @@ class AbstractMesh:
 
     @property
     def topology(self) -> Topology:
-        """The cost of communication and the ranks of each node, which the planner prices plans
-        with.
+        """The cost of communication and the node of each rank, which the planner prices plans with.
 
         Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the
         whole, and any other mesh has `Topology.default` for its device type ("cuda" without
@@ -161,9 +157,7 @@ class AbstractMesh:
         self._forget_plans()
 
     def _keep_alive(self) -> None:
-        """Keep this mesh as long as its world: the program has changed it, and may ask for it
-        again.
-        """
+        """Keep this mesh as long as its world: the program changed it, and may ask for it again."""
 
     def _default_topology(self) -> Topology:
         return Topology.default("cuda")
@@ -173,9 +167,7 @@ class AbstractMesh:
         return None if above is None else above.mesh.topology.part(above.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
-        """Return the nodes of a part according to the whole mesh, None if its topology does not
-        come from there.
-        """
+        """Return the nodes of a part by the whole mesh, None if its topology is not from there."""
         above = self._inherits_from()
         if above is None or self._own_topology is not None or topology != self.topology:
             return None
@@ -224,8 +216,7 @@ class AbstractMesh:
         return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as
-        one axis.
+        """Return the mesh of only these axes, in this order; a `flatten`ed name counts as one axis.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -269,9 +260,7 @@ class AbstractMesh:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
-        """Return the part with these axes, each made of axes of this mesh; the same object each
-        time.
-        """
+        """Return the part with these axes, each made of axes of this mesh; cached."""
         if (
             all(axes == (name,) for name, axes in made_of.items())
             and tuple(made_of) == self.axis_names
@@ -294,9 +283,7 @@ class AbstractMesh:
         return self._unflattened_from[0] if self._unflattened_from else None
 
     def _ancestors(self) -> list[AbstractMesh]:
-        """Return this mesh and all meshes that it is a part of or was unflattened from, directly or
-        not, nearest first.
-        """
+        """Return this mesh and all that it is a part of or was unflattened from, nearest first."""
         meshes: list[AbstractMesh] = [self]
         for mesh in meshes:
             for above, _ in (*mesh._wholes, *mesh._unflattened_from):
@@ -339,9 +326,7 @@ class AbstractMesh:
     def _split_axis(
         self, axis: str | int, sizes: Sequence[int], names: Sequence[str]
     ) -> tuple[tuple[int, ...], dict[str, tuple[str, ...]]]:
-        """Return the shape after `unflatten`, and for each new axis the axis that it is a part
-        of.
-        """
+        """Return the shape after `unflatten`, and for each new axis the axis it is a part of."""
         position = self.axis_index(axis) if isinstance(axis, str) else self._position(axis)
         sizes = checked_shape(sizes)
         parts = checked_names(names, sizes)
@@ -361,9 +346,7 @@ class AbstractMesh:
     def _unflattened(
         self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any
     ) -> Any:
-        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this
-        one.
-        """
+        """Return the mesh of these ranks in this shape; its axes are parts of axes of this one."""
         mesh = self._make_reshaped(shape, tuple(made_of), **options)
         if (
             mesh is not self
@@ -389,9 +372,7 @@ class AbstractMesh:
         return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
 
     def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return, of one value per rank of this mesh, those of the part of these axes that this
-        rank belongs to.
-        """
+        """Return, of one value per rank of this mesh, those of this rank's part with these axes."""
         kept = [self._index[name] for name in names]
         coordinate = self._coordinate_or_zeros()
         index = tuple(slice(None) if i in kept else coordinate[i] for i in range(self.ndim))

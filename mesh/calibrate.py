@@ -1,6 +1,4 @@
-"""calibrate: measure the cost of communication on a mesh, so that plans are priced with the numbers
-of this machine.
-"""
+"""calibrate: measure communication on a mesh, to price plans with the numbers of this machine."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ class _Probe:
 
 
 def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
-    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to the
-    result.
+    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to it.
 
     Measures latency and bandwidth inside nodes, and between them if the mesh has several; which
     ranks share a node is taken from the present `mesh.topology`. What cannot be measured (the
@@ -119,9 +116,7 @@ def _agreed_topology(mesh: DeviceMesh) -> Topology:
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest
-    rank.
-    """
+    """Return the elementwise maximum over ranks: a collective is as slow as its slowest rank."""
     found = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     mesh.group().all_reduce(found, "max")
     return found.tolist()
@@ -143,9 +138,7 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
 
 
 def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
-    """Return the group of this rank's node, and that of the ranks with its index in the other
-    nodes.
-    """
+    """Return the group of this rank's node, and that of ranks with its index in other nodes."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank, node in sorted(zip(mesh.ranks.flat, topology.node_ids(mesh).flat, strict=True)):
         nodes[int(node)].append(int(rank))
@@ -156,9 +149,7 @@ def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
 
 
 def _collective(link: str, op: str, group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as
-    in `CollectiveRecord`.
-    """
+    """Return the probe of a collective of about `moved` bytes a rank, as in `CollectiveRecord`."""
     n = group.size
     if n == 1:
         return _Probe(link, op, 0, None)
@@ -169,9 +160,7 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
 
 
 def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of an all_gather by kernels that read the peers' memory, if there is such
-    memory.
-    """
+    """Return the probe of an all_gather by kernels that read the peers' memory, if there is any."""
     peers = peers_of(group, device)
     if peers is None:
         return _Probe("symmetric", "all_gather", 0, None)
@@ -197,8 +186,7 @@ def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], A
 
 
 def _times(mesh: DeviceMesh, probes: Sequence[_Probe], count: int) -> list[float]:
-    """Return seconds per call of each probe, the same on all ranks: the median of its samples on
-    the slowest rank.
+    """Return seconds per call of each probe, equal on all ranks: its median on the slowest.
 
     The probes take turns, so that other load on the machine slows all of them equally. A barrier
     before each sample excludes the wait for ranks that are still in the one before.
@@ -230,9 +218,7 @@ def _synchronize(device: torch.device) -> None:
 def _fit(
     known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]
 ) -> Topology:
-    """Return the topology with these measured times; the same on all ranks, since moved and times
-    are.
-    """
+    """Return the topology with these times; the same on all ranks, since the arguments are."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):
         if size:

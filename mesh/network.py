@@ -24,9 +24,7 @@ _LISTENING = "0A"  # include/net/tcp_states.h
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface(name, up, addresses): one network interface, its IPv4 addresses before those of
-    IPv6.
-    """
+    """Interface(name, up, addresses): one network interface, its IPv4 addresses first."""
 
     name: str
     up: bool
@@ -96,9 +94,7 @@ def network(master: str, port: int, is_client: bool) -> Network:
 
 
 def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
-    """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is
-    then abandoned).
-    """
+    """Return probe(), or `otherwise` if it raises OSError or takes too long (then abandoned)."""
     found = [otherwise]
 
     def run() -> None:
@@ -112,9 +108,7 @@ def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
 
 
 def addresses(name: str) -> tuple[str, ...]:
-    """Return the addresses that a name resolves to, in the resolver's order; none if it does not
-    resolve in time.
-    """
+    """Return the addresses of a name, in the resolver's order; none if it is not done in time."""
 
     def look_up() -> tuple[str, ...]:
         return tuple(
@@ -234,9 +228,7 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface
-    is unknown.
-    """
+    """Return the kernel's data on an interface, `struct ifreq`'s union; zeros if it is unknown."""
     try:
         import fcntl  # which Windows lacks
 

@@ -23,9 +23,7 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an environment variable of this name may hold a secret, whose value is neither
-    shown nor sent.
-    """
+    """Return whether a variable of this name may hold a secret, which is neither shown nor sent."""
     return bool(_SECRET.search(name))
 
 
@@ -37,16 +35,12 @@ def whole_number(text: str) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Return text that others have written with its control characters escaped, so that it cannot
-    steer a terminal.
-    """
+    """Return text of others with its control characters escaped, so as not to steer a terminal."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written as one line of at most about `most` characters, for
-    an error.
-    """
+    """Return a value of others as one line of at most about `most` characters, for an error."""
     text = (
         value
         if isinstance(value, str)
@@ -80,9 +74,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left
-    out.
-    """
+    """Return ranks for a sentence: `rank 2`, `ranks 0, 1, 3`; the middle of many is left out."""
     names = [str(r) for r in ranks]
     if len(names) > 16:
         names = [*names[:8], "...", *names[-4:]]
@@ -90,9 +82,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
-    """Return all items, or the first and the last ones with a None between them if there are more
-    than `max_items`.
-    """
+    """Return all items, or first and last ones around a None, if more than `max_items`."""
     if len(items) <= max_items:
         return list(items)
     head = (max_items + 1) // 2
@@ -100,9 +90,7 @@ def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
 
 
 def rank_ranges(ranks: Sequence[int], max_ranges: int = 8) -> str:
-    """Return ranks with runs of three or more shortened, `0-3,8,9`; of many runs a few, and the
-    number of ranks.
-    """
+    """Return ranks with runs of three or more as `0-3,8,9`; of many a few, and their number."""
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         found = [rank for _, rank in run]

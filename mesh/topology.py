@@ -1,6 +1,4 @@
-"""Topology: which ranks share a node, and the cost of moving bytes inside a node, between nodes and
-in memory.
-"""
+"""Topology: which ranks share a node, and the cost of moving bytes in and between nodes."""
 
 from __future__ import annotations
 
@@ -112,14 +110,11 @@ class Topology:
             )
 
     def factor(self, op: str) -> float:
-        """Return the factor on the time of this collective's bytes, relative to `bandwidth`; 1.0 if
-        it is unknown.
-        """
+        """Return the factor on the time of a collective's bytes, to `bandwidth`; 1.0 if unknown."""
         return dict(self.factors).get(op, 1.0)
 
     def node_ids(self, mesh: AbstractMesh) -> np.ndarray:
-        """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only,
-        cached.
+        """Return the node of each rank: int64 in the shape of the mesh, read-only, cached.
 
         Ranks with the same number share a node; the numbers need not be consecutive. A part of a
         mesh (`mesh["tp"]`, `mesh.flatten()`) that inherits its topology has the nodes that its
@@ -145,8 +140,7 @@ class Topology:
         return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
 
     def crossing_axes(self, mesh: AbstractMesh) -> tuple[str, ...]:
-        """Return the axes along which some neighbours are in different nodes, in the order of the
-        mesh; cached.
+        """Return the axes along which some neighbours are in different nodes, in order; cached.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -188,8 +182,7 @@ class Topology:
     def default(
         device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()
     ) -> Topology:
-        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see
-        the constants below.
+        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device).
 
         `calibrate(mesh)` measures those of this machine.
         """

@@ -90,9 +90,7 @@ def wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> err
 def check_splits(
     group: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
 ) -> None:
-    """Raise CollectiveError unless both splits have one entry per rank and add up to their
-    buffers.
-    """
+    """Raise CollectiveError unless both splits have an entry per rank and sum to their buffers."""
     if len(out_splits) != group.size or len(in_splits) != group.size:
         rule = "one entry per rank"
     elif sum(out_splits) != out.numel() or sum(in_splits) != x.numel():

@@ -44,9 +44,7 @@ def outside_of_program_modes() -> AbstractContextManager[None]:
 
 
 def not_recomputed(function: Function) -> Function:
-    """Make a function run `outside_of_recomputation`; without dispatch modes this takes 0.1
-    microseconds.
-    """
+    """Make a function run `outside_of_recomputation`; 0.1 us if there are no dispatch modes."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,9 +61,7 @@ def _recomputes(mode: Any) -> bool:
 
 
 def _is_of_program(mode: Any) -> bool:
-    """Return whether a mode is neither one of torch's own (fake tensors, tracing) nor of this
-    library.
-    """
+    """Return whether a mode is neither torch's own (fake tensors, tracing) nor this library's."""
     return getattr(mode, "_mode_key", None) is None and not f"{type(mode).__module__}.".startswith(
         _PACKAGE
     )

@@ -1,6 +1,4 @@
-"""comm_report and comm_budget: count what a block of a program communicates, by line and operator,
-and limit it.
-"""
+"""comm_report and comm_budget: count a block's communication by line and operator, with limits."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class _Usage:
 
 
 class CommReport:
-    """The number and size of the collectives inside a `comm_report` or `comm_budget` so far, on
-    this rank.
+    """Number and size of the collectives in a `comm_report` or `comm_budget`, on this rank.
 
     Attributes:
         bytes_received, bytes_sent, launches: totals, as `CollectiveRecord` counts them.
@@ -106,9 +103,7 @@ class CommReport:
         return {name: (use.launches, use.received) for name, use in found.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
-        """Count one collective before it sends anything. Raises: CommBudgetError when it would
-        exceed a limit.
-        """
+        """Count one collective before it is sent. Raises: CommBudgetError if it exceeds a limit."""
         call, world = user_call(), current_world()
         self._check(
             record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes
@@ -270,8 +265,7 @@ def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterat
 
 
 def comm_report() -> Any:
-    """with comm_report() as report: count this rank's collectives, by operator, by axis and by line
-    of the program.
+    """with comm_report() as report: count this rank's collectives, by operator, axis and line.
 
     Returns: a context manager that yields a `CommReport`: `print(report)` prints a table,
         `report.by_operator`, `by_axis` and `by_line` are dicts, and `report.save_trace(path)`

@@ -136,9 +136,7 @@ class SideStream:
         self._last: tuple[Any, bool] | None = None
 
     def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
-        """Run on the side stream, after what is now on the current one; `tensors` are what it reads
-        and writes.
-        """
+        """Run on the side stream, after the current one; `tensors` are what it reads and writes."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         for x in tensors:
             x.record_stream(self._stream)

@@ -37,8 +37,7 @@ class CommContext(threading.local):
 
 
 class World(ABC):
-    """One rank's view of all ranks of a program: processes, simulated ranks, or none at all
-    (`null_world`).
+    """One rank's view of a program's ranks: processes, simulated ones, or none (`null_world`).
 
     Attributes:
         rank: global rank of the caller.
@@ -121,8 +120,7 @@ class World(ABC):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def group(self, ranks: Sequence[int], backend: GroupBackend = DEFAULT) -> Group:
-        """Return the group of these global ranks, given in any order; the same object for the same
-        ranks and backend.
+        """Return the group of these global ranks, in any order; one object per ranks and backend.
 
         Raises: MeshError when a rank appears twice or does not exist, or this rank is not among
         them.
@@ -138,9 +136,7 @@ class World(ABC):
         return group
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
-        """Return the group of these ascending ranks. Only processes have backends: see
-        `ProcessWorld`.
-        """
+        """Return the group of these ascending ranks; only processes have several backends."""
         group = self._groups.get(ranks)
         if group is None:
             group = self._groups[ranks] = self._make_group(ranks)

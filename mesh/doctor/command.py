@@ -138,9 +138,7 @@ class _Mesh:
 
 
 def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not
-    fit it.
-    """
+    """Return a mesh over all ranks of the job. Raises: ValueError if the arguments do not fit."""
     size = here.place.size
     if nprocs is not None:
         raise ValueError(
@@ -156,9 +154,7 @@ def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mes
 
 
 def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict
-    each other.
-    """
+    """Return a mesh over processes here. Raises: ValueError if arguments contradict each other."""
     size = nprocs if given is None else given.size()
     if nprocs not in (None, size):
         raise ValueError(
@@ -267,9 +263,7 @@ def _together(measured: Measured, mesh: _Mesh) -> Report:
 
 
 def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoReturn:
-    """Print what is known, once per host, and end the process: torch's threads may wait for other
-    ranks without end.
-    """
+    """Print what is known, once per host, and end the process: torch's threads may wait on."""
     if place.rank == 0 or place.local_rank == 0:
         print(show(report), flush=True)
     else:

@@ -1,6 +1,4 @@
-"""Find the accelerators that torch can use, in a separate process, since a broken driver may never
-answer.
-"""
+"""Find torch's accelerators, in a separate process, since a broken driver may never answer."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: its name, bytes of its memory in all and free, and its UUID, "" if
-    unknown.
-    """
+    """One accelerator: its name, bytes of its memory in all and free, and its UUID, or ""."""
 
     name: str
     memory: int
@@ -71,9 +67,7 @@ class Devices:
 
 
 def devices() -> Devices:
-    """Return the accelerators that torch finds. Takes some seconds where torch was built for them,
-    at most `PROBE_S`.
-    """
+    """Return the accelerators that torch finds: in some seconds, at most `PROBE_S`."""
     build = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda

@@ -97,8 +97,7 @@ def _quit_verdict(rank: int, place: str) -> Verdict:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on
-    all ranks.
+    """Pdb that stops at a given frame at once. Stalls count on no rank while it prompts.
 
     Attributes:
         files: its inputs, closed when the debugger is no longer used.
@@ -164,9 +163,7 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not
-    /dev/null.
-    """
+    """Return whether commands can come from this stream: terminal, pipe, file, not /dev/null."""
     if stream is None or stream.closed:
         return False
     try:

@@ -1,6 +1,4 @@
-"""The child's side of `launch`: call the function, and send its result or its exception to the
-parent.
-"""
+"""The child's side of `launch`: call the function, send its result or exception to the parent."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank failed. `when` is the machine's monotonic clock, which orders the failures of
-    several ranks.
-    """
+    """Why a rank failed, and `when` on the machine's monotonic clock, which orders failures."""
 
     summary: str
     when: float
@@ -46,9 +42,7 @@ class RankFailure:
         return pickle.loads(self.pickled) if self.pickled else None
 
     def is_of(self, number: int) -> bool:
-        """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 +
-        number).
-        """
+        """Return whether this signal ended the rank, by itself or by SystemExit(128 + number)."""
         error = self.exception
         return self.signal == number or (
             isinstance(error, SystemExit) and error.code == 128 + number
@@ -125,9 +119,7 @@ def _run(payload: bytes) -> bytes:
 
 
 def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the user's first frame on; all of it if the error arose in this
-    file.
-    """
+    """Return the traceback from the user's first frame on; all of it if the error is ours."""
     inner = tb
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
@@ -135,9 +127,7 @@ def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
 
 
 def pickled_exception(error: BaseException) -> bytes | None:
-    """Return the pickled exception, or None if it cannot be restored (a custom __init__, an open
-    file, ...).
-    """
+    """Return the pickled exception, None if it cannot be restored (an open file, ...)."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

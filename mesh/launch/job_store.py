@@ -132,9 +132,7 @@ def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host. Raises: OSError when the port is in
-    use.
-    """
+    """Return a socket that listens at an address here. Raises: OSError if the port is used."""
     listening = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
     )
@@ -206,9 +204,7 @@ def _problem(address: Address) -> str:
 
 
 def _slow_resolver(address: Address) -> str:
-    """Return that name servers do not answer, if looking up the name of the store's host takes long
-    here; else "".
-    """
+    """Return that name servers do not answer, if the look-up of the store's host is slow, or ""."""
 
     def look_up() -> bool:
         peer = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4]

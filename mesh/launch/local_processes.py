@@ -346,9 +346,7 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
 
 
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
-    """Read reports until every rank is done, or shortly after one failed, to find the first
-    failure.
-    """
+    """Read reports until every rank is done, or shortly after one failed, to find the first."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # after a failure
     while late := [r for r in ranks if not r.done]:

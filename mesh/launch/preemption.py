@@ -287,9 +287,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
 
 
 def _check_job(watch: Monitor | None) -> None:
-    """Raise the verdict on the job, a WatchError: the one that stands, or one on ranks that have
-    died.
-    """
+    """Raise the verdict on the job, a WatchError: the one that stands, or on ranks that died."""
     verdict = None if watch is None else watch.standing() or watch.verdict_on_lost()
     if verdict is not None:
         raise verdict.error()
@@ -326,8 +324,7 @@ def _listen() -> None:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside
-    the block.
+    """Raise SystemExit(143) on SIGTERM, SystemExit(129) on SIGHUP, in the main thread's block.
 
     So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in
     place, and so is `nohup`.

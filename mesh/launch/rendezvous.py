@@ -228,8 +228,7 @@ class StoreRendezvous:
             )
 
     def _claim(self, keys: Any) -> bool:
-        """Claim this rank for this process; return whether it can take part in this round, or must
-        in the next.
+        """Claim this rank for this process; return whether it is in this round, or must wait.
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives
         too late.
@@ -368,9 +367,7 @@ class StoreRendezvous:
         )
 
     def _leave(self, keys: Any) -> None:
-        """Confirm that this rank has read the verdict. The rank that serves the store waits for the
-        others.
-        """
+        """Confirm that this rank has read the verdict. The store's rank waits for the others."""
         _add(keys, "left", 1)
         deadline = time.monotonic() + _TO_READ_S
         while (

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
-    """with session(): close the process groups at the end of the block, however it ends, so that no
-    rank hangs.
+    """with session(): close the process groups at the end, however it comes: no rank hangs.
 
     At the end all ranks wait for each other; then each closes the groups that were made inside, in
     the same order, and the default process group, if it was started inside. After an error it
@@ -217,9 +216,7 @@ class _Snapshot:
         self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
-        """Return the groups made since: subgroups in the order of their ranks, those of all ranks
-        last.
-        """
+        """Return the groups made since: subgroups by their ranks, those of all ranks last."""
         known = self._groups if world is self._world else []
         made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
         return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
@@ -233,9 +230,7 @@ class _Snapshot:
         return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
 
     def destroy_since(self, groups: Sequence[Group]) -> None:
-        """Destroy torch's process groups of these groups that were made since, except the default
-        group.
-        """
+        """Destroy torch's process groups of these groups made since, but not the default one."""
         for group in groups:
             handle = (
                 group._channel and group._channel() if isinstance(group, ProcessGroup) else None
@@ -248,9 +243,7 @@ class _Snapshot:
 
 
 def _is_in(one: object, many: Sequence[object]) -> bool:
-    """Return whether `many` has this very object; equal meshes of different worlds are different
-    objects.
-    """
+    """Return whether `many` has this very object; equal meshes may be of different worlds."""
     return any(one is other for other in many)
 
 

@@ -1,5 +1,4 @@
-"""Agree on whether the job is monitored: a rank that the others cannot see turns the monitor off on
-all ranks.
+"""Agree on whether the job is monitored: a rank that others cannot see turns it off for all.
 
     rank 2   No space left on device    -> the store: "without"      trains without the monitor
     rank 0   waits for rank 2's buffer  <- the store, after 0.05 s   does so too, as do 1 and 3
@@ -161,9 +160,7 @@ class Agreement:
 
 
 def _reason_text(value: bytes) -> str:
-    """Return why another rank has turned the monitor off, or what is wrong with the value that says
-    so.
-    """
+    """Return why another rank has turned the monitor off, or what is wrong with that value."""
     try:
         return printable(parsed("shardmesh/watch/*/without", value, message))
     except StoreValueError as error:

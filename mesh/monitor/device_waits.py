@@ -60,9 +60,7 @@ class DeviceWaits:
         self._number: int | None = None
 
     def look(self) -> None:
-        """Look where the main thread is, and publish what it waits for if it has been there since
-        the last look.
-        """
+        """Look where the main thread is; publish its wait if it was there at the last look."""
         monitor, now = self._monitor, monotonic_ns()
         records, place, waits = monitor.buffer.words[Header.RECORDS], None, False
         if records == self._records and any(

@@ -1,5 +1,4 @@
-"""Monitor this process for hangs: record its collectives, poll the other ranks while waiting,
-broadcast the diagnosis.
+"""Monitor for hangs: record collectives, poll the others while waiting, broadcast the verdict.
 
 A process has one monitor for each default process group. It ends with the group or with the first
 verdict: after that every collective of every rank raises the verdict.
@@ -72,8 +71,7 @@ _STACK_S, _FAR_STACK_S = (
 
 
 class Monitor:
-    """One process's view of the job: its own trace buffer, those of the other ranks, and the
-    verdict.
+    """One process's view of the job: its own trace buffer, those of others, and the verdict.
 
     Attributes:
         directory: the trace buffers of all ranks.
@@ -113,9 +111,7 @@ class Monitor:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every rank of the job becomes visible here: there is one host, or a relay to the
-        others.
-        """
+        """Whether every rank of the job becomes visible here: by one host, or a relay."""
         return self.relay is not None or not is_needed(os.environ, self.directory.size)
 
     @property
@@ -189,9 +185,7 @@ class Monitor:
             warn(reason) if self._agreement is None else self._agreement.decline(reason)
 
     def _retire(self) -> None:
-        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts
-        apply.
-        """
+        """Stop comparing; only record this rank's collectives, under torch's own timeouts."""
         if not self._is_on:
             return
         self._is_on = False
@@ -254,9 +248,7 @@ class Monitor:
         return self.fail(verdict_text.died(gone)) if gone else None
 
     def _find_lost(self) -> bool:
-        """Look for the rank behind a broken connection for a while; return whether there is a
-        verdict.
-        """
+        """Look for the rank behind a broken connection; return whether there is a verdict."""
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             self.verdict_on_lost()
@@ -269,9 +261,7 @@ class Monitor:
     # -- waiting and diagnosing --------------------------------------------------------------------
 
     def look(self, recorder: Recorder) -> None:
-        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
-        as a WatchError.
-        """
+        """Wait until votes tell which of the differing ranks are outliers; raise a WatchError."""
         since, sequence = monotonic_ns(), recorder.called - 1
         while not agree(members(self, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
@@ -291,9 +281,7 @@ class Monitor:
         return self.alarm[0] != Alarm.UNWATCHED
 
     def check_visible(self, recorder: Recorder, since: int) -> None:
-        """Ask, after some time of waiting, whether the ranks that have not been seen are visible at
-        all.
-        """
+        """Ask, after waiting for some time, whether ranks not seen so far are visible at all."""
         if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
             self._agreement.check_visible(self, recorder.group.ranks)
 
@@ -322,9 +310,7 @@ class Monitor:
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
     ) -> bool:
-        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the
-        diagnosed WatchError.
-        """
+        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
@@ -474,8 +460,7 @@ class Monitor:
 
     @contextmanager
     def paused(self, state: str = "", kind: int = 1) -> Iterator[None]:
-        """Suspend stall detection on all ranks while any rank is inside; the time inside does not
-        count afterwards either.
+        """Suspend stall detection on all ranks while one is inside; that time never counts.
 
         Args:
             state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as
@@ -497,9 +482,7 @@ class Monitor:
                 words[Header.DOING] = before
 
     def ns_since(self, start: int) -> int:
-        """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a
-        rank is paused.
-        """
+        """Return the ns since `start`, or since the last pause of a rank; 0 while one is paused."""
         clock = self.buffer.words[Header.CLOCK]
         for buffer in filter(None, map(self.directory.buffer_of, range(self.directory.size))):
             if buffer.words[Header.PAUSED]:

@@ -1,5 +1,4 @@
-"""End the processes of a failed job: the verdict is the last thing printed, and every process exits
-within seconds.
+"""End the processes of a failed job, all within seconds; the verdict is printed last.
 
     verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there
               +5 s     one that does not react is ended
@@ -100,9 +99,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def interruption(error: BaseException) -> str | None:
-    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for
-    any other error.
-    """
+    """Return how a person or a scheduler ended the program, a key of `INTERRUPTIONS`, or None."""
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt"
     return (
@@ -152,9 +149,7 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """Install a signal by which the watchdog thread interrupts the main thread when the job has
-    failed.
-    """
+    """Install a signal by which the watchdog interrupts the main thread of a failed job."""
     global alarm_signal
     wanted = getattr(signal, "SIGRTMIN", None)
     if wanted is None or threading.current_thread() is not threading.main_thread():
@@ -174,9 +169,7 @@ def _on_alarm(*_: Any) -> None:
 
 
 def is_hosted() -> bool:
-    """Return whether another program runs the main thread's: a test runner, a notebook, a
-    debugger.
-    """
+    """Return whether another program runs the main thread's: a test runner, notebook, debugger."""
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
@@ -225,9 +218,7 @@ def set_deadline(monitor: Monitor, is_on: bool) -> None:
 
 
 def _end_at_the_latest(seconds: float) -> None:
-    """End the process after so many seconds with all threads' stacks, from a thread that does not
-    need the interpreter.
-    """
+    """End the process later with all threads' stacks, from a thread without the interpreter."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
         faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True, file=2)
 
@@ -306,8 +297,7 @@ def _on_exit() -> None:
 
 
 def _end_others(monitor: Monitor) -> None:
-    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the
-    interpreter's lock.
+    """End ranks of this host that cannot do so themselves: stopped, or holding the interpreter.
 
     Without a launcher nothing else ends them. The lowest of the other ranks does it, once their
     time to exit is over.

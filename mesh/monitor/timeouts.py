@@ -52,9 +52,7 @@ def manage(handle: Any, is_own: bool) -> None:
 
 
 def described(handle: Any) -> str:
-    """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s;
-    device bound: cuda:1".
-    """
+    """Return a group's backends, timeouts and device: "cuda: nccl, 360 s; device bound: cuda:1"."""
     texts = []
     for kind in sorted(device.type for device in handle._device_types):
         backend = handle._get_backend(torch.device(kind))
@@ -71,9 +69,7 @@ def described(handle: Any) -> str:
 
 
 def release() -> None:
-    """Set all managed timeouts to torch's defaults, for a job that continues without the
-    monitor.
-    """
+    """Set all managed timeouts to torch's defaults, for a job that goes on without the monitor."""
     for handle in list(_managed):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
             distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
@@ -100,9 +96,7 @@ def _on_device() -> timedelta:
 
 
 def waits_on_device(backend: str) -> bool:
-    """Return whether collectives of a backend of this name are waited for by a device and not by
-    the host.
-    """
+    """Return whether a device, not the host, waits for collectives of a backend of this name."""
     return "cpu" not in dist.Backend.backend_capability.get(backend, ())
 
 

@@ -1,6 +1,4 @@
-"""A thread per process that publishes a heartbeat, and the main thread's stack when another rank
-asks for it.
-"""
+"""A thread per process that publishes a heartbeat, and the main thread's stack on request."""
 
 from __future__ import annotations
 
@@ -211,9 +209,7 @@ class Watchdog:
         )
 
     def stack(self) -> str:
-        """Return the main thread's stack, without the library's frames except for the innermost
-        one.
-        """
+        """Return the main thread's stack, with only the innermost of the library's frames."""
         frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""

@@ -1,6 +1,4 @@
-"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with NCCL, gloo or another of
-its backends.
-"""
+"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with any of its backends."""
 
 from __future__ import annotations
 
@@ -322,9 +320,7 @@ class ProcessGroup(Group):
         return call if self._given is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
-        """Return the monitor if it should watch the wait for a collective on this tensor, else
-        None.
-        """
+        """Return the monitor if it should watch the wait for this tensor's collective, or None."""
         return (
             self.recorder.monitor
             if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
@@ -374,9 +370,7 @@ class ProcessGroup(Group):
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend sends and receives host memory only: gloo supports other devices
-    in collectives only.
-    """
+    """Return whether the backend sends and receives host memory only (gloo: only in these)."""
     return device.type != "cpu" and _is_gloo(handle, device)
 
 
@@ -458,9 +452,7 @@ class ProcessWorld(World):
         return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
-        """Return the group over the ranks of an existing process group, which it uses instead of
-        making another.
-        """
+        """Return the group over the ranks of a process group, which is used, not made anew."""
         ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
         if ranks not in self._groups:
             self._groups[ranks] = ProcessGroup(self, ranks, handle)
@@ -483,9 +475,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def process_world() -> ProcessWorld:
-    """Return the world of the default process group, a new one if that group is new. Starts
-    nothing.
-    """
+    """Return the world of the default process group, new if the group is. Starts nothing."""
     global _world
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _world is None or _world.is_over(default):

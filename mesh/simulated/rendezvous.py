@@ -70,9 +70,7 @@ class Rendezvous:
     def complete(
         self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]
     ) -> None:
-        """Move the data, or set the error that every rank raises. Called when all ranks have
-        arrived.
-        """
+        """Move the data, or set the error of every rank. Called when all ranks have arrived."""
         calls = [self.calls[r] for r in ranks]
         try:
             problem = _disagreement(ranks, calls)

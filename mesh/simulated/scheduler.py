@@ -1,5 +1,4 @@
-"""Scheduler: choose which simulated rank runs. One rank runs at a time, until it blocks in a
-collective.
+"""Scheduler: choose the simulated rank that runs, one at a time, until it blocks.
 
     ready    [2 3]             can run, in this order
     running  1                 until it blocks in a collective: then it waits, and 2 runs
@@ -27,8 +26,7 @@ from .threads import RankEnded, Worker
 
 
 class Scheduler:
-    """Runs one rank at a time. Only the running rank changes the state, so it needs no locks but
-    the ranks' gates.
+    """Runs one rank at a time. Only that one changes the state: no locks but the ranks' gates.
 
     Attributes:
         done: a lock, released when the run has ended.
@@ -57,9 +55,7 @@ class Scheduler:
         self.order = RankOrder(outputs)
 
     def resume(self, rank: int) -> None:
-        """Install this rank's generator state and output, in its thread, at the start of
-        its turn.
-        """
+        """Install this rank's generator state and output, in its thread, at its turn's start."""
         self.running = rank
         if not self.abandoned:
             torch.default_generator.set_state(self.generators[rank])
@@ -84,9 +80,7 @@ class Scheduler:
             self.done.release()
 
     def run_collective(self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move) -> Any:
-        """Wait for the other ranks of the group; the last to arrive moves the data. Return the
-        result of `move`.
-        """
+        """Wait for the group's other ranks; the last moves the data. Return `move`'s result."""
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)
@@ -138,9 +132,7 @@ class Scheduler:
         self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:
-        """End the run with an error: wake every rank that waits or has not started, so that it
-        unwinds.
-        """
+        """End the run with an error: wake every rank that waits or has not started, to unwind."""
         if self.failure is None:
             self.failure = error
             if note is not None:
@@ -150,8 +142,7 @@ class Scheduler:
             self.rendezvous.clear()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the run from the caller's thread: ranks that wait unwind at once, the running one at
-        its next bytecode.
+        """End the run from the caller's thread: waiting ranks now, the running one at a bytecode.
 
         If the running rank runs a simulation itself, the running rank of that one is interrupted.
         """
@@ -164,9 +155,7 @@ class Scheduler:
             self.workers[self.running].interrupt()
 
     def abandon(self) -> None:
-        """Stop exchanging the state of the process: the caller has returned while some ranks still
-        run.
-        """
+        """Stop exchanging the process's state: the caller returned while some ranks still run."""
         self.abandoned = True
         if self.inner is not None:
             self.inner.abandon()

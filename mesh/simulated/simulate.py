@@ -198,9 +198,7 @@ def simulate(
 
 
 def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
-    """Return the results, and the error that ended the run if any. Restores the caller's generator
-    and output.
-    """
+    """Return the results, and the error if any. Restores the caller's generator and output."""
     caller = thread_context.world
     before = callers_stdout(isinstance(caller, SimulatedWorld))
     workers, results = acquire(n), [None] * n
@@ -230,9 +228,7 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
 
 
 def _wait_for(scheduler: Scheduler) -> None:
-    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left
-    running.
-    """
+    """Wait until all ranks end. After Ctrl-C they unwind; one that takes too long is left alone."""
     try:
         scheduler.run_next()
         while not scheduler.done.acquire(timeout=_POLL_S):
@@ -284,9 +280,7 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
 
 
 def _readable_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error; if the error itself names the ranks' lines, without frames
-    of the library.
-    """
+    """Return an error's traceback, without the library's frames if it names the ranks' lines."""
     last = found = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):
         while found is not None:

@@ -58,8 +58,7 @@ _HASH = (1 << 16) - 1
 
 
 class CommTag:
-    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared
-    between ranks.
+    """A collective's purpose, compared between ranks: `f32[1024, 4096] @ P('dp') -> P()`.
 
     Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder
     looks up its data on them.
@@ -73,9 +72,7 @@ class CommTag:
     @staticmethod
     @lru_cache(1024)
     def of(text: str) -> CommTag:
-        """Return the tag of this text, the same object each time: for callers that do not
-        keep it.
-        """
+        """Return the tag of this text, always the same object: for callers that do not keep it."""
         return CommTag(text)
 
     def __repr__(self) -> str:
@@ -269,9 +266,7 @@ class Recorder:
         self.buffer, self.words, self.monitor, self.others = buffer, buffer.words, None, []
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish and compare the splits of an all_to_all that no tag describes. Raises: WatchError
-        where ranks differ.
-        """
+        """Publish and compare the splits of an all_to_all without a tag. Raises: WatchError."""
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
@@ -353,9 +348,7 @@ class Recorder:
         return call
 
     def _claim_row(self) -> None:
-        """Claim a row in the trace buffer at the first collective: by then the axes of the group
-        are known.
-        """
+        """Claim a row in the trace buffer at the first collective, when the axes are known."""
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)

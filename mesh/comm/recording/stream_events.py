@@ -1,5 +1,4 @@
-"""Events of the streams of accelerators that wait for this rank's last collectives, in the order of
-the streams.
+"""Events of accelerators' streams that wait for this rank's last collectives, in order.
 
 host      G#4   G#5   H#7   x.item()   has called all of them, and stops
 stream    G#4 | G#5 ...                the first event that is pending is behind G#5: so far it came
@@ -45,9 +44,7 @@ class StreamEvents:
         self._marks: deque[Mark] = deque()
 
     def mark(self, number: int, device: torch.device) -> Mark | None:
-        """Record an event in the current stream, behind a collective; None where the device has no
-        streams.
-        """
+        """Record an event in the current stream, behind a collective; None if it has no streams."""
         module = torch.get_device_module(device.type)
         if not hasattr(module, "current_stream"):  # such as torch.mps
             return None

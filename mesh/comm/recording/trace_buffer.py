@@ -90,9 +90,7 @@ class Header:
 
 
 class RankState:
-    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be
-    reached.
-    """
+    """State of a rank's program. LOST is set by others, for a rank on a host out of reach."""
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
 
@@ -144,9 +142,7 @@ class TraceBuffer:
     # -- writing, by its own rank ------------------------------------------------------------------
 
     def text(self, value: str) -> int:
-        """Return where the text is, appending it the first time; the place of "?" when there is no
-        room left.
-        """
+        """Return where the text is, appending it the first time; without room, the place of "?"."""
         found = self._texts.get(value)
         if found is None:
             found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])

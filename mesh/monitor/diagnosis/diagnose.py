@@ -92,9 +92,7 @@ def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -
 
 
 def _is_decided(found: Sequence[Member], waited: int) -> bool:
-    """Return True once missing ranks cannot change the majority, will not arrive, or the grace
-    period has expired.
-    """
+    """Return whether missing ranks cannot change the majority or arrive, or the time is over."""
     largest = max(map(len, parties(found)))
     if have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS:
         return True
@@ -102,9 +100,7 @@ def _is_decided(found: Sequence[Member], waited: int) -> bool:
 
 
 def _may_come(m: Member) -> bool:
-    """Return whether a rank still runs, as far as is known, and is not blocked in another
-    collective.
-    """
+    """Return whether a rank still runs, as far as known, and not in another collective."""
     if m.buffer is None:
         return True
     words = m.buffer.words
@@ -138,9 +134,7 @@ def _gone(
 
 
 def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on all ranks of the job that died or cannot be reached, if there
-    are any.
-    """
+    """Return the verdict on all ranks of the job that died or cannot be reached, if any."""
     gone = lost_ranks(monitor.directory)
     return (
         verdict_text.lost(recorder, sequence, members(monitor, recorder, sequence), gone)
@@ -186,9 +180,7 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
 
 
 def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:
-    """Return (place of the sender, place of the receiver), as either end states, where both have
-    arrived.
-    """
+    """Return (place of the sender, of the receiver), as either end states, where both arrived."""
     said = set()
     for place, m in enumerate(found):
         if m.came and m.route >> 32:
@@ -208,9 +200,7 @@ def _fits(found: Sequence[Member], src: int, dst: int) -> bool:
 
 
 def _wait_cycle(monitor: Monitor, found: Sequence[Member], waited: int) -> Verdict | None:
-    """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on
-    this rank.
-    """
+    """Return the verdict on a deadlock: all missing ranks wait, in the end for this rank."""
     return None if waited < STABLE_NS else _cycle(monitor, [m for m in found if m.came is False])
 
 

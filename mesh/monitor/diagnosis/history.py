@@ -23,8 +23,7 @@ _CachedCall = tuple[Record, _Step, int]  # with the key of the group
 
 
 def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the outliers at the first call in which the ranks' histories differ in operation or
-    axes.
+    """Return the outliers at the first call where the ranks differ in operation or axes.
 
     Messages, and calls on groups that the program made of some ranks, are left out: which ranks
     take part in them differs anyway. If nothing else differs, the outliers may be those that alone

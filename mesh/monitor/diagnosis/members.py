@@ -84,9 +84,7 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return the state of each rank of the group in the collective `sequence`, in the group's
-    order.
-    """
+    """Return the state of each rank in the collective `sequence`, in the group's order."""
     return [
         member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
     ]
@@ -109,8 +107,7 @@ def parties(found: Iterable[Member]) -> list[list[Member]]:
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
     """Return each rank's word: of those that have marked no step, as in the step of most ranks that
-    call the same.
-    """
+    call the same."""
     marked = Counter(m.word for m in come if m.word & STEP_MARKED)
     words = {}
     for m in come:
@@ -197,9 +194,7 @@ def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
 
 
 def may_go_on(buffer: TraceBuffer | None) -> bool:
-    """Return whether a rank may call other collectives, as far as is known, while its
-    device waits.
-    """
+    """Return whether a rank may call other collectives, as far as known, while its device waits."""
     return buffer is None or bool(buffer.words[Header.BLOCKED] & MAY_GO_ON)
 
 

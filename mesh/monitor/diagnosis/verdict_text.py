@@ -92,9 +92,7 @@ def mismatch(
 
 
 def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
-    """Return advice on values that differ where the ranks' random numbers differ as well; "" if
-    they do not.
-    """
+    """Return advice on values that differ where random numbers do as well; "" if they do not."""
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:
@@ -128,9 +126,7 @@ _NAMED = {
 
 
 def _field(here: Sequence[Member], outliers: Sequence[int]) -> str:
-    """Return the first field in which a blamed rank (or any rank, where none is blamed) differs
-    from the others.
-    """
+    """Return the first field in which a blamed rank, or any if none is, differs from the others."""
     usual = next((m for m in here if m.rank not in outliers), here[0])
     for m in here:
         pair = [fields_of(x.record.call) for x in (usual, m) if x.record is not None]
@@ -155,26 +151,20 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
 
 
 def in_step(observation: Observation, step: int | None) -> Observation:
-    """Return what was seen of a rank, with the step in which it called; as it is if that is
-    unknown.
-    """
+    """Return what was seen of a rank, with the step in which it called, if that is known."""
     if step is None:
         return observation
     return replace(observation, call=f"{observation.call} in step {step}")
 
 
 def died(gone: Sequence[Member]) -> Verdict:
-    """Return the verdict on ranks that are gone, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that are gone, noticed in a collective of the program's own."""
     ranks = tuple(m.rank for m in gone)
     return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
-    """Return the verdict on ranks that ended the program, noticed in a collective that is not the
-    library's.
-    """
+    """Return the verdict on ranks that ended the program, noticed in a call of its own."""
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
     said = (
@@ -196,9 +186,7 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 def lost(
     recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member]
 ) -> Verdict:
-    """Return the verdict on ranks that died or cannot be reached, while others wait in a
-    collective.
-    """
+    """Return the verdict on ranks that died or are out of reach, while others wait."""
     ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
     said = (

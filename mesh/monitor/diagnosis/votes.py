@@ -43,9 +43,7 @@ def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all ranks outside the largest party, in order; none if two parties tie for the
-    largest.
-    """
+    """Return all ranks outside the largest party, in order; none if two parties tie for it."""
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) < 2 or len(ordered[0]) == len(ordered[1]):
         return ()

@@ -56,9 +56,7 @@ _OWN = (
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) in bytes of all parts in use, those with references before their
-    targets.
-    """
+    """Yield (start, length) in bytes of the parts in use, references before their targets."""
     words = buffer.words
     groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
@@ -101,9 +99,7 @@ def checked_header(data: bytes, rank: int, size: int) -> None:
 
 
 def _last_parts(count: int, length: int, size: int) -> list[int]:
-    """Return which parts of a ring of this size hold the last of `count` records; each part holds
-    `length`.
-    """
+    """Return which parts, of `length`, of a ring of this size hold the last `count` records."""
     first = max(0, count - min(_SENT_RECORDS, size)) // length
     last = -(-count // length)
     return list(dict.fromkeys(part % (size // length) for part in range(first, last)))

@@ -1,5 +1,4 @@
-"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its
-store.
+"""Carry trace buffers, verdicts and requests for stacks between a job's hosts, by its store.
 
     host-a   buffers of 0, 1   --- publish --->   store   --- fetch --->    copies of 0, 1    host-b
              copies of 2, 3    <--- fetch ----            <--- publish ---  buffers of 2, 3
@@ -135,9 +134,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Publish for this host when this rank has to, and compare with the neighbours on other
-    hosts.
-    """
+    """Publish for this host if this rank has to, and compare with neighbours on other hosts."""
 
     def __init__(
         self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
@@ -356,9 +353,7 @@ class Relay:
         return found
 
     def _check_part(self, key: str, data: bytes, rank: int, start: int) -> None:
-        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace
-        buffer.
-        """
+        """Raise StoreValueError for bytes that do not fit in the copy of a rank's trace buffer."""
         try:
             if not is_part(start, len(data)):
                 raise ValueError("no trace buffer has such a part")

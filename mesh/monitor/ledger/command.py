@@ -1,6 +1,4 @@
-"""The command `python -m shardmesh ledger`: show what the ranks of a job on this host have called,
-running or crashed.
-"""
+"""The command `python -m shardmesh ledger`: show what a job's ranks on this host have called."""
 
 from __future__ import annotations
 

@@ -218,8 +218,7 @@ class Ledger:
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
-        """rank -> its collectives, for all ranks whose trace buffers are on this host; read on
-        first access.
+        """rank -> its collectives, for ranks with trace buffers on this host; read on first access.
 
         Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives
         may be missing. In simulated and null worlds there is only the caller's rank.
@@ -235,9 +234,7 @@ class Ledger:
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """This rank's collectives, the oldest first; those of all ranks in a ledger that was read
-        from a folder.
-        """
+        """This rank's collectives, the oldest first; of all ranks if read from a folder."""
         if self._own is not None:
             return self._own.entries
         return tuple(
@@ -247,9 +244,7 @@ class Ledger:
         )
 
     def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
-        """Yield each collective as a dict from rank to its entry, for the ranks that have called
-        it.
-        """
+        """Yield each collective as a dict from rank to its entry, for the ranks that called it."""
         found: dict[tuple[int, int], dict[int, LedgerEntry]] = {}
         for rank, its in self.ranks.items():
             for entry in its.entries:
@@ -316,8 +311,7 @@ def ledger() -> Ledger:
 
 
 def mark_step(step: int | None = None, *, compare: bool = True) -> None:
-    """mark_step(step): mark the start of a step or request; later collectives of this rank belong
-    to it.
+    """mark_step(step): mark the start of a step or request, to which later collectives belong.
 
     Ranks that meet in a collective must be in the same step: if one of them skips a step, or leaves
     it by an error that it catches alone, all raise a `CollectiveMismatchError` that names the
@@ -401,9 +395,7 @@ def _records(buffer: TraceBuffer) -> list[Record]:
 
 
 def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
-    """Return (step, number of its first record, time) of the steps that are still known, the oldest
-    first.
-    """
+    """Return (step, number of its first record, time) of the known steps, the oldest first."""
     words = buffer.words[_MARKS:_MARKS_END].tolist()
     found = zip(words[::3], words[1::3], words[2::3], strict=True)
     return sorted((mark for mark in found if mark[2]), key=lambda mark: mark[2])

@@ -1,6 +1,4 @@
-"""Export the ledger as a trace for ui.perfetto.dev and chrome://tracing: a process per rank, a
-thread per group.
-"""
+"""Export the ledger for ui.perfetto.dev and chrome://tracing: a process per rank."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def save_trace(ledger: Ledger, path: str | Path) -> None:
 
 
 def events(ledger: Ledger) -> list[dict[str, Any]]:
-    """Return all ranks' collectives and steps as events of Chrome's trace format; times in
-    microseconds since 1970.
-    """
+    """Return all ranks' collectives and steps as Chrome's trace events; in us since 1970."""
     ranks = {rank: _RankTrace(found) for rank, found in ledger.ranks.items()}
     found = [event for rank in ranks.values() for event in rank.events()]
     return found + list(_arrows(ledger, ranks))
@@ -54,9 +50,7 @@ class _RankTrace:
             self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
 
     def end(self, entry: LedgerEntry) -> float:
-        """Return when it ended, in seconds; a collective under way lasts until the rank's last sign
-        of life.
-        """
+        """Return when it ended, in seconds; if under way, the rank's last sign of life."""
         return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
 
     def events(self) -> Iterator[dict[str, Any]]:

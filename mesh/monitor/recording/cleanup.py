@@ -1,5 +1,4 @@
-"""Delete what jobs of this user have left whose processes are gone, while other processes do the
-same.
+"""Delete what ended jobs of this user have left, while other processes do the same.
 
     a job ends well              its last rank deletes the folder               `JobDirectory.leave`
     Ctrl-C, SIGTERM, SIGHUP      the same; under `launch` its parent does it    `remove_jobs_of`
@@ -53,9 +52,7 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_jobs_of(pids: Collection[int]) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these processes, which
-    have ended.
-    """
+    """Delete the folders of jobs whose ranks here were all among these, now ended, processes."""
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
@@ -68,8 +65,7 @@ def remove_jobs_of(pids: Collection[int]) -> None:
 
 
 def is_left(folder: Path, changed: float) -> bool:
-    """Return whether a job has left this folder: it is over, and no rank of it can still be
-    starting.
+    """Return whether a job has left this folder: it is over, and no rank can still start.
 
     Args:
         changed: time of the folder's last change, in seconds since 1970.
@@ -96,9 +92,7 @@ def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
 
 
 def _has_left(header: TraceBuffer) -> bool:
-    """Return whether the rank has ended its part in the job; one that has raised may still be
-    ending.
-    """
+    """Return whether the rank has left the job; one that has raised may still be ending."""
     return header.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
 
 

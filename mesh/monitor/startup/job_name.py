@@ -1,5 +1,4 @@
-"""Find a name for the job of a default process group in the group's store, without waiting for
-other ranks.
+"""Find a name for a default process group's job in its store, without waiting for others.
 
 shardmesh/job/0           the name, chosen by the first rank
 shardmesh/job/0/rank2     the rank info of the process that is rank 2
@@ -61,9 +60,7 @@ def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Return whether a process of this host that used the name has ended. Only torchrun uses a
-    store again.
-    """
+    """Return whether a process of this host that used the name has ended, as under torchrun."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     here = f"{record}/{machine()}"

@@ -1,6 +1,4 @@
-"""What a rank publishes at start-up: which process it is, and everything that must be the same on
-every rank.
-"""
+"""What a rank publishes at start-up: which process it is, and what must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -142,17 +140,13 @@ def own_rank_info(
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """Return the launcher's name for the job. torchrun's static rendezvous calls every job
-    "none".
-    """
+    """Return the launcher's name for the job. torchrun's static rendezvous has only "none"."""
     name = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
 def machine() -> str:
-    """Return a text that is the same for processes that can look each other up by their process
-    numbers.
-    """
+    """Return a text that is the same for processes that can look each other up by number."""
     return f"{boot_id()}/{pid_space()}"
 
 

@@ -111,9 +111,7 @@ def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _store_of(world: World) -> Any:
-    """Return a part of the default group's store for one world; None without a group, or with
-    torch's fake store.
-    """
+    """Return the part of the default group's store for a world; None without one, or if fake."""
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:
         return None

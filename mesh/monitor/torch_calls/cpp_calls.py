@@ -1,5 +1,4 @@
-"""Intercept collectives that torch calls from C++ on a process group, where wrapped Python methods
-are bypassed.
+"""Intercept collectives that torch calls from C++ on a process group, past wrapped methods.
 
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
@@ -108,9 +107,7 @@ class InnerGroup(_ProcessGroup):
         return InnerWork(work)
 
     def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which
-        `wait_tensor` waits.
-        """
+        """Start the all_gather of `all_gather_into_tensor_out`; return `out` for `wait_tensor`."""
         _register_work(out, self._call("_allgather_base", (out, x)))
         return out
 
@@ -169,9 +166,7 @@ def install(
 
 
 def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
-    """Let torch's functional collectives of tensors on the CPU run on the groups that stand in for
-    monitored ones.
-    """
+    """Let torch's functional collectives on the CPU run on the stand-ins of monitored groups."""
     global _kernels
     if not hasattr(dist, "_functional_collectives"):
         return
@@ -246,9 +241,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Restore the operators and forget the groups. C++ code that still holds one continues to use
-    it, unmonitored.
-    """
+    """Restore the operators and forget the groups. C++ code that holds one is not monitored."""
     global _kernels
     if _kernels is not None:
         _kernels._destroy()

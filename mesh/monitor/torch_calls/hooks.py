@@ -1,5 +1,4 @@
-"""Wrap torch.distributed so that the program's own calls are recorded and compared like the
-library's.
+"""Wrap torch.distributed to record and compare the program's calls like the library's.
 
     dist.all_reduce(x)   FSDP2     Python calls a method of ProcessGroup      wrapped here
     object collectives   batch_isend_irecv
@@ -120,9 +119,7 @@ def _refused_in_child(
 
 
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch's for the library, which has recorded it, on a group that it shares
-    with the program.
-    """
+    """Call a function of torch's for the library, recorded already, on a group that it shares."""
     global _has_shared
     _has_shared = thread_context.own_torch_call = True
     try:
@@ -359,9 +356,7 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which
-    blocks in C++.
-    """
+    """Wait until all ranks arrive, or for the timeout, before the barrier that blocks in C++."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         recorder = _recorder_of(group)

@@ -141,9 +141,7 @@ class TorchRecorder(Recorder):
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
-        """Wait until all ranks have made the call; return whether they have, in this time. Raises:
-        WatchError.
-        """
+        """Wait for all ranks to make the call; return whether they did. Raises: WatchError."""
         monitor = self.monitor
         return monitor is None or monitor.wait_until(
             self,
@@ -159,9 +157,7 @@ class TorchRecorder(Recorder):
             self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Record on an error of torch's that other ranks had not arrived, as when torch's own
-        timeout has expired.
-        """
+        """Record on an error of torch's, such as a timeout, that other ranks had not arrived."""
         if self.monitor is not None and any(
             m.came is False for m in members(self.monitor, self, sequence)
         ):

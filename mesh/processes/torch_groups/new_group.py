@@ -70,8 +70,7 @@ def _options(backends: str, timeout: timedelta | None) -> Any:
 
 
 def without_host(backends: str) -> str | None:
-    """Return the backends without gloo for the CPU, None if they are not gloo there and others
-    elsewhere.
+    """Return the backends without gloo for the CPU, None unless it is there, and with others.
 
     >>> without_host("cpu:gloo,cuda:nccl"), without_host("gloo"), without_host("cuda:nccl")
     ('cuda:nccl', None, None)
