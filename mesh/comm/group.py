@@ -457,7 +457,7 @@ class Group(ABC):
         )
 
     def _product(self, x: Tensor, use: Callable[[Tensor], None], async_op: bool) -> Work | None:
-        """Gather every rank's x and pass the product to `use`: no backend has it for complex."""
+        """Gather every rank's x, pass the flat product to `use`: no backend multiplies complex."""
         everyone = x.detach().new_empty(self.size, x.numel())
         work = self._all_gather(everyone, x, async_op)
         return and_then(work, lambda: use(reduce(torch.mul, everyone)))

@@ -37,9 +37,7 @@ class CheckpointError(RuntimeError):
 
 
 def brief(value: Any) -> str:
-    """Return a text or error as it is, anything else by its `repr`: one line of at most 200
-    characters.
-    """
+    """Return a text or error as it is, others by `repr`: one line of at most 200 characters."""
     if isinstance(value, BaseException):
         value = getattr(value, "strerror", None) or str(value) or type(value).__name__
     text = value if isinstance(value, str) else _short.repr(value)
@@ -58,8 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def interrupt_of(error: BaseException, before: BaseException | None) -> BaseException | None:
-    """Return the first error that is not an `Exception`, or says that there is no memory, which
-    `error` replaced.
+    """Return the first error that is no `Exception`, or says "no memory", which `error` replaced.
 
     Args:
         before: the error that was being handled when the work began; it is not of this work.

@@ -1,6 +1,4 @@
-"""Full state dicts on one rank: gather whole tensors there, or scatter from there, one tensor at a
-time.
-"""
+"""Full state dicts on one rank: gather whole tensors there, or scatter them, one at a time."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def load_full_state_dict(
 
 
 def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """Return the description of the state that all ranks need: shapes and dtypes by name, and
-    values.
-    """
+    """Return the state's description that all ranks need: shapes, dtypes, and values by name."""
     found = {name_of(path): leaf for path, leaf in leaves(state)}
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]

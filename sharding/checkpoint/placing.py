@@ -63,9 +63,7 @@ def own_name(name: str, rank: int) -> str:
 
 
 def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
-    """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all
-    ranks.
-    """
+    """Return each non-empty box with the ranks that hold it. Plain tensors are equal everywhere."""
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:

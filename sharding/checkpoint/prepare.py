@@ -1,6 +1,4 @@
-"""Preparation of a save: collect the leaves, check that they can be saved and that all ranks have
-the same.
-"""
+"""Preparation of a save: collect the leaves, check that they can be saved and are alike on all."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ class SaveState(NamedTuple):
 def prepare_save(
     tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
 ) -> SaveJob:
-    """Return a save that is ready to write, with its folder; with `copies`, of copies of the
-    tensors.
+    """Return a save that is ready to write, with its folder; `copies`: of copies of the tensors.
 
     Raises:
         CheckpointError, TypeError, ValueError: see `save`.
@@ -101,9 +98,7 @@ def prepare_save(
 
 
 def _is_lost(world: World, rank: int) -> bool:
-    """Return whether the process of a rank is known to have died, so that it will write nothing
-    more.
-    """
+    """Return whether a rank's process is known to have died, so that it writes nothing more."""
     monitor = world.monitor if isinstance(world, ProcessWorld) else None
     return monitor is not None and any(
         member.rank == rank for member in lost_ranks(monitor.directory)
@@ -144,8 +139,7 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
 def _begin(
     group: Group, dir: Path, step: int | None, kept: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
-    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0
-    makes them.
+    """Return the folder to write to, step, nonce, and on rank 0, which makes them, the lease.
 
     An earlier failure of a rank is raised on all.
     """
@@ -216,8 +210,7 @@ def state_of(tree: Any, world: World) -> SaveState:
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
-    """Return a leaf as text, which ranks compare: a sharded tensor by layout, replicated leaves by
-    value.
+    """Return a leaf as text, for comparison: a sharded tensor by layout, replicas by value.
 
     Raises:
         TypeError, ValueError: it cannot be saved.

@@ -98,8 +98,7 @@ class _FileOffset(NamedTuple):
 
 
 def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
-    """load_safetensors(path, like) -> a tree like `like`; each rank reads its own boxes. Every rank
-    calls it.
+    """load_safetensors(path, like) -> a tree like `like`, each rank's boxes. Every rank calls it.
 
     Args:
         path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its

@@ -98,8 +98,7 @@ class SaveJob:
         return serialize(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
 
     def commit(self) -> tuple[folders.Checkpoint, list[Path]]:
-        """Commit on rank 0 when all ranks have written: write the index and the manifest, rename
-        the folder.
+        """Commit on rank 0 after all ranks' writes: write index and manifest, rename the folder.
 
         Returns:
             The checkpoint, and the renamed folders to remove: the one it replaces, and those older
@@ -220,9 +219,7 @@ def part_of(leaf: Tensor, box: Box) -> Tensor:
 
 
 def on_host(x: Tensor, copy: bool = False) -> Tensor:
-    """Return a contiguous tensor in host memory with its own storage: `torch.save` writes whole
-    storages.
-    """
+    """Return a contiguous host tensor with its own storage: `torch.save` writes whole storages."""
     x = x.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 

@@ -30,8 +30,7 @@ _kept: weakref.WeakKeyDictionary[World, Tensor] = weakref.WeakKeyDictionary()
 def copy_leaves(
     leaves: Mapping[str, Any], world: World
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return copies of leaves, tensors on the host, and a function that waits until they have their
-    values.
+    """Return copies of leaves on the host, and a function that waits until they have values.
 
     The memory of the last copies for this world is used again.
     """
@@ -59,9 +58,7 @@ def copy_leaves(
 
 
 def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the leaves, small plain tensors of devices on the host: the host waits once for all of
-    them.
-    """
+    """Return the leaves, small device tensors on the host, which waits once for all of them."""
     small = {
         name: _plain(x)
         for name, x in leaves.items()

@@ -1,6 +1,5 @@
 """`state_dict` and `load_state_dict`: the state of a module and its optimizer by parameter name,
-without communication.
-"""
+without communication."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def load_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and its
-    optimizer.
+    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and optimizer.
 
     Tensors in other layouts are redistributed; each rank takes its part of whole tensors. Without
     an optimizer, one in `state` is ignored.
@@ -188,8 +186,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a name in the module's state, or of a parameter, without the parts that wrappers have
-    added.
+    """Return a name in the module's state, or of a parameter, without what wrappers have added.
 
     "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
@@ -210,9 +207,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _known(name: str, number: Mapping[str, int]) -> str:
-    """Return the plain name of a parameter in a state that may have been saved with the parts of
-    wrappers.
-    """
+    """Return the plain name of a parameter in a state that may have been saved from wrappers."""
     return name if name in number else _unwrapped(name)
 
 

@@ -29,8 +29,7 @@ class Leaf:
 
 @dataclasses.dataclass
 class PerRank(Leaf):
-    """PerRank(value): a leaf that each rank saves separately, such as the state of torch's random
-    generator.
+    """PerRank(value): a leaf that each rank saves separately, such as torch's random state.
 
     It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of
     their `like`.
@@ -49,9 +48,7 @@ class PerRank(Leaf):
 
 
 class StoredDict(dict[Any, Any]):
-    """A dict whose leaves are those of the checkpoint; `layout_of(path in it, shape)` gives the
-    layouts of tensors.
-    """
+    """A dict of a checkpoint's leaves; `layout_of(path in it, shape)` gives tensors' layouts."""
 
     layout_of: Callable[[Path, Sequence[int]], Layout | None]
 
@@ -172,9 +169,7 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
 
 
 def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Yield each leaf's name and path as in torch's index, where dicts have string keys and lists
-    have integers.
-    """
+    """Yield each leaf's name and path as in torch's index: keys are strings, indices integers."""
     if isinstance(structure, str):
         yield structure, path
     elif "dict" in structure:
@@ -186,9 +181,7 @@ def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Pa
 
 
 def structure_from(paths: Mapping[str, Path]) -> Structure:
-    """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists
-    are integers.
-    """
+    """Return torch's own checkpoints' structure: dicts' keys are strings, lists' integers."""
     nested: dict[Any, Any] = {}
     for name, path in paths.items():
         at: Any = nested

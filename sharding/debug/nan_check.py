@@ -1,5 +1,4 @@
-"""`debug_nans`: find the operator, the line and the rank where a NaN or an infinity first appears,
-forward or backward.
+"""`debug_nans`: find the operator, line and rank where a NaN or an infinity first appears.
 
 A torch function mode checks what each operator of the program returns on this rank, and registers a
 hook on each node that it adds to the autograd graph. Operators that the library calls by itself are
@@ -66,8 +65,7 @@ class BadValueError(FloatingPointError):
 
 
 class debug_nans(TorchFunctionMode):
-    """with debug_nans(): an operator that returns a NaN or an infinity raises an error, forward and
-    backward.
+    """with debug_nans(): an operator that returns a NaN or an infinity raises, also in backward.
 
     Each rank checks its own part, so values are found before a reduction spreads them. Ranks that
     found nothing raise PeerError in their next collective, with this error's text. An infinity
@@ -169,9 +167,7 @@ def _values(x: Tensor) -> Tensor:
 
 
 def _is_finite(x: Any) -> bool:
-    """Return whether a tensor has only finite values, or a number is finite; True for other
-    objects.
-    """
+    """Return whether a tensor or number has only finite values; True for other objects."""
     if isinstance(x, Tensor):
         return (
             not (x.is_floating_point() or x.is_complex())
@@ -193,9 +189,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
-    """Return the index of the first bad value in this rank's part, the value, and the number of bad
-    values.
-    """
+    """Return the first bad index in this rank's part, the value, and the number of bad values."""
     values = _values(x)
     bad = ~torch.isfinite(values) if infs else torch.isnan(values)
     at = bad.nonzero()

@@ -34,9 +34,7 @@ T = TypeVar("T")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed
-    arguments.
-    """
+    """Add the command to the subparsers of a parser; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "plan",
         help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
@@ -133,8 +131,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     """Return the function with errors that argparse shows; it hides the text of a ValueError or
-    TypeError.
-    """
+    TypeError."""
 
     def parsed(text: str) -> T:
         try:
@@ -174,9 +171,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too.
-    Raises: ValueError.
-    """
+    """parse_dtype("bf16") -> torch.bfloat16, also for "bfloat16" and so on. Raises: ValueError."""
     by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     short = {
         dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
@@ -196,8 +191,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parse_spec(text: str) -> SpecLike:
-    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements, written as in
-    Python.
+    """parse_spec("P('dp', None)") -> P('dp', None): a spec or placements, written as in Python.
 
     Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood;
     nothing is evaluated.

@@ -1,6 +1,4 @@
-"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of it that each
-rank holds.
-"""
+"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of each rank."""
 
 from __future__ import annotations
 
@@ -179,8 +177,7 @@ class Layout:
 
     @cached_property
     def dual(self) -> Layout:
-        """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded
-        <-> itself.
+        """The layout of this tensor's gradient: pending(sum) <-> replicated, sharded <-> itself.
 
         Along an axis that is pending with another kind than sum, the value of every rank has a
         separate gradient.
@@ -279,9 +276,7 @@ class Layout:
 
     @cached_property
     def meta(self) -> torch.Tensor:
-        """A meta tensor of the global shape: the storage of every `ShardedTensor` of this
-        layout.
-        """
+        """A meta tensor of the global shape, the storage of this layout's `ShardedTensor`s."""
         # It is used after the transform or mode has ended.
         with (
             outside_of_transforms(),
@@ -343,9 +338,7 @@ class _SizedCut(NamedTuple):
 
 
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to
-    trust it.
-    """
+    """Call `Layout.of`: a function with a global name, which `torch.load` can be told to trust."""
     return Layout.of(mesh, spec, shape, dtype)
 
 
@@ -359,9 +352,7 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
-    """Return the names of two meshes for an error, with their ranks if the names alone are the
-    same.
-    """
+    """Return the names of two meshes for an error, with their ranks if the names are the same."""
     if repr(one) != repr(other):
         return repr(one), repr(other)
     return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
@@ -394,8 +385,7 @@ def _interned(
 
 
 def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
-    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have
-    equal specs.
+    """Return a dim's cuts with sizes for few axes, so that equal layouts have equal specs.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the shape.

@@ -1,6 +1,4 @@
-"""`P`, the partition spec: which mesh axes split which tensor dims, and on which axes a reduction
-is pending.
-"""
+"""`P`, the partition spec: which mesh axes split which tensor dims, and which pend a reduction."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ EACH = "each"
 
 
 class _Unconstrained(tuple):
-    """The entry of a dim that keeps its axes; equal to itself only, not to the entry of a dim that
-    is not split.
-    """
+    """The entry of a dim that keeps its axes; equal to itself only, not to a dim that is whole."""
 
     __slots__ = ()
 
@@ -327,9 +323,7 @@ def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
 
 
 def _check_outermost(spec: P) -> None:
-    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are
-    even.
-    """
+    """Raise ValueError unless sizes are of the first axes of a dim: cuts inside a part are even."""
     for axes, sizes in spec.sizes:
         if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
             raise ValueError(

@@ -1,5 +1,4 @@
-"""Which ranks hold which part in a layout, on meshes of any size: the data behind tables, pictures
-and `inspect`.
+"""Which ranks hold which part in a layout: the data behind tables, pictures and `inspect`.
 
 An axis splits one dim at most, so a box is one interval of each dim, chosen by that dim's axes
 alone:
@@ -54,9 +53,7 @@ def parts(layout: Layout, dim: int) -> list[Interval]:
 
 
 def holders(layout: Layout, box: Sequence[Interval]) -> list[int]:
-    """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does
-    not restrict them.
-    """
+    """Return the global ranks that hold a box, ascending; dims not in `box` restrict nothing."""
     at = {axis: index for part in box for axis, index in part.coordinates}
     return sorted(
         layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)]
@@ -84,8 +81,7 @@ def elements(layout: Layout) -> np.ndarray:
 
 
 def shown_dims(layout: Layout) -> tuple[int, ...]:
-    """Return the two dims that a table shows as rows and columns: the last two that are split, else
-    others.
+    """Return the two dims that a table shows as rows and columns: the last two split, else others.
 
     One dim, or none, if the tensor has no more.
     """
@@ -95,8 +91,7 @@ def shown_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def pages(layout: Layout, dims: Sequence[int]) -> list[tuple[Interval | None, ...]]:
-    """Return the pages of a table that shows `dims`: per dim an interval, None for dims that are
-    shown.
+    """Return the pages of a table that shows `dims`: per dim an interval, None for those shown.
 
     A page shows the part of the tensor at these intervals. Dims that are not split make no further
     pages.
@@ -116,9 +111,7 @@ def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
 
 
 def title(layout: Layout, max_chars: int = 160) -> str:
-    """Return the layout in one line; in long ones, many sizes are shortened to the first and the
-    last.
-    """
+    """Return the layout in one line; many sizes are shortened to the first and the last."""
     text = str(layout)
     for _, sizes in layout.spec.sizes if len(text) > max_chars else ():
         text = text.replace(str(sizes), f"({sizes[0]}, ..., {sizes[-1]})")

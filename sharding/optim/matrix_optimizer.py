@@ -91,9 +91,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Step the matrices of these groups."""
 
     def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group split into one of matrices and one of other parameters, without empty
-        ones.
-        """
+        """Return the group split into one of matrices and one of other parameters, if not empty."""
         params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
         matrices, others = (

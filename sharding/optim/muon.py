@@ -171,9 +171,7 @@ class Muon(MatrixOptimizer):
                 )
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by
-        parameter.
-        """
+        """Return the momentum after this step, maybe with Nesterov's look-ahead, by parameter."""
         params = [p for p, _ in with_grads([group])]
         if not params:
             return {}

@@ -1,5 +1,4 @@
-"""Owners of matrices: gather each matrix at one rank with one all_to_all, and scatter the results
-with another.
+"""Owners of matrices: gather each at one rank with one all_to_all, scatter results with another.
 
     rows split              at the owners            rows split again
     rank 0   [A0] [B0]      rank 0   [A]             rank 0   [A0] [B0]
@@ -59,9 +58,7 @@ class Owners:
     def __init__(
         self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype
     ) -> None:
-        """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of
-        communication.
-        """
+        """`layouts`: of tensors on one mesh, nothing pending; `dtype`: that of communication."""
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
@@ -101,9 +98,7 @@ class Owners:
         return self._to_owners([parts[unit.tensor] for unit in self.units], tag=self._to_tag)
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Write the processed units of all owners into local parts, in place. Communication: one
-        all_to_all.
-        """
+        """Write the owners' units into local parts, in place. Communication: one all_to_all."""
         pieces = self._from_owners(list(done), tag=self._from_tag)
         for unit, index, piece in zip(self.units, self._pieces, pieces, strict=True):
             if piece.numel():
@@ -139,9 +134,7 @@ def owners_of_matrices(
     work: Callable[[int, int], int],
     dtype: torch.dtype,
 ) -> Owners:
-    """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication:
-    none.
-    """
+    """Return the cached owners of these tensors' matrices, see `matrix_units`. No communication."""
     key = "owners", layouts, flattened, work, dtype
     owners = layouts[0].runners.get(key)
     if owners is None:
@@ -168,8 +161,7 @@ def _held_parts(
 
 
 def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
-    """Return the owner of each unit: the largest unit first, to the rank with the least work so
-    far.
+    """Return the owner of each unit: the largest first, to the rank with the least work so far.
 
     Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of
     the optimum.

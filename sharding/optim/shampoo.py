@@ -1,6 +1,4 @@
-"""Shampoo: preconditions matrices from both sides; one rank computes each matrix and stores its
-preconditioners.
-"""
+"""Shampoo: preconditions matrices from both sides; one rank has each matrix's preconditioners."""
 
 from __future__ import annotations
 
@@ -222,9 +220,7 @@ class Shampoo(MatrixOptimizer):
         dtype: torch.dtype,
         at: Sequence[Layout] | None,
     ) -> dict[str, Tensor]:
-        """Return this rank's parts of the preconditioners of block `b` and their roots, by name;
-        create missing ones.
-        """
+        """Return this rank's parts of block `b`'s preconditioners and roots, created if missing."""
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )
@@ -259,9 +255,7 @@ class Shampoo(MatrixOptimizer):
 
 
 def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
-    """Return the boxes of a matrix with at most `size` elements along each side, in row-major
-    order.
-    """
+    """Return the boxes of a matrix with at most `size` elements a side, in row-major order."""
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
@@ -287,9 +281,7 @@ def _work(rows: int, columns: int) -> int:
 def _identity(
     n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None
 ) -> Tensor:
-    """Return `scale` times the identity; with a layout, whole at the owner and without rows
-    elsewhere.
-    """
+    """Return `scale` times the identity; with a layout, whole at the owner, else without rows."""
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
     return ShardedTensor._make_guarded(

@@ -65,8 +65,7 @@ def _unpacks(shares: Sequence[TensorShare]) -> tuple[list[Unpack], list[int]]:
 def _packings(
     tensors: Sequence[tuple[Box, Sequence[Sequence[Box]]]], make: Callable[..., PackT]
 ) -> tuple[list[PackT], list[int]]:
-    """Return packings of a buffer in which the boxes of one rank are consecutive, and their length
-    for each rank.
+    """Return packings of a buffer with each rank's boxes consecutive, and their lengths by rank.
 
     Args:
         tensors: the rank's own box of each tensor, and by group index the boxes to pack.
@@ -148,8 +147,7 @@ def _through_buffers(me: int, share: TensorShare) -> TensorShare | None:
 
 
 class AllToAllReduce(Collective):
-    """all_to_all_reduce: every rank receives all contributions to its boxes and combines them in
-    group order.
+    """all_to_all_reduce: ranks receive all contributions to their boxes, combined in group order.
 
     Sums and products of 16-bit floats are accumulated in fp32 and rounded once. A rank's own
     contribution is among `sends` and `recvs` at its own index, see `sent_to_self`.
@@ -292,9 +290,7 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
 
 
 def _pack_from_both(share: TensorShare) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return a function that packs boxes of this rank's tensor and boxes of the result into one
-    send buffer.
-    """
+    """Return a function that packs boxes of this rank's tensor and of the result into a buffer."""
     held: tuple[list[Box], list[int]] = ([], [])
     received: tuple[list[Box], list[int]] = ([], [])
     start = 0

@@ -58,8 +58,7 @@ def redistribute_local(
 def redistribute_locals(
     locals_: Sequence[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Call `redistribute_local` for several tensors at once, in one bucket per group and dtype,
-    forward and backward.
+    """Call `redistribute_local` for tensors at once, in a bucket per group and dtype, both ways.
 
     Communication: as `start_redistribute`.
     """
@@ -75,8 +74,7 @@ def start_redistribute(
     outs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
-    """Launch a redistribution of one or more tensors. Return a function that waits for it and
-    returns the results.
+    """Launch a redistribution of tensors. Return a function that waits and returns the results.
 
     Args:
         tensors: a list of this rank's parts, which is emptied.

@@ -110,9 +110,7 @@ class _Stage:
 
 
 def _exact_scale(steps: Sequence[Step]) -> float | None:
-    """Return the factor by which the last of these steps multiplies, if it divides by a power of
-    two.
-    """
+    """Return the factor by which the last step multiplies, if it divides by a power of two."""
     if not steps or steps[-1].op != "scale":
         return None
     count = steps[-1].group_size
@@ -120,8 +118,7 @@ def _exact_scale(steps: Sequence[Step]) -> float | None:
 
 
 class Executor:
-    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only
-    handle data.
+    """Plans compiled for this rank: boxes, groups, packing are looked up once; calls handle data.
 
     The parts may have another dtype than the plans: local steps keep it, and the first collective
     casts as it packs. On a rank outside the mesh, parts are returned unchanged.
@@ -207,8 +204,7 @@ class Executor:
         outs: Sequence[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Callable[[], list[Tensor]]:
-        """Launch all steps up to the last collectives. Return a function that waits for them and
-        returns the parts.
+        """Launch all steps up to the last collectives. Return a function that waits for the parts.
 
         Collectives are launched in the plans' order, so that ranks may wait in different orders.
 
@@ -312,9 +308,7 @@ def executor(
     accumulate_dtype: torch.dtype | None = None,
     transport: str | None = None,
 ) -> Executor:
-    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are
-    those of `plan`.
-    """
+    """Return the compiled plan from `src` to `dst`, cached on the source, with `plan`'s options."""
     plain = max_bytes is None and accumulate_dtype is None and transport is None
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     found = src.runners.get(key)
@@ -327,9 +321,7 @@ def executor(
 
 
 def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
-    """Return the compiled plans of these (source, destination) layouts, cached on the first
-    source.
-    """
+    """Return the compiled plans of these (source, destination) layouts, cached on the first."""
     if len(pairs) == 1:
         return executor(*pairs[0], **options)
     cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())

@@ -48,8 +48,7 @@ class SourceInterval(NamedTuple):
 
 
 class IntervalExchange:
-    """`exchange(local)`: the wanted intervals of one dim, concatenated, as this rank's tensor;
-    differentiable.
+    """`exchange(local)`: the wanted intervals of a dim, as this rank's tensor; differentiable.
 
     Args:
         src: the layout of which `local` is this rank's part.
@@ -159,9 +158,7 @@ class IntervalExchange:
         return found
 
     def _owner(self, index: int, wanter: int) -> int:
-        """Return the rank that sends an element: the wanting rank itself if it holds it, else the
-        first that does.
-        """
+        """Return the rank that sends an element: the wanting one if it holds it, else the first."""
         start, stop = self._held[wanter]
         if start <= index < stop:
             return wanter
@@ -240,9 +237,7 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """Apply the transpose of `forward`: send every element back to the rank that holds it, and
-        sum there.
-        """
+        """Apply the transpose of `forward`: send elements back to their holders, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(

@@ -1,5 +1,4 @@
-"""Redistributions whose backward is the redistribution between the duals, and redistribution of
-gradients.
+"""Redistributions whose backward is that between the duals, and redistribution of gradients.
 
 Backward calls the same differentiable functions, so it can be differentiated again.
 """
@@ -64,8 +63,7 @@ def start_linear(
     **options: Any,
 ) -> Callable[[], list[Tensor]]:
     """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`.
-    Communication: the plans'.
-    """
+    Communication: the plans'."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
     given = list(tensors)
@@ -132,8 +130,7 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype.
-    Communication: the plans'.
-    """
+    Communication: the plans'."""
     origins = (
         []
         if transforming()
@@ -155,9 +152,7 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
 
 
 def _whole(part: Tensor, origin: Tensor) -> Tensor:
-    """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep
-    alive.
-    """
+    """Return the part; a copy if it is a view of its origin, whose memory it would keep alive."""
     is_piece = (
         part.numel() < origin.numel()
         and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
@@ -174,8 +169,7 @@ def apply_node(
     ready: Callable[[], list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node. `ready` gives the results if the redistribution was
-    launched already.
+    """Redistribute in one autograd node. `ready` gives the results of an earlier launch.
 
     Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
     between the duals.
@@ -184,8 +178,7 @@ def apply_node(
 
 
 class _Redistribute(torch.autograd.Function):
-    """Linear redistributions of one or more tensors; backward redistributes between the duals, in
-    buckets.
+    """Linear redistributions of tensors; backward redistributes between the duals, in buckets.
 
     A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor
     is one value, and so is its gradient. The gradient of that is laid out as the value again, so

@@ -105,17 +105,13 @@ class _Extreme(torch.autograd.Function):
 
 
 def _count_holders(mine: Tensor, src: Layout, axes: tuple[str, ...]) -> Tensor:
-    """Return how many ranks along the axes hold the extreme of each element. Communication: one
-    all_reduce.
-    """
+    """Return how many ranks along the axes hold each extreme. Communication: one all_reduce."""
     counted = _with_kind(src.grad, axes, None)
     return redistribute_linear(mine.to(src.dtype), _with_kind(counted, axes, "sum"), counted)
 
 
 def _shares(mine: Tensor, src: Layout, reduced: Layout) -> Tensor:
-    """Return how much of the extreme's gradient each element of this part gets: 1 / number of
-    holders, or 0.
-    """
+    """Return how much of the extreme's gradient an element gets: 1 / number of holders, or 0."""
     return mine.to(src.dtype) / _count_holders(mine, src, _leaving(src, reduced, "max", "min"))
 
 
@@ -157,9 +153,7 @@ class _ExtremeTransformed(torch.autograd.Function):
 
 
 def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:
-    """Gather the factors along a new leading dim and multiply: the gradients are exact even if a
-    factor is zero.
-    """
+    """Gather the factors along a new leading dim and multiply: gradients are exact even at zero."""
     axes = _leaving(src, dst, "product")
     if not axes:
         return local, src

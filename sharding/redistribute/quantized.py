@@ -111,8 +111,7 @@ class QuantizedAllGather(Quantized):
 
 
 class QuantizedAllToAll(Quantized):
-    """`AllToAllV` and `AllToAllReduce` of quantized boxes; several records for one box are added
-    up.
+    """`AllToAllV` and `AllToAllReduce` of quantized boxes; records of the same box are added up.
 
     A rank's own boxes are among `sends` and `recvs` at its own index, see `sent_to_self`.
     """
@@ -145,8 +144,7 @@ _Record = tuple[Box, int]
 def _records(
     shares: Sequence[TensorShare], peers: Callable[[TensorShare], Sequence[Sequence[Box]]]
 ) -> tuple[list[list[_Record]], list[int]]:
-    """Return for each tensor its boxes and where their records begin in the buffer, and the bytes
-    of each rank.
+    """Return each tensor's boxes and where their records begin, and the bytes of each rank.
 
     In the buffer the records of one rank are consecutive.
     """

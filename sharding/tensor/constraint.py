@@ -106,8 +106,7 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
 
 
 def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its
-    place.
+    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to all below its place.
 
     Raises:
         TypeError: an invalid spec.
@@ -135,9 +134,7 @@ def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tupl
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the children of the root of the tree, each with its key as text, and the structure of
-    that level.
-    """
+    """Return the root's children, each with its key as text, and the structure of that level."""
     found, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(pytree.keystr(keys), child) for keys, child in found], shape
 

@@ -41,8 +41,7 @@ def from_local(
     grad_placements: SpecLike = None,
     shape_check: bool | str = True,
 ) -> ShardedTensor:
-    """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global
-    tensor.
+    """from_local(x) -> ShardedTensor: declare how all local tensors make up one global tensor.
 
     A replicated local tensor counts as one logical value: its gradient is the sum over the
     replicas, the same on every rank.
@@ -171,8 +170,7 @@ def _of_gradient(layout: Layout) -> Layout:
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
-    """Compare the parts of all ranks with the layout; return this rank's part with the values of
-    the first replica.
+    """Compare all ranks' parts with the layout; return this one with the first replica's values.
 
     Raises:
         ValueError: on every rank, if a part has another dtype or shape.
@@ -214,9 +212,7 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays
-    there.
-    """
+    """Return the tensor on the mesh's device type, as in torch; one on "meta" stays there."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
         tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
     return (

@@ -1,5 +1,4 @@
-"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree
-too.
+"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings or a tree of them.
 
 x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
 shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"
@@ -83,9 +82,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Return True if this is a container, other than placements and the leaves of torch's
-    pytree.
-    """
+    """Return True if this is a container, but not placements or a leaf of torch's pytree."""
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 

@@ -47,8 +47,7 @@ class _KnownShapes:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True
 ) -> tuple[int, ...]:
-    """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the
-    placements state.
+    """Return the global shape: the sum of all local shapes, or what the placements' sizes state.
 
     Args:
         check: when ranks exchange shapes, as `from_local` says.
@@ -124,8 +123,7 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
 def shape_of_parts(
     parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh
 ) -> tuple[int, ...]:
-    """Return the global shape of the tensor that these parts make up, or that the sizes of the spec
-    state.
+    """Return the global shape of the tensor that these parts make up, or that the sizes state.
 
     Args:
         parts: coordinate -> dtype and shape of a part, at least for all ranks along the axes that
@@ -170,9 +168,7 @@ def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) ->
 
 
 def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Return advice for the error: the sizes under which these would be the parts, if there are
-    any.
-    """
+    """Return advice for the error: sizes under which these would be the parts, if there are any."""
     if layout.spec.sizes:
         return ""
     mesh, sizes, shape = layout.mesh, {}, []

@@ -76,9 +76,7 @@ for _name in (
 
 
 def settled(value: Any) -> Any:
-    """Return the value, or tuple, list or dict of values, with handles replaced by their
-    tensors.
-    """
+    """Return the value, or tuple, list or dict of values, with handles replaced by tensors."""
     if isinstance(value, TensorHandle):
         return value.wait()
     if type(value) in (tuple, list) and any(isinstance(x, TensorHandle) for x in value):

@@ -16,9 +16,7 @@ from .sharded_tensor import ShardedTensor
 
 
 def is_placement(x: Any) -> bool:
-    """Return True for a `P`, a sharding or a list of placements, which may be passed in place of
-    the mesh.
-    """
+    """Return True for a `P`, a sharding or list of placements, which may take the mesh's place."""
     return isinstance(x, (P, Sharding)) or (
         isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x)
     )

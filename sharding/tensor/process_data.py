@@ -1,5 +1,4 @@
-"""Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks
-hold.
+"""Sharded tensors from each rank's data, by JAX's names, and the parts of a tensor that ranks hold.
 
     whole tensor on one rank    device_put                              each rank is sent its box
     a function of the index     make_array_from_callback                each rank makes its box
@@ -231,9 +230,7 @@ class AddressableShard:
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the parts that this rank holds: one, or none on a rank outside the mesh.
-    Communication: none.
-    """
+    """Return the parts that this rank holds: one, or none outside the mesh. Communication: none."""
     layout, mesh = x._layout, x.mesh
     if mesh.coordinate is None:
         return []
@@ -250,9 +247,7 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
 
 
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the part of every rank of the mesh, with data for this rank's only. Communication:
-    none.
-    """
+    """Return the part of every rank of the mesh, with this rank's data. Communication: none."""
     layout, mesh = x._layout, x.mesh
     found = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
@@ -285,9 +280,7 @@ def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLi
 def _mesh_spec_data_shape(
     mesh: Any, spec: Any, data: Any, shape: Any
 ) -> tuple[DeviceMesh, SpecLike, Any, Any]:
-    """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh
-    set.
-    """
+    """Return (mesh, spec, data, shape); if a mesh is set, arguments may be (spec, data, shape)."""
     if is_placement(mesh):
         mesh, spec, data, shape = (
             (None, mesh, spec, shape if data is None else data)
@@ -345,8 +338,7 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _cut_out(part: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's box of data whose dims have either the length of the box or their global
-    length.
+    """Return this rank's box of data whose dims have either the box's length or the global one.
 
     Raises:
         ValueError: a dim has neither.
@@ -406,9 +398,7 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
 def _joined(
     mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
 ) -> Layout:
-    """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those
-    of `torch.chunk`.
-    """
+    """Return the layout of parts of these shapes; layouts drop sizes equal to `torch.chunk`'s."""
     sizes, whole = {}, []
     for dim, axes in enumerate(spec.dims):
         places = [mesh.axis_index(axis) for axis in axes]

@@ -33,8 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class _RandomState:
-    """Seed and position of one rank's stream of random tensors; the same on every rank of a
-    program.
+    """Seed and position of one rank's random tensors; the same on every rank of a program.
 
     Attributes:
         seed: 64-bit seed.
@@ -85,8 +84,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> Tensor:
-    """Return the seed and the position of the random numbers of `ShardedTensor`s as 16 bytes, for a
-    checkpoint.
+    """Return seed and position of the random `ShardedTensor`s as 16 bytes, for a checkpoint.
 
     Communication: none.
 
@@ -100,8 +98,7 @@ def get_rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Continue the random numbers of `ShardedTensor`s from the state of `get_rng_state`. Call it on
-    every rank.
+    """Continue random `ShardedTensor`s from the state of `get_rng_state`. Call it on every rank.
 
     Raises:
         ValueError: not 16 bytes.
@@ -166,8 +163,7 @@ def check_rng_state(mesh: Any) -> None:
 
 
 def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Make `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it
-    recomputes.
+    """Make `torch.utils.checkpoint` draw the same random `ShardedTensor`s when it recomputes.
 
     Communication: none.
 
@@ -198,9 +194,7 @@ def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:
 
 
 def normal(layout: Layout, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Return this rank's part of a tensor of Gaussian numbers; complex ones have total variance
-    std**2 around `mean`.
-    """
+    """Return this rank's part of Gaussian numbers; complex ones have total variance std**2."""
     if layout.dtype.is_complex and mean:
         return draw(philox.normal, layout, 0.0, std).add_(mean)
     return draw(philox.normal, layout, mean, std)
@@ -236,9 +230,7 @@ def _bernoulli(
 
 
 def permutation(layout: Layout) -> Tensor:
-    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit
-    keys.
-    """
+    """Return this rank's part of 0 ... n - 1 in random order: ranks sort n random 64-bit keys."""
     return draw(_permutation, layout)
 
 
@@ -294,9 +286,7 @@ def units(layout: Layout) -> distributions.Units:
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that draws from torch's own generator, seeded equally on every rank; restore
-    the generator afterwards.
-    """
+    """Call a function that draws from torch's generator, seeded alike on all ranks; restore it."""
     seed, stream = _state(mesh.world).next()
     with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):
         torch.manual_seed((seed + stream * _GOLDEN) % (1 << 63))

@@ -1,5 +1,4 @@
-"""`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and
-construction.
+"""`ShardedTensor`: a global tensor of which each rank holds one box: state, properties, making.
 
 The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the
 layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs
@@ -47,8 +46,7 @@ _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-define
 
 
 class ShardedTensor(Tensor):
-    """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a
-    factory.
+    """A tensor laid out on a mesh; from `distribute_tensor`, `device_put`, `from_local`, a factory.
 
     Attributes:
         shape: the global shape.
@@ -116,8 +114,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _refuse_dispatch(func: Any) -> Any:
-        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no
-        values.
+        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, without values.
 
         Raises:
             RuntimeError: always.
@@ -235,9 +232,7 @@ class ShardedTensor(Tensor):
         return self._local.retains_grad
 
     def retain_grad(self) -> None:
-        """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this
-        one.
-        """
+        """Keep the gradient of a tensor that is not a leaf, read in the layout dual to this one."""
         self._local.retain_grad()
 
     def _sync_requires_grad(self) -> None:
@@ -410,9 +405,7 @@ def typeof(x: ShardedTensor) -> Layout:
 
 
 class DonatedTensor(Tensor):
-    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use
-    raises.
-    """
+    """A `ShardedTensor` after `redistribute(..., donate=True)`: no memory, and every use raises."""
 
     _layout: Layout
 
@@ -463,9 +456,7 @@ def _offload_of_stager() -> Any:
 
 
 def _called_by(func: Any) -> bool:
-    """Return True if the method that calls this was called by `func`, or by a comprehension
-    in it.
-    """
+    """Return True if the method that calls this was called by `func` or a comprehension in it."""
     if func is None:
         return False
     frame = sys._getframe(2)

@@ -1,6 +1,4 @@
-"""`batch_report`: the effective batch size, and the learning rate after a change of the number of
-ranks.
-"""
+"""`batch_report`: the effective batch size, and the learning rate after a change of ranks."""
 
 from __future__ import annotations
 
@@ -45,32 +43,24 @@ class BatchReport:
 
     @property
     def linear_lr(self) -> float | None:
-        """The earlier learning rate times `ratio`, as for SGD: Goyal et al. 2017,
-        arXiv:1706.02677.
-        """
+        """The earlier learning rate times `ratio`, as for SGD: Goyal et al., arXiv:1706.02677."""
         return self._scaled(self.ratio)
 
     @property
     def sqrt_lr(self) -> float | None:
-        """The earlier learning rate times the square root of `ratio`, as for Adam: Malladi et al.
-        2022, arXiv:2205.10287.
-        """
+        """The earlier rate times the square root of `ratio`, as for Adam: arXiv:2205.10287."""
         return self._scaled(math.sqrt(self.ratio))
 
     @property
     def same_accumulation(self) -> int | None:
-        """The number of micro-batches that gives the earlier effective batch; None if there is
-        none.
-        """
+        """The number of micro-batches that gives the earlier effective batch, or None."""
         if self.before is None:
             return self.accumulation
         found, rest = divmod(self.before.effective, self.per_rank * self.ranks)
         return None if rest or not found else found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers for a checkpoint, without `before`. `batch_report(before=...)` accepts
-        them.
-        """
+        """Return the numbers for a checkpoint, for `batch_report(before=...)`; without `before`."""
         return {name: value for name, value in asdict(self).items() if name != "before"}
 
     def __str__(self) -> str:
@@ -99,8 +89,7 @@ def batch_report(
     lr: float | None = None,
     before: BatchReport | Mapping[str, Any] | None = None,
 ) -> BatchReport:
-    """batch_report(per_rank, mesh, axes) -> the samples per update, and scaled learning rates if
-    that has changed.
+    """batch_report(per_rank, mesh, axes) -> the samples per update, and scaled learning rates.
 
                                           before        now
         per_rank                               8          8

@@ -21,8 +21,7 @@ from .sampler import DistributedSampler
 def batches(
     loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None
 ) -> Batches:
-    """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows
-    are its part.
+    """batches(loader, mesh, P("dp")) -> its batches as sharded tensors of each rank's rows.
 
         rank 0 loads rows [a b]                         x  [a b c d]  P("dp")
         rank 1 loads rows [c d]                   ->    x  [e f g]    P("dp"), in parts of 2 and 1
@@ -164,9 +163,7 @@ class Batches:
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this
-    library.
-    """
+    """Return the loader's sampler of single samples, if it is our `DistributedSampler`."""
     found = (
         isinstance(loader, DataLoader)
         and loader.batch_size is not None

@@ -79,9 +79,7 @@ def check_reduced(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as
-    `tensor_norms`.
-    """
+    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: `tensor_norms`'."""
     tally = tally_of(tensors)
     mine = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
     if tally.counted:

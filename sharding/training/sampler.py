@@ -1,6 +1,4 @@
-"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable in the middle
-of an epoch.
-"""
+"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable within it."""
 
 from __future__ import annotations
 

@@ -110,9 +110,7 @@ def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
 
 
 def _reduced(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return the maximum over ranks, which take part also without gradients; a rank outside all
-    meshes contributes 0.
-    """
+    """Return the maximum over all ranks, also without gradients; 0 from one outside all meshes."""
     tally = tally_of(parameters)
     if not tally.known:
         return found_inf

@@ -1,5 +1,4 @@
-"""Reduction of per-tensor numbers, such as norms, over all ranks with one collective, for any
-layouts and meshes.
+"""Reduction of per-tensor numbers, such as norms, over all ranks and layouts in one collective.
 
     on (dp=2, tp=2)        which ranks count it
     w  P("dp", "tp")       every rank, its own part
@@ -125,9 +124,7 @@ def _is_slice(mesh: DeviceMesh) -> bool:
 
 
 def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the
-    tensor.
-    """
+    """Return the root mesh of the tensor's mesh, and its axes, of several ranks, that split it."""
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:

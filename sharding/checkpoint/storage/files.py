@@ -133,9 +133,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _crc_after(data: Any, length: int) -> int | None:
-    """Return the CRC-32 in a zip data descriptor after that many bytes; None if the data is not
-    one.
-    """
+    """Return the CRC-32 in a zip data descriptor after that many bytes; None if it is not one."""
     signature, crc, size = (
         struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
     )
@@ -173,9 +171,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a path with a random name in the same folder, for a file that will be renamed to
-    `path`.
-    """
+    """Return a path with a random name in the same folder, for a file to be renamed to `path`."""
     suffix = f".{os.urandom(_TOKEN_BYTES).hex()}.unfinished"
     fits = len(os.fsencode(path.name + suffix)) <= _LONGEST_NAME
     return path.with_name((path.name if fits else "") + suffix)
@@ -194,9 +190,7 @@ def removed_on_error(paths: Iterable[Path]) -> Iterator[None]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove the temporary files of `path` that killed processes left: old ones that no process has
-    locked.
-    """
+    """Remove the temporary files of `path` that killed processes left: old, and not locked."""
     pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.unfinished")
     for name in filter(pattern.fullmatch, os.listdir(path.parent)):
         with contextlib.suppress(OSError):
@@ -242,9 +236,7 @@ def torch_save(value: Any, file: Any) -> None:
 
 @contextlib.contextmanager
 def own_interrupt() -> Iterator[None]:
-    """Raise the KeyboardInterrupt, SystemExit or MemoryError that the block replaced by another
-    error.
-    """
+    """Raise the KeyboardInterrupt, SystemExit or MemoryError that the block has replaced."""
     before = sys.exc_info()[1]
     try:
         yield

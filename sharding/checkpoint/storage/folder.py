@@ -1,5 +1,4 @@
-"""The folder of checkpoints: one folder per step, renamed when complete; newest, retired and
-unfinished ones.
+"""The folder of checkpoints: a folder per step, renamed when complete; others are unfinished.
 
     checkpoints/
       step-00000100/                   complete: renamed when everything in it was on disk
@@ -134,9 +133,7 @@ def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
 
 
 def mark_for_removal(path: Path) -> Path:
-    """Rename a folder before removal, so that a half-removed one is never taken for a
-    checkpoint.
-    """
+    """Rename a folder before removal: a half-removed one is never taken for a checkpoint."""
     if ".gone-" in path.name:
         return path
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")

@@ -1,5 +1,4 @@
-"""Check what an index of torch.distributed.checkpoint says: the boxes of each tensor, and where
-their bytes are.
+"""Check what an index of torch.distributed.checkpoint says: each tensor's boxes, and their places.
 
     Metadata    state_dict_metadata   "w": shape, dtype, chunks at their offsets inside of the shape
                 storage_data          ("w", offset): file, offset, length: no two share bytes
@@ -61,9 +60,7 @@ class Damage(ValueError):
 
 
 class IndexedLeaf:
-    """A leaf of an index: shape and dtype, None for a value, and its pieces as (box, file, offset,
-    length).
-    """
+    """A leaf of an index: shape, dtype (None: a value), pieces as (box, file, offset, length)."""
 
     def __init__(self, shape: torch.Size | None, dtype: torch.dtype | None) -> None:
         self.shape, self.dtype = shape, dtype
@@ -237,9 +234,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
-    """Check boxes in pairs, where they are split along so many dims that they have too many
-    corners.
-    """
+    """Check boxes in pairs, if they are split along so many dims that corners are too many."""
     if len(boxes) ** 2 > _CORNERS:
         raise Damage(f"{_quoted(name)} has {len(boxes)} boxes, split along too many dims")
     for number, box in enumerate(boxes):

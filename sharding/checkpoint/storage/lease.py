@@ -134,8 +134,7 @@ class Lease:
 
 
 def take_lease(folder: Path, kept: bool) -> Lease:
-    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to
-    end.
+    """Take a folder's lease and begin a save; wait up to a minute for the current owner to end.
 
     Args:
         folder: an existing folder.
@@ -195,9 +194,7 @@ class _OwnerObserver:
         self._since = time.monotonic()
 
     def is_free(self, number: int, owner: Owner | None) -> bool:
-        """Return whether the owner has ended, or is on another machine and not known to be
-        alive.
-        """
+        """Return whether the owner has ended, or is elsewhere and not known to be alive."""
         card = self._mine.owner.card
         if not number or (owner is None and not _is_file(self._mine.folder, number)):
             return True

@@ -1,6 +1,4 @@
-"""The index of a checkpoint in torch.distributed.checkpoint's format, and the manifest with
-checksums.
-"""
+"""The index of a checkpoint in torch.distributed.checkpoint's format, and a manifest of sums."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's leaves by name, their structure and the sizes of its files; `step` is None if
-    torch wrote it.
-    """
+    """A checkpoint's leaves by name, structure and sizes of files; `step` is None from torch."""
 
     folder: Path
     entries: dict[str, StoredLeaf]
@@ -83,9 +79,7 @@ class Stored:
 def index_of(
     entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]
 ) -> bytes:
-    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and
-    their files.
-    """
+    """Return torch.distributed.checkpoint's file `.metadata`: tensors' boxes and their files."""
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -210,9 +204,7 @@ def _names(path: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by
-    file and offset.
-    """
+    """A manifest: step, structure, sizes of files, (length, CRC-32) of pieces by file, offset."""
 
     step: int
     structure: Structure
@@ -298,9 +290,7 @@ def check_structure(structure: Any, depth: int = 0) -> None:
 
 
 def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> StoredLeaf:
-    """Return a leaf of the index with the checksums of the manifest, which must have the same
-    pieces.
-    """
+    """Return a leaf of the index with the manifest's checksums, which must have the same pieces."""
     pieces = []
     for box, file, offset, length in leaf.pieces:
         crc = None

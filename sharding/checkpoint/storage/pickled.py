@@ -1,5 +1,4 @@
-"""Read the pickle of an index as data: no class is imported, made or called, and no attribute of
-one is set.
+"""Read the pickle of an index as data: no class is imported, made or called, no attribute set.
 
     torch.Size((4, 2))      PickledObject("torch.Size", args=((4, 2),))
     MetadataIndex("w")      PickledObject("torch...MetadataIndex", state=Pairs([("fqn", "w")]))

@@ -1,5 +1,4 @@
-"""Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their
-CRC-32 is checked.
+"""Reading one piece of a file, directly into the tensor's memory if possible; CRC-32s are checked.
 
 torch.save's container   | data.pkl, byteorder, ... | elements, in memory order | version, ... |
                            head, to a buffer          to the loaded tensor        tail, to a buffer
@@ -93,9 +92,7 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
 
 
 def _start_of_elements(head: bytes) -> int | None:
-    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for
-    another form.
-    """
+    """Return where a contiguous tensor's elements begin in a file of `torch.save`, or None."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
     if (
@@ -174,9 +171,7 @@ def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
-    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is
-    one.
-    """
+    """Raise a CheckpointError unless the parts together have the piece's CRC-32, if any."""
     crc = 0
     for part in parts if piece.crc is not None else ():
         crc = zlib.crc32(part, crc)

@@ -61,9 +61,7 @@ class LoadedParts:
     values: dict[str, bytes] = field(default_factory=dict)
 
     def memory_of(self, reading: PieceRead, rank: int) -> Tensor | None:
-        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the
-        host.
-        """
+        """Return the memory for a piece that this rank needs whole, if contiguous, on the host."""
         box, name = reading.parts.get(rank), reading.piece.name
         if box is None or box != reading.piece.box:
             return None
@@ -206,9 +204,7 @@ def _read_mine(
     sends: list[list[Tensor]],
     failure: Exception | None,
 ) -> None:
-    """Read this rank's pieces: its own part goes to its memory, those of others to `sends`. Raise
-    an earlier failure.
-    """
+    """Read this rank's pieces: its part into memory, others to `sends`. Raise earlier failures."""
     if failure is not None:
         raise failure
     for reading in these:

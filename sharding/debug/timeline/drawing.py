@@ -20,8 +20,7 @@ _LEAST_SHARE = 0.004  # of the width per letter: a label that does not fit is le
 
 
 def timeline_picture(found: Timeline, path: str | PathLike[str] | None = None) -> Figure:
-    """timeline_picture(timeline, path) -> Figure: a row for each lane, bars for events, labels
-    where they fit.
+    """timeline_picture(timeline, path) -> Figure: a row per lane, bars for events, labels that fit.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -16,8 +16,7 @@ from ...jit.program import compile_eagerly
 
 
 def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, tuple[float, float]]:
-    """Run a call, and return for each node when it began and ended, in seconds since the start of
-    the graph.
+    """Run a call, and return when each node began and ended, in seconds since the graph's start.
 
     Raises: ValueError if the graph is not one that the function runs, or the call has not run it.
     """

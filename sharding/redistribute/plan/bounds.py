@@ -1,6 +1,4 @@
-"""How few bytes any plan must move: what a rank, or a node, does not hold before and must hold
-after.
-"""
+"""How few bytes any plan must move: what a rank, or a node, lacks before and must hold after."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ def is_reduction(src: Layout, dst: Layout) -> bool:
 
 
 def rank_bound(src: Layout, dst: Layout) -> int:
-    """Return the fewest bytes that the busiest rank must receive: its box under `dst`, less its box
-    under `src`.
+    """Return the fewest bytes that the busiest rank must receive: its `dst` box less its `src` box.
 
     Exact on any mesh: computed for all ranks, as arrays over the axes that the layouts name.
     """
@@ -91,9 +88,7 @@ def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
 
 
 def _missing(src: Layout, dst: Layout, ranks: Sequence[Coordinate]) -> int:
-    """Return the elements of the union of the ranks' boxes after that are not in the union of their
-    boxes before.
-    """
+    """Return the elements of the union of the boxes after that are not in that before."""
     have, want = {src.box_at(c) for c in ranks}, {dst.box_at(c) for c in ranks}
     have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
     if not src.shape:

@@ -47,9 +47,7 @@ _MAX_MEMBERS = (
 
 
 def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield sequences of steps from `src` to `goal`, the simplest first: of equally cheap ones the
-    first is taken.
-    """
+    """Yield sequences of steps from `src` to `goal`, the simplest first, which wins ties."""
     averaged = tuple(
         a for a, kind in src.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg"
     )
@@ -76,9 +74,7 @@ def _padded(cur: Layout, goal: Layout) -> Steps:
 
 
 def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield ways to reduce values that must not stay pending; some leave parts split that are
-    gathered afterwards.
-    """
+    """Yield ways to reduce values that must not stay pending; some leave parts to be gathered."""
     todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
     if not todo:
         yield ()
@@ -182,17 +178,13 @@ def _scatters(
 
 
 def _may_beat(topology: Topology, op: str, cur: Layout, axes: Sequence[str]) -> bool:
-    """Return whether an all_to_all_v can be cheaper than the collective `op` that does exactly the
-    same.
-    """
+    """Return whether an all_to_all_v can be cheaper than the collective `op` of the same effect."""
     crosses = set(axes) & set(topology.crossing_axes(cur.mesh))
     return bool(crosses) or topology.factor("all_to_all") < topology.factor(op)
 
 
 def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> Iterator[Steps]:
-    """Yield an all_to_all_reduce: every rank receives all contributions to the box that it holds
-    after.
-    """
+    """Yield an all_to_all_reduce: all contributions to a rank's later box go to that rank."""
     sliced = sliced_towards(cur, goal)
     reduced = with_pending(sliced, dict.fromkeys(todo))
     target = before_padding(reduced, goal)
@@ -230,9 +222,7 @@ def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
 
 
 def _is_balanced(step: Step, topology: Topology) -> bool:
-    """Return whether no rank sends more than another must receive, so that sends by idle replicas
-    would save nothing.
-    """
+    """Return whether no rank sends more than another must receive: idle replicas save nothing."""
     if step.op == "permute" or not step.src.replicated_axes:
         return True
     moved = traffic(step, topology)
@@ -280,9 +270,7 @@ def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[St
 
 
 def _can_be_hierarchical(step: Step, topology: Topology) -> bool:
-    """Return whether ranks of the group share a node, and the boxes have few enough cells to go
-    through.
-    """
+    """Return whether group ranks share a node, and their boxes have few cells to go through."""
     group, nodes = members(step, (0,) * step.src.mesh.ndim), topology.node_ids(step.src.mesh)
     share_nodes = len({int(nodes[c]) for c in group}) < len(group)
     return (

@@ -44,9 +44,7 @@ def seconds(step: Step, topology: Topology) -> float:
 
 
 def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
-    """Return the time by kernels that read the peers' memory: one launch, and no buffer to
-    unpack.
-    """
+    """Return the time by kernels that read peers' memory: one launch, and no buffer to unpack."""
     size = part_bytes(step.src)
     if step.op == "all_reduce":
         return min(_shots(size, step.group_size, link)) + size / topology.memory
@@ -68,8 +66,7 @@ def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
 
 
 def memory_bytes(step: Step, topology: Topology) -> int:
-    """Return the bytes that a rank reads and writes in its own memory before and after the
-    collective.
+    """Return the bytes that a rank reads and writes in its memory before and after the collective.
 
     That is to pack, unpack, cast, quantize and add up: 0 if the collective reads its input and
     writes its result in place. What the collective itself reads and writes is not counted.

@@ -1,5 +1,4 @@
-"""Plans from one mesh to another of the same world: to other ranks, or to the same ranks arranged
-in another way.
+"""Plans from one mesh to another of the same world: to other ranks, or to another order.
 
     source mesh                              both                             destination mesh
     src -- reduce pending values --> source -- all_to_all_v --> target -- make pending --> dst
@@ -88,8 +87,7 @@ class CrossMeshPlan:
         )
 
     def rank_bound(self, rank: int) -> int:
-        """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box
-        under `src`.
+        """Return the fewest bytes that a global rank can receive: its `dst` box less its `src` box.
 
         The plan receives exactly that if nothing is pending in either layout.
         """
@@ -107,8 +105,7 @@ class CrossMeshPlan:
 
 
 def plan_cross_mesh(src: Layout, dst: Layout, topology: Topology | None = None) -> CrossMeshPlan:
-    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to layout `dst` on another
-    mesh.
+    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to `dst` on another mesh.
 
     Every pair of a rank and a box is compared: milliseconds for 64 ranks, two seconds for 2,000.
 
@@ -259,9 +256,7 @@ def _candidate(reduce: Plan, target: Layout, ranks: Sequence[int]) -> _Candidate
 
 
 def _without_pending(layout: Layout, axes: Sequence[str]) -> list[Layout]:
-    """Return layouts with nothing pending: all pending axes replicated, or `axes` cutting one of
-    the dims further.
-    """
+    """Return layouts with nothing pending: its axes replicated, or `axes` cutting a dim further."""
     replicated = with_pending(layout, dict.fromkeys(layout.pending))
     extra = tuple(Cut((a,)) for a in axes if layout.mesh.size(a) > 1)
     found = [replicated]

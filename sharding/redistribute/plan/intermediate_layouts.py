@@ -58,9 +58,7 @@ def _with_cuts(layout: Layout, cuts: Sequence[Sequence[Cut]], pending: Mapping[s
 
 
 def sliced_towards(layout: Layout, target: Layout) -> Layout:
-    """Return the layout with replicated axes split where the target splits them and a local slice
-    does it.
-    """
+    """Return the layout with replicated axes split where the target has them by a local slice."""
     return append_axes(layout, target, layout.replicated_axes)
 
 

@@ -48,9 +48,7 @@ def peak_bytes(steps: Sequence[Step], src: Layout) -> int:
 
 
 def buffer_bytes(step: Step) -> int:
-    """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and
-    result.
-    """
+    """Return the bytes of send and receive buffers and partial sums, beside input and result."""
     if step.op == "all_gather":
         if step.transport is not None:
             return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(
@@ -74,9 +72,7 @@ def part_bytes(layout: Layout) -> int:
 
 
 def _all_to_all_buffers(step: Step) -> int:
-    """Return the bytes that a rank sends and receives in one round, counted in elements of whole
-    boxes.
-    """
+    """Return the bytes that a rank sends and receives in a round, in elements of whole boxes."""
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "hierarchical_all_to_all_v":
         common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))

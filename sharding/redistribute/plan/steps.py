@@ -61,9 +61,7 @@ class Step:
 
     @property
     def variant(self) -> str:
-        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op
-        in texts.
-        """
+        """` as int8` for quantized transport, ` in shared memory` or nothing: the op's suffix."""
         return (
             f" as {self.transport}"
             if self.transport

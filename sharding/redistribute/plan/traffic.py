@@ -131,9 +131,7 @@ def _is_counted(step: Step, coordinate: Coordinate) -> bool:
 
 
 def most_received(steps: Sequence[Step]) -> int:
-    """Return the bytes received over all steps by the rank that receives most; exact on any
-    mesh.
-    """
+    """Return the bytes that the rank that receives most does over all steps; exact on any mesh."""
     total = np.zeros((), dtype=np.int64)
     for step in steps:
         total = total + _received_everywhere(step)

@@ -124,8 +124,7 @@ def _reducer(world: World) -> _GradReducer:
 
 @contextmanager
 def accumulate_grads() -> Iterator[None]:
-    """Keep gradients pending over several backward passes; they are reduced once, at the end of the
-    block.
+    """Keep gradients pending over several backward passes; reduce them once, at the block's end.
 
     Until then `.grad` reads as a tensor with the sum still pending.
 
@@ -163,18 +162,14 @@ def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
-    """Register a callback for the end of the running backward, where reductions can still be
-    launched by `start`.
-    """
+    """Register a callback for the end of the running backward, where `start` may still launch."""
     reducer = _reducer(world)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:
-    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the
-    leaf's.
-    """
+    """Add to a leaf's gradient in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
@@ -204,8 +199,7 @@ def start(
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its
-    gradient accumulator.
+    """Return True if `start` may reduce this leaf's gradient now; `node` is its accumulator.
 
     Hooks of the leaf get its gradient from autograd, before it is reduced.
     """
@@ -415,9 +409,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No
-    communication.
-    """
+    """Return the gradient of `x`, pending as a sum over axes not yet reduced. No communication."""
     done, fresh = x._reduced_grad, x._local.grad
     if fresh is None:
         return done
@@ -432,9 +424,7 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
 
 
 def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates
-    anew.
-    """
+    """Return what autograd has accumulated; `get_grad` returns one object until there is more."""
     made = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
     return made
 
@@ -470,9 +460,7 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
 
 
 def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
-    """Call `hook` with the gradient when it is computed; the hook gets it in the layout dual to
-    this tensor's.
-    """
+    """Call `hook` with the gradient, when it is computed, in the layout dual to this tensor's."""
     dual = x._layout.dual
 
     def on_local(local: Tensor) -> Tensor | None:

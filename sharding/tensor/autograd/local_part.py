@@ -19,8 +19,7 @@ _number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 
 
 def check_gradient_known(x: Any) -> None:
-    """Transfer the gradient history of the wrapper, if it has one, to the local tensor: see
-    `ops/custom_function.py`.
+    """Give the wrapper's gradient history, if any, to the local tensor (`ops/custom_function.py`).
 
     Raises:
         RuntimeError: a history that cannot be transferred; the gradient would be lost silently.
@@ -33,16 +32,12 @@ def check_gradient_known(x: Any) -> None:
 
 
 def known_local(x: Any) -> Tensor:
-    """Return the local tensor with the gradient history of the sharded one; see
-    `check_gradient_known`.
-    """
+    """Return the local tensor with gradient history of the sharded one (`check_gradient_known`)."""
     if not x._local.requires_grad:
         check_gradient_known(x)
     return x._local
 
 
 def part_of(x: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, with its gradient history; a plain tensor
-    unchanged.
-    """
+    """Return this rank's part of a sharded tensor, with gradient history; a plain one as is."""
     return known_local(x) if isinstance(x, ShardedTensor) else x
