@@ -100,9 +100,7 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
 
 
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
-    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was
-    `before`, if any.
-    """
+    """Return a result's lineage, mixed with random numbers drawn since `last_draw` was `before`."""
     last = thread_context.last_draw
     return (
         lineage
@@ -153,9 +151,7 @@ def _lines() -> Iterator[str]:
 
 @functools.lru_cache(4096)
 def _line(file: str, line: int) -> str:
-    """Return the line with the bare file name, since hosts may have the program in different
-    folders.
-    """
+    """Return the line with the bare file name, since hosts may have the program elsewhere."""
     return f"{file.rpartition('/')[2]}:{line}"
 
 

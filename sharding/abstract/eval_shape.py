@@ -1,5 +1,4 @@
-"""`eval_shape`: layouts, bytes moved and memory of a program on a mesh of any size, without data
-and devices.
+"""`eval_shape`: layouts, bytes moved and memory of a program on any mesh, without devices.
 
 Layout on AbstractMesh  ---   in  --->  ShardedTensor on "meta"     f runs as one rank, alone:
 (dp=128, tp=8)                                     |                collectives are counted and move
@@ -287,9 +286,7 @@ class _Inside:
         return found
 
     def leave(self, tree: Any) -> Any:
-        """Return the tree with everything on the inside mesh replaced by its counterpart
-        outside.
-        """
+        """Return the tree with all that is on the inside mesh replaced by its outside one."""
         return pytree.tree_map(self._leave, tree)
 
     def _leave(self, x: Any) -> Any:

@@ -106,18 +106,14 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 
 def in_forward_mode() -> bool:
-    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`,
-    `torch.autograd.forward_ad`).
-    """
+    """Return True if tangents are computed in this thread, by `sm.jvp` or torch's forward mode."""
     return forward_ad._current_level >= 0 and (
         thread_context.forward_mode_depth > 0 or not _forward_threads
     )
 
 
 def in_foreign_forward_mode() -> bool:
-    """Return True if torch's own forward mode is active, of which there is one per process, not per
-    thread.
-    """
+    """Return True if torch's forward mode is active: one per process, not per thread."""
     return forward_ad._current_level >= 0 and not _forward_threads
 
 
@@ -135,8 +131,7 @@ def transforming() -> bool:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated
-    world.
+    """Make `torch.func.jvp` usable in several threads, such as a simulated world's ranks.
 
     torch has one level of forward mode per process, and closing it drops all tangents. So the first
     thread opens it here and the last one closes it, and `torch.func.jvp` sees a nested level.
@@ -162,9 +157,7 @@ def forward_mode() -> Iterator[None]:
 
 
 def sequence_number() -> int:
-    """Return the sequence number of the next node created in this thread; -1 if this torch has no
-    API for it.
-    """
+    """Return the next node's sequence number in this thread; -1 if torch does not tell it."""
     find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
     return -1 if find is None else find()
 

@@ -1,5 +1,4 @@
-"""Named axes inside a mapped function: the mesh that they belong to, and this rank's place along
-them.
+"""Named axes inside a mapped function: their mesh, and this rank's place along them.
 
 mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
     [0 1]
@@ -207,9 +206,7 @@ _live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKe
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
-    """Make this the current environment and return the one before; the fast path of a mapped
-    function.
-    """
+    """Make this the environment and return the one before; a mapped function's fast path."""
     before = thread_context.axis_env
     thread_context.axis_env = env
     return before

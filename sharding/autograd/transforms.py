@@ -1,5 +1,4 @@
-"""Communication under transforms of `torch.func`: `vmap`, `jvp` and `grad` of linear maps between
-ranks.
+"""Communication under `torch.func`: `vmap`, `jvp` and `grad` of linear maps between ranks.
 
 A `ShardedTensor` is a local tensor and a layout, and operators run on the local tensor. So a
 transform of the local tensors is a transform of the program on `ShardedTensor`s, as long as
@@ -129,9 +128,7 @@ def own_level(*randomness: str) -> Iterator[None]:
 
 
 def check_same_randomness() -> None:
-    """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random
-    numbers.
-    """
+    """Raise a RuntimeError inside a `vmap` whose examples need random numbers of their own."""
     other = next((kind for kind in thread_context.vmap_randomness if kind != "same"), None)
     if other is not None:
         raise RuntimeError(

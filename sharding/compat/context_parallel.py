@@ -1,5 +1,4 @@
-"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the
-block.
+"""`context_parallel` in torch's form: plain buffers are this rank's part in the block.
 
     tokens [b, 16] on 2 ranks    in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
                                                  rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11
@@ -306,8 +305,7 @@ def _of_balanced_part(
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: Any = None
 ) -> list[Tensor]:
-    """context_parallel_unshard(mesh, parts, dims) -> the whole tensors, in the order of positions,
-    without gradients.
+    """context_parallel_unshard(mesh, parts, dims) -> whole tensors by positions, without gradients.
 
     Args:
         mesh: that of `context_parallel`.

@@ -24,8 +24,7 @@ _OWN_NAMES = {
 
 
 class CommCounts(Counter[str]):
-    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
-    "permute", "broadcast" ...
+    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "permute" ...
 
     torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
     """
@@ -76,8 +75,7 @@ class CommDebugMode:
 
 
 def visualize_sharding(x: ShardedTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which part of a tensor, on the first rank of its mesh; an empty tensor
-    prints nothing.
+    """Print which ranks hold which part of a tensor, on its mesh's first rank, unless empty.
 
     Args:
         x: a tensor of any number of dims; see `visualize`.

@@ -32,8 +32,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts
-    and returns parts.
+    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on parts.
 
         x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  laid out as out_placements
                              rank 1: f(b) = d

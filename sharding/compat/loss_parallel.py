@@ -1,6 +1,4 @@
-"""`loss_parallel`: the losses of logits that are split by classes, with torch's name, and plain
-targets.
-"""
+"""`loss_parallel`: losses of logits split by classes, with torch's name, and plain targets."""
 
 from __future__ import annotations
 
@@ -72,8 +70,7 @@ class _PlainTargets(TorchFunctionMode):
 
 
 def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
-    """Return a plain tensor as a replicated one on the mesh of the logits; other values are
-    unchanged.
+    """Return a plain tensor as a replicated one on the logits' mesh; others unchanged.
 
     Raises:
         ValueError: a target, and axes split other dims of the logits than the classes.

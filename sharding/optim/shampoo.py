@@ -173,9 +173,7 @@ class Shampoo(MatrixOptimizer):
     def _by_owners(
         self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
     ) -> list[ShardedTensor]:
-        """Return the directions of matrices on one mesh, with their layouts. Communication: two
-        all_to_all.
-        """
+        """Return directions and layouts of matrices on one mesh. Communication: two all_to_all."""
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])

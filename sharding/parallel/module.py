@@ -30,8 +30,7 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """distribute_module(module, mesh, partition_fn) -> the module, with its parameters and buffers
-    sharded in place.
+    """distribute_module(module, mesh, partition_fn) -> the module, its parameters sharded in place.
 
     From then on its `repr` shows their layouts.
 
@@ -79,8 +78,7 @@ def distribute_module(
 
 
 def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted
-    with a warning.
+    """Return a hook that takes the module first; for torch's old `(values, mesh)` with a warning.
 
     Raises:
         ValueError: a function of another number of arguments.

@@ -58,9 +58,7 @@ class TensorEntry:
 
     @property
     def is_known(self) -> bool:
-        """Whether the shape is known: a parameter of a lazy module has none before the
-        first call.
-        """
+        """Whether the shape is known: a lazy module's parameter has none before the first call."""
         return not is_lazy(self.tensor)
 
     @property
@@ -86,9 +84,7 @@ class TensorEntry:
 
 
 def module_table(module: nn.Module) -> str:
-    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of
-    this rank's part.
-    """
+    """Return a table of parameters and buffers: name, dtype, shape, spec, and this rank's part."""
     rows, footer = _table(module)
     return "\n".join([*table_lines(rows, right=(4,)), footer])
 
@@ -185,9 +181,7 @@ def tensor_lines(module: nn.Module) -> list[str]:
 
 
 def _hook_lines(module: nn.Module) -> list[str]:
-    """Return the lines `shown` of the hooks that have this attribute: those that redistribute
-    inputs and outputs.
-    """
+    """Return the lines `shown` of hooks with this attribute, which redistribute inputs, outputs."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
 

@@ -10,8 +10,7 @@ from ..tensor.redistribute import redistribute_many
 
 
 def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:
-    """Redistribute tensors to the target layouts; one that already has its layout is returned
-    unchanged.
+    """Redistribute tensors to the target layouts; one with its layout already is unchanged.
 
     Communication: that of `redistribute_many`, for the others.
     """

@@ -12,9 +12,7 @@ _registered: list[Any] = []
 
 
 def mark_replaced(old: Tensor) -> None:
-    """Mark a parameter as replaced, so that an optimizer that steps it raises instead of training
-    nothing.
-    """
+    """Mark a parameter as replaced, so that an optimizer that steps it raises an error."""
     setattr(old, _REPLACED, True)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_check_parameters))

@@ -1,5 +1,4 @@
-"""`uneven_inputs`: loops over batches that end together on all ranks when some ranks have fewer
-batches.
+"""`uneven_inputs`: loops over batches that end together on all ranks, some having fewer.
 
     rank 0 has [a b c], rank 1 has [d]; what each step of the loop receives, w are weights:
 
@@ -159,9 +158,7 @@ def uneven_inputs(
 
 
 def _positions(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int]:
-    """Return the indices of the axes. Raises: MeshError for unknown axes, or none if the mesh has
-    several.
-    """
+    """Return the axes' indices. Raises: MeshError for unknown axes, or none among several."""
     if axes is None and mesh.ndim > 1:
         raise MeshError(
             f"join on {mesh!r}: pass the axes along which ranks have different batches, as in "
@@ -276,9 +273,7 @@ class _StepExchange:
         return received
 
     def leave(self) -> None:
-        """Wait for the exchange under way when the body leaves the loop: all ranks have
-        started it.
-        """
+        """Wait for the exchange under way when the body leaves the loop: ranks all started it."""
         with suppress(RuntimeError):  # a rank has failed, which later collectives report
             self._wait()
 
@@ -355,9 +350,7 @@ def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
 
 
 def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
-    """Return the description of an error for other ranks: rank, call and line, and the
-    traceback.
-    """
+    """Return an error's description for other ranks: rank, call, line and traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
@@ -409,9 +402,7 @@ def _make_stand_in(batch: Any, mode: str) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the
-    whole base.
-    """
+    """Return a copy, as loops may change batches. `deepcopy` of a view copies the whole base."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return copy.deepcopy(leaf)
@@ -456,9 +447,7 @@ class _Array:
 
 
 def _packed(batch: Any) -> Any:
-    """Return a batch with the first row of each tensor only: enough to make a batch of the same
-    structure.
-    """
+    """Return a batch with only the first row of each tensor, to make one of its structure."""
     leaves, tree = pytree.tree_flatten(batch)
     rows = next((len(leaf) for leaf in leaves if _is_array(leaf)), None)
     return tree.unflatten([_packed_leaf(leaf, rows) for leaf in leaves])

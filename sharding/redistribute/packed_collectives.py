@@ -110,9 +110,7 @@ class AllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead
-        of copied.
-        """
+        """Pack and launch. Donated tensors that are consecutive in memory are overwritten."""
         if (
             donate
             and len(tensors) > 1

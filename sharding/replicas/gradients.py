@@ -138,8 +138,7 @@ _ROWS_AT_A_TIME = 64
 
 
 def tolerance(dtype: torch.dtype, precision: torch.dtype | None = None) -> float:
-    """Return the difference of two projections, relative to the norm of the gradient, that may be
-    due to rounding.
+    """Return the difference of two projections, by the gradient's norm, that rounding may cause.
 
     This is half the digits of the gradient's dtype, or of the dtype in which it was computed if
     that is coarser.
@@ -194,18 +193,14 @@ def _of_elements(device: torch.device) -> Tensor:
 
 
 def _of_rows(first: int, count: int, device: torch.device) -> Tensor:
-    """Return the factors of rows: for each projection a random direction, so that every row counts
-    equally.
-    """
+    """Return the rows' factors: a random direction per projection, so that rows count equally."""
     uniform = _uniform((1 << 40) + first * PROJECTIONS * _TERMS, count, device) - 0.5
     directions = uniform.view(count, _TERMS, PROJECTIONS)
     return (directions / directions.norm(dim=1, keepdim=True)).view(count, -1)
 
 
 def _uniform(counter: int, count: int, device: torch.device) -> Tensor:
-    """Return [count, columns] numbers of [0, 1), the same on every rank and device: SplitMix64 of a
-    counter.
-    """
+    """Return [count, columns] numbers of [0, 1), alike everywhere: SplitMix64 of a counter."""
     columns = PROJECTIONS * _TERMS
     words = torch.arange(1, 1 + count * columns, device=device).add_(counter).mul_(GOLDEN)
     words ^= (words >> 30).bitwise_and_((1 << 34) - 1)

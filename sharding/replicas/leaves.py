@@ -56,9 +56,7 @@ def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) ->
 
 
 def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
-    """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is
-    none.
-    """
+    """Return the mesh of a leaf whose ranks include those of all other leaves, or None."""
     meshes = {layout.mesh for _, leaf in leaves if (layout := _layout_of(leaf)) is not None}
     ranks = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
@@ -66,9 +64,7 @@ def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
 
 
 def _layout_of(leaf: Any) -> Layout | None:
-    """Return the layout of a sharded tensor, whose class is of a higher layer; None for other
-    leaves.
-    """
+    """Return a sharded tensor's layout, whose class is of a higher layer; None for others."""
     return getattr(leaf, "_layout", None) if isinstance(leaf, Tensor) else None
 
 
@@ -86,8 +82,7 @@ class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
 
 
 def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
-    """Return the ranks of a mesh that hold the same values as this one, ascending; none outside the
-    mesh.
+    """Return the ranks of a mesh with the same values as this one, ascending; none outside.
 
     Contributions to a pending value are not the same.
     """

@@ -119,9 +119,7 @@ def context_parallel_attention(
 def _of_plain(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
-    """
+    """Run on the mesh's slice with these axes: along others, plain tensors are unknown."""
     axis_mesh = mesh[options.axes]
     spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
     q, k = (_whole_of(x, axis_mesh, spec) for x in (query, key))
@@ -130,9 +128,7 @@ def _of_plain(
 
 
 def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
-    """Return the sequence that has this local part; lengths may differ. Communication: one small
-    all_gather.
-    """
+    """Return the sequence with this local part, of any length. Communication: one all_gather."""
     lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
     by_place = [
         lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()

@@ -1,5 +1,4 @@
-"""Load balance of causal attention: the order of a sequence over ranks, and the blocks that each
-rank computes.
+"""Load balance of causal attention: a sequence's order over ranks, and each rank's blocks.
 
     10 positions over 2 ranks, contiguous   0 1 2 3 4 | 5 6 7 8 9   rank 1 computes 40 of 55 pairs
     in 4 pieces, balanced                   0 1 2 8 9 | 3 4 5 6 7   rank i has the pieces i and
@@ -45,8 +44,7 @@ class Block(NamedTuple):
 
 @lru_cache(4096)
 def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
-    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own
-    position.
+    """Return the blocks that a causal mask leaves: queries attend to keys up to their position.
 
     queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
                                        3 | x x x \\     4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
@@ -84,9 +82,7 @@ def _shift(interval: Interval, by: int) -> Interval:
 
 
 def _append_block(found: list[Block], new: Block) -> None:
-    """Append a block; merge it with the last one if that has the preceding queries and the same
-    keys.
-    """
+    """Append a block; merge it with the last, if of the preceding queries and the same keys."""
     last = found[-1] if found else new
     if last[1:4] == (new.q_start, new.k_start, new.k_stop) and not (last.diagonal or new.diagonal):
         found[-1] = last._replace(q_stop=new.q_stop)
@@ -141,8 +137,7 @@ def _inverse(order: Sequence[Interval]) -> list[Interval]:
 def balance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every
-    rank the same.
+    """balance_sequence(x, dim, "cp") -> x reordered so that causal attention costs ranks the same.
 
         x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9    2n pieces; rank i gets the pieces i and 2n-1-i
                          0 1 2 8 9 | 3 4 5 6 7

@@ -1,5 +1,4 @@
-"""Ring attention: queries stay, keys and values are passed to the next rank until every rank has
-processed every block.
+"""Ring attention: queries stay, keys and values pass from rank to rank until all had all.
 
                hop 0      hop 1        hop 2        hop 3
     rank 0   q0: k0 v0    q0: k3 v3    q0: k2 v2    q0: k1 v1      the next block is received
@@ -80,8 +79,7 @@ class Ring:
         yield current
 
     def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending:
-        """Give a block to the next rank; what waits for the one from the rank before, which is here
-        after `hop` hops.
+        """Give a block to the next rank, for the one from the rank before, here after `hop` hops.
 
         Args:
             block: flat.
@@ -98,9 +96,7 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that were packed into the block that this rank holds after `hop`
-        hops.
-        """
+        """Return the two tensors packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (
@@ -144,9 +140,7 @@ class _RingAttention(torch.autograd.Function):
 def _ring_grads(
     ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> AttentionGrads:
-    """Pass the blocks once more; each is followed by the sum of the gradients from earlier
-    ranks.
-    """
+    """Pass the blocks once more, each followed by the sum of gradients from earlier ranks."""
     own = AttentionGrads.zeros(q, k, v)
     following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
     for hop, current in enumerate(ring.passing(k, v)):

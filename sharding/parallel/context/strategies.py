@@ -1,6 +1,4 @@
-"""Strategies of context-parallel attention: layouts of query, key and value, and the computation on
-local parts.
-"""
+"""Strategies of context-parallel attention: layouts of q, k and v, and the local computation."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
 
 
 def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
-    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else
-    none.
-    """
+    """Return the key heads' cuts, unchanged if ranks then have those of query heads; or none."""
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
@@ -224,8 +220,7 @@ def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> La
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
-    """Return the number of key heads of each rank: those of ranks that share a sequence, split as
-    evenly as possible.
+    """Return each rank's number of key heads: those of ranks that share a sequence, split evenly.
 
     Raises:
         ValueError: a rank would get none.
@@ -328,9 +323,7 @@ def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
 
 
 def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
-    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right
-    sizes.
-    """
+    """Raise unless the axes split the sequence, and with `balanced` into the right sizes."""
     mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
     given = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]

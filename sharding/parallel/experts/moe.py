@@ -138,9 +138,7 @@ def _of_plain(
     axes: tuple[str, ...],
     capacity: float | None,
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
-    """
+    """Run on the mesh's slice with these axes: along others, plain tensors are unknown."""
     _check_params(leaves, axes)
     mesh: Any = next(iter(leaves.values())).mesh
     expert_mesh = mesh[axes]
@@ -274,9 +272,7 @@ def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], made: Tensor
 
 
 def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the
-    longest parts.
-    """
+    """Return the cuts of the leading dims; new axes split the dim with the longest parts."""
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]
     longest = max(
@@ -290,8 +286,7 @@ def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
 
 
 def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
-    """Return how the axes split the experts: as in the parameters that are split over them, else
-    evenly.
+    """Return how axes split the experts: as the parameters split over them, else evenly.
 
     Raises:
         ValueError: two parameters are split differently.

@@ -1,5 +1,4 @@
-"""Token dispatch: send rows to the experts that tokens choose, and combine their results, with one
-all_to_all each way.
+"""Token dispatch: send rows to the experts chosen, and combine the results, by two all_to_all.
 
     rank 0  tokens  a b c d    by expert  [ b | a d |   | c ]    arrived  [b e | a d f]  experts 0 1
             choose  1 0 3 1    of expert    0    1    2   3
@@ -59,9 +58,7 @@ class ExpertGroup:
 
     @property
     def order(self) -> list[int]:
-        """The order in which rows are sorted by expert: the experts of the group's first rank
-        first.
-        """
+        """The order in which rows are sorted by expert: those of the group's first rank first."""
         return [e for start, stop in self.experts for e in range(start, stop)]
 
 
@@ -298,9 +295,7 @@ class _Runs:
 
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
-    """Return how many rows of each expert precede each run and choice: [rank run choice expert], as
-    `table`.
-    """
+    """Return how many rows of each expert precede each run and choice: [rank run choice expert]."""
     starts = sorted(
         (start, rank, run)
         for rank, starts in enumerate(runs.starts)
@@ -316,9 +311,7 @@ def _before(table: Tensor, runs: _Runs) -> Tensor:
 
 
 def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
-    """Return each token's position [run token choice] among all that choose its expert, in the
-    order of admission.
-    """
+    """Return tokens' positions [run token choice] among those of their expert, as admitted."""
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
         choices, device=valid.device

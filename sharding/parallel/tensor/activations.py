@@ -1,5 +1,4 @@
-"""Layouts of activations: hooks that redistribute a module's inputs before and its outputs after
-forward.
+"""Layouts of activations: hooks that redistribute a module's inputs and outputs.
 
 A hook specifies layouts along some axes; along the others a tensor keeps its own:
 
@@ -203,8 +202,7 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
 def redistribute_activations(
     site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
-    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed
-    together.
+    """Return each value, a tensor or tree, in its desired layout, redistributed together.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -228,9 +226,7 @@ def redistribute_activations(
 
 
 def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
-    """Return whether this is a tensor known to have the desired layout: the common case,
-    and cheap.
-    """
+    """Return whether this is a tensor that has the desired layout: the common, cheap case."""
     if type(x) is not ShardedTensor or lay.local:
         return False
     return lay.to is None or x._layout.decisions.get((along, lay.to, site.axis)) is x._layout
@@ -279,8 +275,7 @@ def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout 
 
 
 def along(layout: Layout, where: P | Placement, axis: str) -> P:
-    """Return the spec of a layout changed to `where` along `axis` and the axes in `where`, and
-    unchanged along others.
+    """Return a layout's spec changed to `where` along `axis` and its axes, unchanged on others.
 
     Other axes that split the same dim stay major. If the same axes split the dim already, their
     order does not change.
@@ -305,9 +300,7 @@ def _merged(kept: Sequence[Cut], given: Sequence[Cut], own: Sequence[Cut]) -> Se
 
 
 def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
-    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the
-    removed ones.
-    """
+    """Return a dim's cuts by other axes; joint sizes of several are summed over removed ones."""
     return [cut for cut in (_cut_without(cut, named, layout) for cut in cuts) if cut.axes]
 
 
@@ -324,8 +317,7 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
 
 
 def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
-    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are
-    unchanged.
+    """Return a plain tensor as a sharded one; others, or without a layout, are unchanged.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.

@@ -30,9 +30,7 @@ _WHOLE = P()
 
 
 class _AsItComes(Style):
-    """Whole parameters, unchanged activations: gradients are summed if each rank has a part of the
-    activations.
-    """
+    """Whole parameters, unchanged activations: ranks with parts of them sum the gradients."""
 
     def __repr__(self) -> str:
         return "Style()"
@@ -89,8 +87,7 @@ _BY_INPUTS = frozenset(
 
 
 def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its
-    pattern matches.
+    """Replace Hugging Face's strings in a plan by styles and specs, for the paths that match.
 
     Args:
         module: the module to parallelize.
@@ -143,9 +140,7 @@ def _check_known(strings: Mapping[str, str]) -> None:
 def _matched(
     pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the style of each module and the spec of each parameter that the pattern matches, by
-    path.
-    """
+    """Return the style of each module and spec of each parameter that the pattern matches."""
     styles: dict[str, Any] = {
         path: _style_of(given, inner, modules.get(path.rpartition(".")[0]))
         for path, inner in modules.items()
@@ -159,9 +154,7 @@ def _matched(
 
 
 def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
-    """Return the style for a module; the projections of an attention with a `head_dim` are split by
-    whole heads.
-    """
+    """Return the style for a module; attention with a `head_dim` is split by whole heads."""
     known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
     dims = (
         None

@@ -110,8 +110,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's name,
-    arguments and semantics.
+    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's semantics.
 
     It differs from `parallelize` as torch does: each part of a pattern between dots is matched by
     itself, a single style is for the module itself, and parameters that no pattern matches stay
@@ -149,9 +148,7 @@ def parallelize_module(
 
 
 def _parts_match(path: str, pattern: str) -> bool:
-    """Return whether each part of the path matches that of the pattern, as in torch: "*" does not
-    match a dot.
-    """
+    """Return whether the path matches the pattern, part by part: "*" does not match a dot."""
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -165,9 +162,7 @@ def apply_plan(
     *,
     rest: bool,
 ) -> nn.Module:
-    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become
-    replicated.
-    """
+    """Resolve and apply the plan; with `rest`, parameters without a match become replicated."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
@@ -204,9 +199,7 @@ def apply_plan(
 
 
 def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Call `_apply` of a program's own style; return the module, which torch lets it replace at the
-    top.
-    """
+    """Call `_apply` of a program's style; return the module, which it may replace at the top."""
     use.style.src_data_rank = src_data_rank
     result = use.style._apply(use.module, mesh)
     if not isinstance(result, nn.Module):
@@ -215,9 +208,7 @@ def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -
 
 
 def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
-    """Return whether a parameter belongs to a module that a style of the program's own
-    distributes.
-    """
+    """Return whether a parameter belongs to a module that a program's own style distributes."""
     return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 
@@ -290,8 +281,7 @@ def _uses_of(
 
 
 def _style(given: Any, pattern: str) -> Style:
-    """Return our style for an entry of a plan: a style of ours or torch's, or a spec for
-    parameters.
+    """Return our style for a plan's entry: a style of ours or torch's, or parameters' spec.
 
     Raises:
         TypeError: something else.
@@ -322,9 +312,7 @@ def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], 
 
 
 def _near(pattern: str, paths: Iterable[str]) -> str:
-    """Return paths similar to a pattern, with numbers as `*`, or after `*.` if the pattern starts
-    so.
-    """
+    """Return paths similar to a pattern, with numbers as `*`, or after `*.` as the pattern."""
     known = [path for path in dict.fromkeys(paths) if path]
     numberless = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in known]
     ends = ["*." + ".".join(path.split(".")[-count:]) for count in (1, 2) for path in known]
@@ -429,9 +417,7 @@ def _two_ways(one: _PlannedLayout, other: _PlannedLayout) -> str:
 def _replace_tensors(
     module: nn.Module, layouts: Mapping[int, Layout], src_data_rank: int | None
 ) -> None:
-    """Replace tensors by sharded ones, one after the other, so that at most one is in
-    memory twice.
-    """
+    """Replace tensors by sharded ones, one by one, so that one at most is in memory twice."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
         for table in (submodule._parameters, submodule._buffers):
@@ -445,9 +431,7 @@ def _replace_tensors(
 
 
 def _shard_tensor(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
-    """Return the tensor in this layout; a parameter stays a parameter, a meta tensor stays
-    on meta.
-    """
+    """Return the tensor in this layout; parameters stay parameters, meta tensors on meta."""
     if getattr(tensor, "_layout", None) is layout:
         return tensor
     if tensor.is_meta and not isinstance(tensor, ShardedTensor):

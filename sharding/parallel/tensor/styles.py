@@ -33,8 +33,7 @@ _WHOLE = P()
 
 
 class Style:
-    """The entry of a plan for a module. Subclass it and override these methods for a style of your
-    own.
+    """The entry of a plan for a module. Subclass it, and override these, for your own style.
 
     Attributes:
         axis: its mesh axis; None for "tp", or the mesh's only axis.
@@ -43,9 +42,7 @@ class Style:
     axis: str | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        """Return the layouts of the module's own parameters and buffers, by name; a placement is on
-        the style's axis.
-        """
+        """Return the layouts of the module's parameters and buffers; a placement is on the axis."""
         return {}
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
@@ -90,8 +87,7 @@ def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
 
 @dataclass(frozen=True, repr=False)
 class colwise(_StyleWithRepr):
-    """colwise(out=None) -> Style: each rank computes some of the output features (for an embedding,
-    of each row).
+    """colwise(out=None) -> Style: ranks compute output features (for an embedding, of each row).
 
         x [b, k]        weight [n/tp, k]        y [b, n/tp]           nothing moves
         backward: the gradient of x is pending over tp
@@ -296,8 +292,7 @@ class prepare_outputs(Style):
 
 @dataclass(frozen=True, repr=False)
 class shard_params(_StyleWithRepr):
-    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each
-    parameter.
+    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: each parameter's layout.
 
     Args:
         specs: for a module, a `P` or a placement for each parameter or buffer by name, the others
@@ -412,9 +407,7 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
 def _split(
     site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
 ) -> dict[str, P | Placement]:
-    """Return the layout of each of the module's own parameters: split along the feature dim, or
-    whole.
-    """
+    """Return each of the module's parameters' layouts: split along the feature dim, or whole."""
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
     sizes = {

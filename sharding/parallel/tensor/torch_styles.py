@@ -84,9 +84,7 @@ class ParallelStyle(Style, ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute the module's parameters over the mesh and register its hooks; return the
-        module.
-        """
+        """Distribute the module's parameters over the mesh, register its hooks; return it."""
 
 
 def applies_itself(style: Any) -> bool:
@@ -307,8 +305,7 @@ class RowwiseParallel(_LinearStyle):
 
 
 class SequenceParallel(_TorchStyle):
-    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's name and
-    arguments.
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's arguments.
 
     Args:
         sequence_dim: the dim of positions; a plain input is taken as split along it.
@@ -566,8 +563,7 @@ class PrepareModuleOutput(_TorchStyle):
 
 
 class PrepareModuleInputOutput(_TorchStyle):
-    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput` of one
-    module.
+    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput`.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as
@@ -629,9 +625,7 @@ class PrepareModuleInputOutput(_TorchStyle):
 
 
 def _laid_out(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
-    """Return a tensor, taken in `layout` if it is plain, in the desired layout; values without a
-    layout are unchanged.
-    """
+    """Return a tensor, taken in `layout` if plain, in the desired layout; others unchanged."""
     x = settled(x)
     if layout is None or not isinstance(x, Tensor):
         return x

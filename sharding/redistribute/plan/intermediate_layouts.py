@@ -126,9 +126,7 @@ def moving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:
 
 
 def is_gather(cur: Layout, target: Layout) -> bool:
-    """Return whether every rank ends with all that its group holds, in equal parts: an
-    all_gather.
-    """
+    """Return whether ranks end with all that their group holds, in equal parts: an all_gather."""
     for have, want, size in zip(cur.spec.cuts, target.spec.cuts, cur.shape, strict=True):
         if have != want and (have[: len(want)] != want or not _divides(cur, have, size)):
             return False

@@ -1,6 +1,4 @@
-"""Which ranks hold a part of a given box: found by arithmetic, in time proportional to the number
-of such ranks.
-"""
+"""Which ranks hold a part of a box: found by arithmetic, in time proportional to their number."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ _DimPart = tuple[
 def ranks_overlapping(
     layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]
 ) -> list[tuple[Coordinate, Box]]:
-    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout`
-    overlaps `box`.
+    """Return the ranks that differ from `coordinate` along `axes`, and whose box overlaps `box`.
 
     Returns:
         (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are
@@ -78,9 +75,7 @@ def _dim_parts(
 def _cut_parts(
     cut: Cut, interval: tuple[int, int], wanted: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the
-    cut's axes.
-    """
+    """Yield the parts of `interval` under `cut` that overlap `wanted`, with indices on its axes."""
     (start, stop), (low, high) = interval, wanted
     low, high = max(low, start), min(high, stop)
     if low >= high:

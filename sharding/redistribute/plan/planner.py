@@ -104,8 +104,7 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
 
 
 def _cheapest(found: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
-    """Return the cheapest sequence; on one node, the cheapest with fewer launches unless it costs
-    much more.
+    """Return the cheapest sequence; on one node one of fewer launches if it costs little more.
 
     Estimates include no cost of a launch beyond its latency (above all, waiting for the slowest
     rank), so a further launch must save many bytes.
@@ -150,9 +149,7 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
 
 
 def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
-    """Return the steps with sums of 16-bit floats done by all_to_all_reduce, which adds up
-    in fp32.
-    """
+    """Return the steps with sums of 16-bit floats by all_to_all_reduce, which adds up in fp32."""
     if dtype is not torch.float32:
         raise ValueError(
             f"accumulate_dtype must be torch.float32 or None, got {dtype}: only 16-bit floats are "
@@ -198,9 +195,7 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
 
 
 def _quantized(steps: Steps, transport: str) -> Steps:
-    """Return the steps with quantized transfers. A ring would quantize again at every rank, a
-    hierarchical step twice.
-    """
+    """Return the steps, quantized where a ring or hierarchical step would not quantize again."""
     return tuple(
         s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
         for s in steps
@@ -245,9 +240,7 @@ _IN_ROUNDS = {
 
 
 def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
-    """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit)
-    as that takes.
-    """
+    """Return the candidates that fit `max_bytes`, with as few rounds (doubled until they fit)."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
         raise TypeError(
             "max_bytes must be a number of bytes, such as 2**30, or None for no limit, got "

@@ -80,9 +80,7 @@ def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
 
 
 def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
-    """Return the coordinates of the ranks that differ from one only along these axes, in mesh
-    order.
-    """
+    """Return the coordinates of ranks that differ from one only on these axes, in mesh order."""
     mesh = layout.mesh
     spans = [
         range(n) if a in axes else (k,)
@@ -108,9 +106,7 @@ def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -
 
 
 def contributions(step: Step) -> int:
-    """Return how many values are received for each element: one for each coordinate on the axes
-    that are reduced.
-    """
+    """Return how many values each element receives: one per coordinate on the reduced axes."""
     reduced = step.reduced_axes if step.op == "all_to_all_reduce" else ()
     return step.src.mesh.size(reduced) if reduced else 1
 
@@ -293,9 +289,7 @@ def _borders(have: Sequence[Box], want: Sequence[Box]) -> list[list[int]]:
 
 
 def _cells(have: Sequence[Box], want: Sequence[Box]) -> Iterator[tuple[Box, set[int], list[int]]]:
-    """Yield the cells that some rank lacks, with the ranks that hold them and those that
-    want them.
-    """
+    """Yield the cells that some rank lacks, with the ranks that hold and that want them."""
     grid = [list(pairwise(borders)) for borders in _borders(have, want)]
     holding = [_ranks_over(have, dim, parts) for dim, parts in enumerate(grid)]
     wanting = [_ranks_over(want, dim, parts) for dim, parts in enumerate(grid)]
