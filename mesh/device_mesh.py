@@ -165,7 +165,7 @@ class DeviceMesh(AbstractMesh):
         return self.backends[0].communicator
 
     def duplicate(self, communicator: str) -> DeviceMesh:
-        """Return the same mesh with process groups of its own, for a thread beside another one.
+        """Return the same mesh with process groups of its own, for a thread that communicates too.
 
         Meshes share the process group of a set of ranks, and the collectives of a group must be
         called in one order on all ranks, which two threads do not keep. (MPI calls this a duplicate

@@ -66,9 +66,7 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 
 
 def mixed(seed: int, operands: Iterable[Any]) -> int:
-    """Return the lineage of an operator's result, from the seed of the operator and the lineages of
-    its operands.
-    """
+    """Return the lineage of an operator's result, from the seed and the operands' lineages."""
     for x in operands:
         seed = (
             seed + x._lineage

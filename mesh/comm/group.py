@@ -396,7 +396,7 @@ class Group(ABC):
         tag: CommTag | None,
         route: int = 0,
     ) -> _Begun | None:
-        """Record a collective and notify observers, before anything is sent; made for `_ended`.
+        """Record a collective and notify the observers before it is sent; return `_ended`'s input.
 
         Raises: WatchError when the job has failed, or another rank called something else; what an
         observer raises.

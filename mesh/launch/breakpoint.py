@@ -97,7 +97,7 @@ def _quit_verdict(rank: int, place: str) -> Verdict:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. Stalls count on no rank while it prompts.
+    """Pdb that stops at a given frame at once. While it prompts, no rank detects stalls.
 
     Attributes:
         files: its inputs, closed when the debugger is no longer used.

@@ -324,7 +324,7 @@ def _listen() -> None:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Raise SystemExit(143) on SIGTERM, SystemExit(129) on SIGHUP, in the main thread's block.
+    """Make SIGTERM, SIGHUP raise SystemExit(143), SystemExit(129) in the main thread, in the block.
 
     So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in
     place, and so is `nohup`.

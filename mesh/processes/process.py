@@ -370,7 +370,8 @@ class ProcessGroup(Group):
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend sends and receives host memory only (gloo: only in these)."""
+    """Return whether the backend sends and receives host memory only: gloo supports other devices
+    in collectives only."""
     return device.type != "cpu" and _is_gloo(handle, device)
 
 

@@ -142,7 +142,8 @@ class Scheduler:
             self.rendezvous.clear()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the run from the caller's thread: waiting ranks now, the running one at a bytecode.
+        """End the run from the caller's thread: ranks that wait unwind at once, the running one at
+        its next bytecode.
 
         If the running rank runs a simulation itself, the running rank of that one is interrupted.
         """

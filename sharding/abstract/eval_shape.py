@@ -221,9 +221,7 @@ class _Inside:
         self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
-        """Return the tree with everything on an outside mesh replaced by its counterpart on the
-        inside mesh.
-        """
+        """Return the tree with all that is on an outside mesh replaced by its inside equivalent."""
         return pytree.tree_map(self._enter, tree)
 
     def _enter(self, x: Any) -> Any:

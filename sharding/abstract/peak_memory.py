@@ -65,9 +65,7 @@ class PeakMemory(TorchDispatchMode):
         return made
 
     def of(self, tree: Any) -> int:
-        """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared
-        memory counts once.
-        """
+        """Return the bytes of a tree's tensors (tuple, list, dict); shared memory counts once."""
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:

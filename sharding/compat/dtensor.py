@@ -24,7 +24,8 @@ _OWN_NAMES = {
 
 
 class CommCounts(Counter[str]):
-    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "permute" ...
+    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "permute", "broadcast" ...
 
     torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
     """

@@ -1,4 +1,4 @@
-"""`P`, the partition spec: which mesh axes split which tensor dims, and which pend a reduction."""
+"""`P`, the partition spec: the mesh axes that split each dim, and those of a pending reduction."""
 
 from __future__ import annotations
 

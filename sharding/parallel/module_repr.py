@@ -84,7 +84,8 @@ class TensorEntry:
 
 
 def module_table(module: nn.Module) -> str:
-    """Return a table of parameters and buffers: name, dtype, shape, spec, and this rank's part."""
+    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of
+    this rank's part."""
     rows, footer = _table(module)
     return "\n".join([*table_lines(rows, right=(4,)), footer])
 

@@ -1,4 +1,4 @@
-"""`uneven_inputs`: loops over batches that end together on all ranks, some having fewer.
+"""`uneven_inputs`: loops over batches that end together on all ranks, though some have fewer.
 
     rank 0 has [a b c], rank 1 has [d]; what each step of the loop receives, w are weights:
 
@@ -300,9 +300,7 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
 
 
 def _check(exchange: _StepExchange, mine: _Turn, received: np.ndarray, step: int) -> None:
-    """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same
-    batch do not.
-    """
+    """Raise, on every rank, a loader's error, or a ValueError if ranks' batches must be equal."""
     if (received[:, 0] == _RAISED).any():
         _raise(exchange, mine, step)
     grid = received[exchange.places]

@@ -60,9 +60,7 @@ class ReplicaCheck:
         self._trees, self._mesh = [model] if optimizer is None else [model, optimizer], mesh
 
     def __call__(self) -> None:
-        """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas
-        differ.
-        """
+        """Count a step, and compare if due. Raises: ReplicaError, on every rank, if they differ."""
         self.step += 1
         if self.step % self.every:
             return

@@ -264,9 +264,7 @@ def _difference(
 
 
 def _sets_that_differ(row: Sequence[tuple[Any, bytes]], ranks: Sequence[int]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
-    rank first.
-    """
+    """Return the sets of ranks that should hold a leaf alike and do not, lowest rank first."""
     found: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in zip(ranks, row, strict=True):
         if holders:

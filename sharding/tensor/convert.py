@@ -170,7 +170,7 @@ def _of_gradient(layout: Layout) -> Layout:
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
-    """Compare all ranks' parts with the layout; return this one with the first replica's values.
+    """Compare parts with the layout; return this rank's with the values of the first replica.
 
     Raises:
         ValueError: on every rank, if a part has another dtype or shape.

@@ -202,7 +202,7 @@ def _start(
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name, by its plan."""
+    """reshard(x, P(...)) -> x laid out as the spec, by JAX's name. Communication: the plan's."""
     return redistribute(x, spec)
 
 

@@ -44,7 +44,8 @@ class CreationRecorders:
         self._by_ranks: dict[tuple[int, ...], CreationRecorder] = {}
 
     def of(self, ranks: Sequence[int] | None) -> CreationRecorder | None:
-        """Return the recorder for a new group of these ranks; None if making it waits for none."""
+        """Return the recorder for a new group of these ranks; None if making it waits for nobody,
+        or fails."""
         directory = self._monitor.directory
         members = tuple(range(directory.size)) if ranks is None else tuple(sorted(ranks))
         if (

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: a folder per step, renamed when complete; others are unfinished.
+"""The folder of checkpoints: a folder per step, renamed when complete; newest, retired, unfinished.
 
     checkpoints/
       step-00000100/                   complete: renamed when everything in it was on disk

@@ -1,4 +1,4 @@
-"""The index of a checkpoint in torch.distributed.checkpoint's format, and a manifest of sums."""
+"""A checkpoint's index in torch.distributed.checkpoint's format, and its manifest of checksums."""
 
 from __future__ import annotations
 

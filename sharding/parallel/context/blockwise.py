@@ -1,4 +1,4 @@
-"""Blockwise attention by an online softmax: the state is the weighted output, and its lse.
+"""Blockwise attention by an online softmax: the state is the output so far and its log-sum-exp.
 
     scores    block 1   block 2    (out, lse) of block 1, (out, lse) of block 2, merged one by one:
     queries   q k1'     q k2'      both weighted by exp(lse - total lse)

@@ -1,4 +1,4 @@
-"""torch's fused attention kernels, with the lse: below `F.scaled_dot_product_attention`.
+"""torch's fused attention kernels with the log-sum-exp, under `F.scaled_dot_product_attention`.
 
 They do not materialise the scores. They are private in torch; the public operator neither returns
 the log-sum-exp nor takes one for backward. If torch lacks them, or they do not support the tensors,

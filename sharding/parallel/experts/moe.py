@@ -219,9 +219,7 @@ class _Mixture(NamedTuple):
         return mixed_rows.view(*x.shape[:-1], back.shape[-1])
 
     def _apply(self, rows: Tensor, counts: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-        """Apply this rank's experts to their rows, also to no rows, so that all parameters get a
-        gradient.
-        """
+        """Apply this rank's experts to their rows, also to none: all parameters get a gradient."""
         if not counts:
             return self.apply_expert(rows, [p.sum() + p.new_zeros(p.shape[1:]) for p in params])
         slices = zip(*[p.unbind(0) for p in params], strict=True)

@@ -98,8 +98,7 @@ class TokenDispatch:
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """[source, expert]: the number of rows that each rank of the group sends to each expert, on
-        all ranks.
+        """[source, expert]: the number of rows that each rank sends to each expert, on all ranks.
 
         Raises:
             ValueError: see `make_dispatch`.
@@ -128,9 +127,7 @@ class TokenDispatch:
         return arrived.index_select(0, self._by_expert)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Send the experts' results back; return them in the order of `slots`. Communication: one
-        all_to_all.
-        """
+        """Send experts' results back, in the order of `slots`. Communication: one all_to_all."""
         by_source = rows.index_select(0, self._by_expert.argsort())
         return all_to_all_v(by_source, self.peers, self._send_sizes, self._recv_sizes)
 

@@ -140,7 +140,7 @@ def _check_known(strings: Mapping[str, str]) -> None:
 def _matched(
     pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the style of each module and spec of each parameter that the pattern matches."""
+    """Return each matching module's style and each matching parameter's spec, by path."""
     styles: dict[str, Any] = {
         path: _style_of(given, inner, modules.get(path.rpartition(".")[0]))
         for path, inner in modules.items()

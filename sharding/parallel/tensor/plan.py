@@ -44,8 +44,7 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by
-    the plan.
+    """parallelize(module, mesh, plan) -> the module, its parameters and activations laid out.
 
         "*.up": colwise()      x [b, k] whole  ->  [b, n/tp]                     weight [n/tp, k]
         "*.down": rowwise()    [b, n/tp]       ->  [b, k] pending  ->  summed    weight [k, n/tp]

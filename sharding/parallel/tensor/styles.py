@@ -87,7 +87,7 @@ def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
 
 @dataclass(frozen=True, repr=False)
 class colwise(_StyleWithRepr):
-    """colwise(out=None) -> Style: ranks compute output features (for an embedding, of each row).
+    """colwise(out=None) -> Style: each rank computes some output features (of embeddings: of rows).
 
         x [b, k]        weight [n/tp, k]        y [b, n/tp]           nothing moves
         backward: the gradient of x is pending over tp

@@ -195,7 +195,8 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
 
 
 def _quantized(steps: Steps, transport: str) -> Steps:
-    """Return the steps, quantized where a ring or hierarchical step would not quantize again."""
+    """Return the steps with quantized transfers. A ring would quantize again at every rank, a
+    hierarchical step twice."""
     return tuple(
         s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
         for s in steps
@@ -240,7 +241,7 @@ _IN_ROUNDS = {
 
 
 def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
-    """Return the candidates that fit `max_bytes`, with as few rounds (doubled until they fit)."""
+    """Return the candidates that fit into `max_bytes`, in as few rounds (doubled) as that takes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
         raise TypeError(
             "max_bytes must be a number of bytes, such as 2**30, or None for no limit, got "

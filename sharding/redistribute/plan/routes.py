@@ -106,7 +106,7 @@ def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -
 
 
 def contributions(step: Step) -> int:
-    """Return how many values each element receives: one per coordinate on the reduced axes."""
+    """Return how many values arrive per element: one per coordinate on the reduced axes."""
     reduced = step.reduced_axes if step.op == "all_to_all_reduce" else ()
     return step.src.mesh.size(reduced) if reduced else 1
 
