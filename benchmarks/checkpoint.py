@@ -44,11 +44,8 @@ import shardmesh as sm
 from shardmesh import P
 
 OURS, THEIRS = "shardmesh", "torch.distributed.checkpoint"
-CUTS = {
-    "load": 0,
-    "load replicated": None,
-    "load other cut": 1,
-}  # the sharded dim; None for replicated
+# The sharded dim; None for replicated.
+CUTS = {"load": 0, "load replicated": None, "load other cut": 1}
 AXIS = "x"
 
 Call = Callable[[], Any]

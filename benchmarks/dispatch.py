@@ -476,9 +476,8 @@ class _TensorParallelBlock:
             F.linear(h, w).unflatten(-1, (heads, -1)).transpose(1, 2)
             for w in (self.query, self.key, self.value)
         )
-        mixed = (
-            (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)
-        )  # DTensor has no fused form on CPU
+        # DTensor has no fused form on CPU.
+        mixed = (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)
         x = x + self.whole(F.linear(mixed, self.out))
         h = F.rms_norm(x, shape, self.norms[1])
         return x + self.whole(F.linear(F.silu(F.linear(h, self.up)), self.down))

@@ -42,9 +42,8 @@ MB = 1 << 20
 DEVICE = "cuda"
 SIZES, QUICK_SIZES = (1, 16, 128, 1024, 2048), (1, 64)
 ROUNDS, QUICK_ROUNDS = 30, 10
-FLUSHED = (
-    512 * MB
-)  # several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch
+# Several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch.
+FLUSHED = 512 * MB
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
 COPY, OURS, COMPILED = "copy", "ours", ", compiled"

@@ -122,9 +122,8 @@ class Switch:
         collective_check(who if who in (ON, STRICT) else OFF)
         handles = self._checked if who == DETAIL else self._plain
         for group, recorder, handle in zip(self._groups, self._recorders, handles, strict=True):
-            group.recorder = (
-                recorder if who in (ON, STRICT) else None
-            )  # as in a job that started without the monitor
+            # As in a job that started without the monitor.
+            group.recorder = recorder if who in (ON, STRICT) else None
             group._channel = weakref.ref(handle)  # type: ignore[attr-defined]
 
 
@@ -156,9 +155,8 @@ def measure_ranks(sections: Sequence[str], config: MonitorConfig) -> list[TimedC
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(
-        logging.ERROR
-    )  # DTensor logs how it works without all_to_all
+    # DTensor logs how it works without all_to_all.
+    logging.getLogger("torch").setLevel(logging.ERROR)
     return [case for section in sections for case in IN_PROCESSES[section](config)]
 
 

@@ -242,9 +242,8 @@ def in_fork(call: Callable[[PlanCase], Any], case: PlanCase, limit_s: float) -> 
     process = context.Process(target=_send_result, args=(send, call, case))
     process.start()
     send.close()
-    found = (
-        receive.recv() if receive.poll(limit_s) else None
-    )  # EOFError if the fork failed; its traceback is on stderr
+    # EOFError if the fork failed; its traceback is on stderr.
+    found = receive.recv() if receive.poll(limit_s) else None
     process.kill()
     process.join()
     return found

@@ -36,11 +36,8 @@ from shardmesh import P
 
 CHOICES, WIDTH, HIDDEN = 2, 16, 24
 Params = dict[str, Tensor]
-LAYOUT = {
-    "router": P(),
-    "up": P("ep"),
-    "down": P("ep"),
-}  # [d e], [e d f], [e f d]: experts are sharded over the ranks
+# [d e], [e d f], [e f d]: experts are sharded over the ranks.
+LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}
 TOKENS = P("ep")  # [t d]
 
 
@@ -71,14 +68,12 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
             "each"
         )
     expert_tk, share_tk = choose(x_td, params["router"])
-    by_expert_r = expert_tk.flatten().argsort(
-        stable=True
-    )  # rows in the order of experts, and so of ranks
+    # Rows in the order of experts, and so of ranks.
+    by_expert_r = expert_tk.flatten().argsort(stable=True)
     token_r = by_expert_r // CHOICES
     mine_e = torch.bincount(expert_tk.flatten(), minlength=experts)
-    counts = sm.all_gather(mine_e, "ep").unflatten(
-        1, (ranks, -1)
-    )  # [source, destination, its expert]
+    # [source, destination, its expert]
+    counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))
     rows = counts.sum(-1)
     here = local_experts(params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
     back_rd = exchange(here, rows.T) * share_tk.flatten()[by_expert_r, None]
@@ -172,9 +167,8 @@ def main(ranks: int = 4) -> float:
     """Compare three batches with different routing; return the largest relative difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
     params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
-    batches = [
-        torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)
-    ]  # not a multiple
+    # Not a multiple.
+    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]
     difference = max(compare(mesh, params, x) for x in batches)
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)

@@ -557,9 +557,8 @@ class DeviceMesh(AbstractMesh):
     __hash__ = AbstractMesh.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(
-            backend.name for backend in self.backends
-        )  # options of torch cannot be pickled
+        # Options of torch cannot be pickled.
+        names = tuple(backend.name for backend in self.backends)
         others = (names, self.communicator) if self.communicator else (names,) if any(names) else ()
         return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *others)
 
@@ -867,9 +866,8 @@ def unpickle_mesh(
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:
-    ranks = np.asarray(
-        mesh.cpu() if isinstance(mesh, Tensor) else mesh
-    )  # a tensor may be on the default device, such as a GPU
+    # A tensor may be on the default device, such as a GPU.
+    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
             f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one "

@@ -17,9 +17,8 @@ _CONTROL = re.compile(
 )
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
-_SECRET = re.compile(
-    "TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE
-)  # in names of environment variables
+# In names of environment variables.
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:

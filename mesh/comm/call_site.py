@@ -34,13 +34,8 @@ _COMPILED = (
     os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     or os.path.join(tempfile.gettempdir(), "torchinductor_"),
 )
-_INNER = (
-    *_OURS,
-    _TORCH,
-    *_COMPILED,
-    contextlib.__file__,
-    typing_extensions.__file__,
-)  # the last two call functions of others
+# The last two call functions of others.
+_INNER = (*_OURS, _TORCH, *_COMPILED, contextlib.__file__, typing_extensions.__file__)
 
 _inner_files: dict[str, bool] = {}
 
@@ -66,9 +61,8 @@ def user_frame(above: int = 1) -> tuple[FrameType, int]:
     return frame, depth
 
 
-_frames_lock = (
-    threading.RLock()
-)  # reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
+# Reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself.
+_frames_lock = threading.RLock()
 
 
 def frame_of_thread(ident: int | None) -> FrameType | None:

@@ -20,9 +20,8 @@ from .recording.recorder import CommTag
 from .work import DONE, Work
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
-STAGING_BYTES = (
-    BUFFER_BYTES // 4 * 3
-)  # the part that peers may pull from; the rest is for all-reduces
+# The part that peers may pull from; the rest is for all-reduces.
+STAGING_BYTES = BUFFER_BYTES // 4 * 3
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
 
@@ -98,9 +97,8 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
     memory = symmetric.empty(BUFFER_BYTES + PAD_BYTES, dtype=torch.uint8, device=device).zero_()
     shared = symmetric.rendezvous(memory, handle)
     addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64, device=device)
-    torch.get_device_module(device.type).synchronize(
-        device
-    )  # the pad must be zero before any rank writes to it
+    # The pad must be zero before any rank writes to it.
+    torch.get_device_module(device.type).synchronize(device)
     group.barrier(tag=tag)
     return Peers(
         group.rank,
@@ -109,9 +107,8 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
         addresses,
         addresses + BUFFER_BYTES,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        error=torch.zeros(
-            group.size, dtype=torch.int32, device="cpu", pin_memory=True
-        ),  # whatever torch's default device is
+        # Whatever torch's default device is.
+        error=torch.zeros(group.size, dtype=torch.int32, device="cpu", pin_memory=True),
         spins=SPINS,
     )
 
@@ -130,9 +127,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = torch.get_device_module(device.type), device
-        self._stream = self._module.Stream(
-            device, priority=-1
-        )  # few programs, which the other ranks wait for
+        # Few programs, which the other ranks wait for.
+        self._stream = self._module.Stream(device, priority=-1)
         self._last: tuple[Any, bool] | None = None
 
     def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
@@ -150,9 +146,8 @@ class SideStream:
         """Run on the current stream, after what was started on the side stream."""
         if self._last is not None:
             event, captured = self._last
-            if (
-                captured == self._module.is_current_stream_capturing()
-            ):  # a graph waits for nothing outside, nor the reverse
+            # A graph waits for nothing outside, nor the reverse.
+            if captured == self._module.is_current_stream_capturing():
                 self._module.current_stream(self._device).wait_event(event)
         run()
 

@@ -19,14 +19,12 @@ _TORCH_FOR_CUDA = (
 )
 _MEMORY_PER_RANK = 1 << 30  # torch alone, imported and with its groups, takes about half of it
 _DOCKER_SHARED = 64 << 20  # docker's default
-_NCCL_PER_RANK = (
-    32 << 20
-)  # three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
+# Three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport).
+_NCCL_PER_RANK = 32 << 20
 _SOCKETS_PER_RANK = 32  # a few groups, each with a connection to every rank
 _FILES = 256  # the interpreter, torch's libraries and caches
-_THREADS_PER_RANK = (
-    64  # gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
-)
+# gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core.
+_THREADS_PER_RANK = 64
 _FREE_SHARE = 0.1  # of a device's memory; less means that another program uses it
 
 

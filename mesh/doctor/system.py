@@ -18,9 +18,8 @@ from ..text import whole_number
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"
-_OF_TORCH = re.compile(
-    r"torch_([0-9]{1,10})_[0-9A-Za-z_]*"
-)  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+# torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>".
+_OF_TORCH = re.compile(r"torch_([0-9]{1,10})_[0-9A-Za-z_]*")
 _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 

@@ -62,9 +62,8 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
     """
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT}
-    )  # the parent blocked it before spawning
+    # The parent blocked it before spawning.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         pipe.send_bytes(RESULT + _run(payload))
         _exit()

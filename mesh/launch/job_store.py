@@ -27,9 +27,8 @@ from ..text import whole_number
 from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
-_SLOW_ANSWER_S = (
-    60.0  # the same for one on this host, which may have to look up the names of many peers first
-)
+# The same for one on this host, which may have to look up the names of many peers first.
+_SLOW_ANSWER_S = 60.0
 # after which a server that takes connections and does not answer is no store, if names are looked
 # up in time
 _SILENT_S = 20.0

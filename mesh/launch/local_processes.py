@@ -171,9 +171,8 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
     with _environ_lock:  # another thread's launch() may have set RANK for a child
         rank = os.environ.get("RANK")
     if rank is not None:
-        if getattr(
-            mp.current_process(), "_inheriting", False
-        ):  # a rank is importing the script: let the parent report it, once
+        # A rank is importing the script: let the parent report it, once.
+        if getattr(mp.current_process(), "_inheriting", False):
             raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
@@ -287,9 +286,8 @@ class _LocalRank:
     failure: RankFailure | None = None
 
     def update(self) -> None:
-        exitcode = (
-            self.process.exitcode
-        )  # read before the pipe: then all that an ended child wrote is there
+        # Read before the pipe: then all that an ended child wrote is there.
+        exitcode = self.process.exitcode
         if self.reading and self.pipe.poll():
             self._read()
         if exitcode is None:
@@ -300,9 +298,8 @@ class _LocalRank:
 
     def _read(self) -> None:
         self.reading = False
-        with contextlib.suppress(
-            EOFError, OSError
-        ):  # it ended without a report; the exit status has the reason
+        # It ended without a report; the exit status has the reason.
+        with contextlib.suppress(EOFError, OSError):
             message = self.pipe.recv_bytes()
             if message[:1] == RESULT:
                 self.result = message[1:]
@@ -399,9 +396,8 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return
-    failed.sort(
-        key=lambda f: (f[1].exitcode is None, f[1].when)
-    )  # ranks that died come first: they cause their peers' errors
+    # Ranks that died come first: they cause their peers' errors.
+    failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name

@@ -125,9 +125,8 @@ class _StoreAgreement:
         self._store, self._rank, self._size = store, rank, size
         self._has_notice, self._check = has_notice, check
         self._step: int | None = None
-        self._lock = (
-            threading.Lock()
-        )  # held by the thread while ranks agree, so that no step begins here
+        # Held by the thread while ranks agree, so that no step begins here.
+        self._lock = threading.Lock()
         self._over = False
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.agreed: int | None = None
@@ -205,9 +204,8 @@ class _StoreAgreement:
         return False
 
     def _agree(self) -> None:
-        while (
-            self._step is None and not self._over
-        ):  # the other ranks wait for this rank's first step
+        # The other ranks wait for this rank's first step.
+        while self._step is None and not self._over:
             time.sleep(_STEP_POLL_S)
         with self._lock:
             try:
@@ -218,9 +216,8 @@ class _StoreAgreement:
             except Exception as error:
                 self.error = error
                 return
-            with contextlib.suppress(
-                Exception
-            ):  # the process of the store must not exit before all ranks have read the step
+            # The process of the store must not exit before all ranks have read the step.
+            with contextlib.suppress(Exception):
                 self._store.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
 
@@ -267,9 +264,8 @@ def _key(world: World) -> Any:
 
 
 def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
-    with contextlib.suppress(
-        ValueError
-    ):  # outside the main thread only other ranks or the file can give a notice
+    # Outside the main thread only other ranks or the file can give a notice.
+    with contextlib.suppress(ValueError):
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()

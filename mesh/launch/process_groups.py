@@ -150,9 +150,8 @@ def _bind_device(device_type: str) -> None:
         module.set_device(bound.index)
         return
     is_used = getattr(module, "is_initialized", lambda: False)()
-    if (
-        is_used and module.current_device() != 0
-    ):  # nothing but the program chooses another than the first
+    # Nothing but the program chooses another than the first.
+    if is_used and module.current_device() != 0:
         return
     is_alone = dist.get_world_size() == 1 or is_used if started else False
     index = device_index(os.environ, device_type, module.device_count(), is_alone)

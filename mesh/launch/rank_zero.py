@@ -203,9 +203,8 @@ class _Region:
     def observe(self, record: CollectiveRecord) -> None:
         """Warn of a collective with ranks that are not in the region."""
         absent = sorted(self._absent.intersection(record.ranks))
-        if (
-            not absent or current_world() is not self._world
-        ):  # in another world, inside the region, no rank is absent
+        # In another world, inside the region, no rank is absent.
+        if not absent or current_world() is not self._world:
             return
         call = user_call()
         if (call.file, call.line) not in _warned:

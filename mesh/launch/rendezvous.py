@@ -109,9 +109,8 @@ def notify_of_early_errors() -> None:
     ):
         return
     before, rank_process = sys.excepthook, os.getpid()
-    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(
-        rank_process
-    ):  # a child inherits the RANK, but is not that rank
+    # A child inherits the RANK, but is not that rank.
+    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(rank_process):
         return
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -41,9 +41,8 @@ class Communicators:
         """
         with self._lock:
             handles = [] if self._aborts else torch_groups()
-            if (
-                handles and self._monitor.is_of_this_job()
-            ):  # asked afterwards: if so, the groups are those of this job
+            # Asked afterwards: if so, the groups are those of this job.
+            if handles and self._monitor.is_of_this_job():
                 backends = {
                     id(found): found for handle in handles for found in _backends(handle)
                 }.values()
@@ -67,7 +66,6 @@ def _backends(handle: Any) -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # it was aborted before, or takes longer than torch's timeout
+    # It was aborted before, or takes longer than torch's timeout.
+    with contextlib.suppress(RuntimeError):
         backend.abort()

@@ -79,10 +79,8 @@ class DeviceWaits:
     def _publish(self, blocked: int) -> None:
         words = self._monitor.buffer.words
         found = words[Header.BLOCKED]
-        if found not in (
-            0,
-            self._shown,
-        ):  # the main thread waits on the host, and publishes that itself
+        # The main thread waits on the host, and publishes that itself.
+        if found not in (0, self._shown):
             self._shown = 0
         elif found != blocked:
             words[Header.BLOCKED_SINCE] = self._since
@@ -112,9 +110,8 @@ def _waits(code: CodeType, at: int) -> bool:
     """
     if at < 0:  # the frame has not begun
         return False
-    before = [
-        found for found in dis.get_instructions(code) if found.offset <= at
-    ]  # `at` may be in the cache behind the last one
+    # `at` may be in the cache behind the last one.
+    before = [found for found in dis.get_instructions(code) if found.offset <= at]
     here = before[-1]
     if "CALL" not in here.opname:
         return (

@@ -61,9 +61,8 @@ _TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
-_DOUBT_NS = (
-    50_000_000  # after waiting so long, a rank asks whether the missing ranks are visible at all
-)
+# After waiting so long, a rank asks whether the missing ranks are visible at all.
+_DOUBT_NS = 50_000_000
 _STACK_S, _FAR_STACK_S = (
     0.3,
     1.0,
@@ -323,9 +322,8 @@ class Monitor:
                 ):
                     return False
                 time.sleep(nap)
-                nap = min(
-                    1.5 * nap, _LONGEST_NAP_S
-                )  # leave the processors to the ranks that are waited for
+                # Leave the processors to the ranks that are waited for.
+                nap = min(1.5 * nap, _LONGEST_NAP_S)
         return True
 
     def wait_for_peers(
@@ -386,9 +384,8 @@ class Monitor:
         except RuntimeError as error:
             if is_pending(error, work):
                 return False
-            self.wait_to_the_end(
-                recorder, sequence, work
-            )  # it ended just after the slice, or it failed
+            # It ended just after the slice, or it failed.
+            self.wait_to_the_end(recorder, sequence, work)
         return True
 
     def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
@@ -431,9 +428,8 @@ class Monitor:
             try:
                 if not self._diagnose(recorder, sequence, since):
                     break
-                gone = diagnose.lost(
-                    self, recorder, sequence
-                )  # also a rank that had called this collective
+                # Also a rank that had called this collective.
+                gone = diagnose.lost(self, recorder, sequence)
                 if gone is not None:
                     raise self.failed(gone)
             except WatchError as found:

@@ -186,9 +186,8 @@ def may_end(monitor: Monitor) -> bool:
         or monitor.buffer.words[Header.PAUSED] % IDLE
     ):
         return False
-    if (
-        not threading.main_thread().is_alive()
-    ):  # the program is over, but another thread of it is not
+    # The program is over, but another thread of it is not.
+    if not threading.main_thread().is_alive():
         return True
     return monitor.is_of_this_job() and not is_hosted()
 
@@ -239,9 +238,8 @@ def _on_uncaught(
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
     ):
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the process is about to end; torchrun interrupts it once more
+        # The process is about to end; torchrun interrupts it once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     notify_peers(error)
     interrupted = _interruption_behind(error)
     if interrupted is not None:
@@ -333,9 +331,8 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] % IDLE or not is_local(buffer):
         return False
     found = process_state(words[Header.PID])
-    if (
-        found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]
-    ):  # it has ended, or a debugger holds it
+    # It has ended, or a debugger holds it.
+    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:
         return False
     return found[0] == "T" or not words[Header.AWARE]
 

@@ -27,9 +27,8 @@ _ALIVE_S = 1.0  # how often to look which ranks are alive
 # interrupted
 _POLITE_S = 0.5
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
-_TO_LEAVE_S = (
-    1.5  # how long a program must go on after its groups were destroyed to count as living on
-)
+# How long a program must go on after its groups were destroyed to count as living on.
+_TO_LEAVE_S = 1.5
 
 
 class Watchdog:
@@ -80,9 +79,8 @@ class Watchdog:
             self._device_waits.look()
             for recorder in monitor.recorders:
                 called = recorder.called
-                if (
-                    recorder.settled < called and self._before.get(recorder) == called
-                ):  # else the program is making progress
+                # Else the program is making progress.
+                if recorder.settled < called and self._before.get(recorder) == called:
                     self._look(recorder, called)
                 self._before[recorder] = called
             self._find_cycle()
@@ -106,9 +104,8 @@ class Watchdog:
         disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
-        if (
-            monitor.buffer.words[Header.PAUSED] >= IDLE
-        ):  # it may wait for as long as nobody else does
+        # It may wait for as long as nobody else does.
+        if monitor.buffer.words[Header.PAUSED] >= IDLE:
             gone = lost_ranks(monitor.directory)
             if gone:
                 monitor.fail(verdict_text.died(gone))
@@ -154,9 +151,8 @@ class Watchdog:
             and threading.main_thread().is_alive()
         ):
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
-        monitor.communicators.abort(
-            wait=False
-        )  # what this sets free first runs the handler of the signal
+        # What this sets free first runs the handler of the signal.
+        monitor.communicators.abort(wait=False)
         if waited > (
             settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)
         ) and termination.may_end(monitor):

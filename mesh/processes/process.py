@@ -154,11 +154,12 @@ class ProcessGroup(Group):
                 "torch.distributed.init_process_group(...) first."
             )
         is_whole = self.size == dist.get_world_size()
+        # MPI cannot make another group.
         if (
             is_whole
             and self._backend == DEFAULT
             and (self.size == 1 or dist.get_backend() == "mpi")
-        ):  # MPI cannot make another group
+        ):
             return _default_group()
         name, options, _ = self._backend
         is_monitored = self.world.monitor is not None and name != FAKE
@@ -400,9 +401,8 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
-        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = (
-            weakref.WeakKeyDictionary()
-        )  # torch's meshes, converted
+        # torch's meshes, converted.
+        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()
         self.job = ""
         if default is not None and size > 1:
             self._start_watch()

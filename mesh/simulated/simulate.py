@@ -40,9 +40,8 @@ _settings = settings()
 # The operating system may deliver a signal to any thread, which does not wake Python's main thread,
 # the one that must handle it.
 _POLL_S = 0.2  # between looks of the main thread for a signal
-_UNWIND_S = (
-    1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
-)
+# For the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running.
+_UNWIND_S = 1.0
 
 
 class SimulatedWorld(World):
@@ -270,9 +269,8 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
         pass
     except BaseException as error:
         found = error.__traceback__
-        while (
-            found is not None and found.tb_frame.f_code.co_filename == __file__
-        ):  # begin the traceback in the program
+        # Begin the traceback in the program.
+        while found is not None and found.tb_frame.f_code.co_filename == __file__:
             found = found.tb_next
         scheduler.fail(
             error.with_traceback(found), f"raised on rank {rank} of simulate({scheduler.size})"

@@ -24,9 +24,8 @@ from ...mesh.comm.thread_context import thread_context
 from ..ops.plain_operands import tensors_in
 from ..tensor.sharded_tensor import ShardedTensor
 
-_DETACH = (
-    torch.ops.aten.detach.default
-)  # the only operator that is called on the wrapper of a ShardedTensor
+# The only operator that is called on the wrapper of a ShardedTensor.
+_DETACH = torch.ops.aten.detach.default
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 

@@ -62,9 +62,8 @@ class _Transformed(torch.autograd.Function):
     def forward(x: Tensor, op: Any, comm_dtype: torch.dtype | None) -> Tensor:
         x = with_memory(x)
         out = op(x)
-        shared = (
-            out.untyped_storage()._cdata == x.untyped_storage()._cdata
-        )  # torch would treat it as a view, also for tangents
+        # Torch would treat it as a view, also for tangents.
+        shared = out.untyped_storage()._cdata == x.untyped_storage()._cdata
         return out.clone() if shared else out
 
     @staticmethod

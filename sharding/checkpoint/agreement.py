@@ -18,9 +18,8 @@ from ...mesh.errors import WatchError
 
 T = TypeVar("T")
 _SHOWN = 3
-_BRIEF = (
-    200  # characters of a description: what a file has must not come back as the text of an error
-)
+# Characters of a description: what a file has must not come back as the text of an error.
+_BRIEF = 200
 _LONGEST_TEXT = 2000  # characters of what one rank reports to the others
 _NO_MEMORY = (
     "can't allocate memory",

@@ -115,9 +115,8 @@ def _read_parts(
         if not isinstance(want, StoredValue)
     }
     plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
-    if (
-        len(node) == 1
-    ):  # each rank starts at another piece, so that together they read an uncached file only once
+    # Each rank starts at another piece, so that together they read an uncached file only once.
+    if len(node) == 1:
         first = len(plan) * world.rank // world.size
         plan = plan[first:] + plan[:first]
     parts: list[LoadedParts] = []

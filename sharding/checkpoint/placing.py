@@ -21,9 +21,8 @@ from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank
 
-PIECE_BYTES = (
-    64 << 20
-)  # the maximum size of a piece, so that a rank that needs some rows reads little more
+# The maximum size of a piece, so that a rank that needs some rows reads little more.
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ def _pieces(
 ) -> Iterator[WriteItem]:
     """Yield the pieces of each box; the holder with the fewest bytes so far writes it."""
     if not held:
-        yield WriteItem(
-            name, (), -1, leaf.shape, leaf.dtype
-        )  # nothing to write, but the index must have the tensor
+        # Nothing to write, but the index must have the tensor.
+        yield WriteItem(name, (), -1, leaf.shape, leaf.dtype)
     for box, ranks in held.items():
         for piece in split_box(box, leaf.dtype.itemsize):
             rank = min(ranks, key=load.__getitem__)

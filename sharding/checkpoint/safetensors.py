@@ -437,9 +437,8 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
     aliases = {name: kept for name, kept in tied.items() if kept in tensors}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **aliases}
-    }  # transformers asks for this format
+    # Transformers asks for this format.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
     at = 0
     for name, leaf in tensors.items():
         stop = at + leaf.numel() * leaf.dtype.itemsize

@@ -178,9 +178,8 @@ def _is_finite(x: Any) -> bool:
 
 
 def _has_finite_values(x: Tensor) -> bool:
-    total = x.sum(
-        dtype=torch.float32 if x.dtype is torch.float16 else None
-    )  # fast: if the sum is finite, all values are
+    # Fast: if the sum is finite, all values are.
+    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
     return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 

@@ -32,11 +32,8 @@ MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
 PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
 _INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
-_STYLE = {
-    "svg.hashsalt": "shardmesh",
-    "svg.fonttype": "none",
-    "hatch.linewidth": 0.4,
-}  # to write the same file each time
+# To write the same file each time.
+_STYLE = {"svg.hashsalt": "shardmesh", "svg.fonttype": "none", "hatch.linewidth": 0.4}
 
 
 @dataclass(frozen=True)
@@ -196,9 +193,8 @@ def _draw_plan(
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
     """Draw an arrow between panels, with the collective, axes and bytes received by a rank."""
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
-    name = (
-        cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
-    )  # on two lines, since the gap is narrow
+    # On two lines, since the gap is narrow.
+    name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
     lines = [name, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
     figure.text(x, y, "\n".join([*lines, ""]), ha="center", va="bottom", fontsize=8)
     figure.text(x, y, "\N{RIGHTWARDS ARROW}", ha="center", va="center", fontsize=16)

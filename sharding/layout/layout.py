@@ -265,9 +265,8 @@ class Layout:
         """Whether the box of some rank has no elements."""
         if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
             return any(box_size(box) == 0 for _, box in self.boxes())
-        return (
-            box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
-        )  # no part is smaller than the last
+        # No part is smaller than the last.
+        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
 
     @cached_property
     def nbytes(self) -> int:

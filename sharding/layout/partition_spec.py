@@ -235,9 +235,8 @@ class P:
         return hash((self.dims, self.unreduced, self.sizes))
 
     def __hash__(self) -> int:
-        return (
-            self._hash
-        )  # computed once: there may be many sizes, and every look-up of a layout hashes its spec
+        # Computed once: there may be many sizes, and every look-up of a layout hashes its spec.
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_spec, (self.dims, self.unreduced, self.sizes)

@@ -14,11 +14,8 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
 from .owners import matrix_shape, owners_of_matrices
 
-JORDAN = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
+# a x + b x^3 + c x^5 takes singular values of up to 1 to about 1.
+JORDAN = (3.4445, -4.7750, 2.0315)
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MUON = seed_of("muon")
 
@@ -200,9 +197,8 @@ def _by_owners(
         layouts, tuple([group["flatten"] for group in groups]), _work, dtype
     )
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
-        wholes = owners.gather(
-            [x._local.to(x.mesh.device) for x in matrices]
-        )  # parts may be offloaded to the host
+        # Parts may be offloaded to the host.
+        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])
         for i in owners.mine:
             wholes[i] = _orthogonal(wholes[i], groups[owners.units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]

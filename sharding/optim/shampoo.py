@@ -183,9 +183,8 @@ class Shampoo(MatrixOptimizer):
             for i, (u, b) in enumerate(zip(units, numbers, strict=True))
         ]
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
-            wholes = owners.gather(
-                [g._local.to(mesh.device) for g in grads]
-            )  # parts may be offloaded to the host
+            # Parts may be offloaded to the host.
+            wholes = owners.gather([g._local.to(mesh.device) for g in grads])
             for i in owners.mine:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
@@ -235,9 +234,8 @@ class Shampoo(MatrixOptimizer):
                     p.device if layout is None else p.mesh.device,
                     layout,
                 )
-            elif layout is not None and not isinstance(
-                kept, ShardedTensor
-            ):  # loaded whole on every rank
+            elif layout is not None and not isinstance(kept, ShardedTensor):
+                # Loaded whole on every rank.
                 kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
             elif layout is not None and kept._layout is not layout:
                 kept = kept.redistribute(p.mesh, layout.spec)

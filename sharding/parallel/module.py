@@ -149,9 +149,8 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | No
                 shard_parameter(module, name, mesh, src_data_rank=src_data_rank)
 
 
-Places = list[
-    tuple[dict[str, Any], str]
-]  # modules' dicts of parameters or buffers, and names in them
+# Modules' dicts of parameters or buffers, and names in them.
+Places = list[tuple[dict[str, Any], str]]
 
 
 def _tied_places(module: nn.Module) -> list[Places]:

@@ -230,9 +230,8 @@ class CollectivePermute(Collective):
 
 # -- several collectives for one result ------------------------------------------------------------
 
-FillResult = Callable[
-    [Tensor, Tensor, CommTag | None], None
-]  # (this rank's tensor, the result, tag): writes a part of the result
+# (this rank's tensor, the result, tag): writes a part of the result.
+FillResult = Callable[[Tensor, Tensor, CommTag | None], None]
 
 
 class CollectiveSequence(Collective):

@@ -89,9 +89,8 @@ class _Stage:
             steps = [segments[i][-1] for i in members]
             scales = {_exact_scale(local[i]) for i in members}
             scale = scales.pop() if len(scales) == 1 and can_scale(steps[0]) else None
-            if (
-                scale is not None
-            ):  # the division of an average is done while packing, with the same bits
+            # The division of an average is done while packing, with the same bits.
+            if scale is not None:
                 for i in members:
                     local[i] = local[i][:-1]
             collective = compile_collective(steps, scale)
@@ -152,9 +151,8 @@ class Executor:
         self._dtypes = [p.dst.dtype for p in plans]
         self._tag = CommTag(_name(plans))
         self._runs = self._sequential() if len(plans) == 1 else []
-        self._meta_result = (
-            plans[0].dst if meshes[0].device_type != "meta" else None
-        )  # the result for a part on "meta"
+        # The result for a part on "meta".
+        self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None
 
     @property
     def launches(self) -> int:

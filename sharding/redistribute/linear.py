@@ -70,9 +70,8 @@ def start_linear(
     tensors.clear()
     ready = executor_of_many(pairs, **options).start([x.detach() for x in given])
 
-    def wait() -> list[
-        Tensor
-    ]:  # one node for all: those that did not require grad before do not after
+    # One node for all: those that did not require grad before do not after.
+    def wait() -> list[Tensor]:
         results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
         return [
             out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)

@@ -116,9 +116,8 @@ def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Col
         and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES
     ):
         return _symmetric(steps, steps[0].symmetric)
-    is_permute = (
-        steps[0].op == "permute" and len(steps) == 1
-    )  # one in a bucket with others is an all_to_all_v
+    # One in a bucket with others is an all_to_all_v.
+    is_permute = steps[0].op == "permute" and len(steps) == 1
     make: Callable[..., Collective] = _permute if is_permute else _COLLECTIVES[steps[0].op]
     return make(steps) if scale is None else make(steps, scale)
 

@@ -267,9 +267,8 @@ def to_local(
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if (captures := current_captures()) is not None and captures.is_foreign(
-        x
-    ):  # a mapped function closes over x
+    # A mapped function closes over x.
+    if (captures := current_captures()) is not None and captures.is_foreign(x):
         return captures.local(x)
     layout, local = x._layout, known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]

@@ -31,9 +31,8 @@ def from_dtensor(x: Any) -> ShardedTensor:
     """
     mesh = as_device_mesh(x.device_mesh)
     part: Any = x.to_local()
-    part = (
-        part.wait() if hasattr(part, "wait") else part
-    )  # one of torch's collectives may still be in flight
+    # One of torch's collectives may still be in flight.
+    part = part.wait() if hasattr(part, "wait") else part
     return ShardedTensor.from_local(
         part, mesh, _own_placements(x.placements, mesh.shape), shape=x.shape
     )

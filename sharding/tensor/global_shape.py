@@ -61,9 +61,8 @@ def global_shape(
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
     stated = _stated(spec, local.shape)
-    Layout.of(
-        mesh, spec, stated, local.dtype
-    )  # raises for wrong placements before any communication
+    # Raises for wrong placements before any communication.
+    Layout.of(mesh, spec, stated, local.dtype)
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
     if not split:
         return stated

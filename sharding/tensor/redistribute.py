@@ -25,9 +25,8 @@ from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
-_PLACEMENTS = frozenset(
-    {P, list, tuple}
-)  # as the only positional argument: placements on the tensor's own mesh
+# As the only positional argument: placements on the tensor's own mesh.
+_PLACEMENTS = frozenset({P, list, tuple})
 
 
 class Resharding(TensorHandle):
@@ -347,9 +346,8 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     if local is None:
         shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
     else:
-        before = (
-            local.untyped_storage()
-        )  # a storage without memory (empty, or on "meta") is known by its object
+        # A storage without memory (empty, or on "meta") is known by its object.
+        before = local.untyped_storage()
         shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
 

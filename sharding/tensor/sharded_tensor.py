@@ -59,9 +59,8 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
-    _data_accesses: int = (
-        0  # how often `.data` was read or assigned: values may have been written without dispatch
-    )
+    # How often `.data` was read or assigned: values may have been written without dispatch.
+    _data_accesses: int = 0
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None

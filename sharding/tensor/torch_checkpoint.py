@@ -116,8 +116,10 @@ def register() -> None:
     utils: Any = sys.modules[_UTILS]
     with _lock:
         if "__hash__" not in vars(ShardedTensor) or not hasattr(
-            utils, _distribute_state_dict.__name__
-        ):  # still being imported
+            utils,
+            _distribute_state_dict.__name__,
+            # Still being imported.
+        ):
             return
         del ShardedTensor.__hash__  # from now on that of torch
     for adapted in (

@@ -108,9 +108,8 @@ class Batches:
             mine = sizes[sampler.rank]
             batch = next(coming) if mine else _without_rows(self.loader, batch)
             sharded = self._to_sharded(batch, sizes, mine)
-            sampler.finish() if step == len(rows) - 1 else sampler.advance(
-                sum(sizes)
-            )  # before the loop's body, which may save it
+            # Before the loop's body, which may save it.
+            sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))
             yield sharded
 
     def _rows(self) -> list[tuple[int, ...]]:

@@ -133,9 +133,8 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
         found = send(torch.stack(list(some)), device).to(torch.float64).real
-        for i, row in zip(
-            places, found.unbind(), strict=True
-        ):  # an index would be copied to the device, for which the host waits
+        # An index would be copied to the device, for which the host waits.
+        for i, row in zip(places, found.unbind(), strict=True):
             rows[i] = row
     powers = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
     return powers if ord == math.inf else powers**ord

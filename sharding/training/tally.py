@@ -82,9 +82,8 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     world, device = roots[0].world, roots[0].device
     if world.rank not in ranks:
         return Tally(None, (), device, known=False)
-    home = next(
-        root for root in roots if ranks[0] in root.ranks
-    )  # its first rank counts plain tensors
+    # Its first rank counts plain tensors.
+    home = next(root for root in roots if ranks[0] in root.ranks)
     found = [(home, ()) if split is None else split for split in splits]
     counted = [
         i

@@ -65,16 +65,14 @@ class Job:
 
 
 def main() -> None:
-    importlib.import_module(
-        "torch._dynamo"
-    )  # otherwise the first optimizer imports it, which takes seconds
+    # Otherwise the first optimizer imports it, which takes seconds.
+    importlib.import_module("torch._dynamo")
     table = importlib.import_module(sys.argv[1]).FAULTS
     torch.set_num_threads(1)  # four ranks share a few cores
     gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of supervisors
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # shells make background processes ignore it
+    # Shells make background processes ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("ready", flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))

@@ -90,9 +90,8 @@ def _input(call: Any, group_rank: int) -> Any:
     if call.op == "barrier" or (call.op == "broadcast" and call.buffers[1] != group_rank):
         return None
     if call.op == "all_gather_object":
-        return pickle.loads(
-            call.buffers[0]
-        )  # the pickled bytes depend on which parts are the same object
+        # The pickled bytes depend on which parts are the same object.
+        return pickle.loads(call.buffers[0])
     found = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
     return found.clone() if isinstance(found, torch.Tensor) else found
 

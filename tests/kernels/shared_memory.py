@@ -83,9 +83,8 @@ class Workers:
         context.set_forkserver_preload(
             [__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"]
         )
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # the fork server inherits the environment at its start
+        # The fork server inherits the environment at its start.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
             for rank in range(MAX_RANKS):
@@ -233,9 +232,8 @@ def speed_up_interpreter() -> None:
 
     from shardmesh.kernels.symmetric.symmetric_triton import all_reduce
 
-    scopes = [
-        interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)
-    ]  # they import the language under different names
+    # They import the language under different names.
+    scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]
     interpreter._patch_lang = lambda fn: scopes[0] and type(scopes[0])()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -270,9 +270,8 @@ class Recorder:
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = (
-            1  # from now on other ranks may read them
-        )
+        # From now on other ranks may read them.
+        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1
         self.monitor.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:

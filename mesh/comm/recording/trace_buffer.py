@@ -38,9 +38,8 @@ GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3
 SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
 RING = SLOT_AREA + (LONG_ROWS * LONG_SLOTS + (GROUPS - LONG_ROWS) * SLOTS) * SLOT_WORDS
-SPLITS = (
-    RING + RECORDS * RECORD_WORDS
-)  # splits of the last few all_to_alls that no layouts describe
+# Splits of the last few all_to_alls that no layouts describe.
+SPLITS = RING + RECORDS * RECORD_WORDS
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192

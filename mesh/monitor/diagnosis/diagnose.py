@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 _LOW32 = (1 << 32) - 1
 # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
 _TO_COME_NS = 10_000_000_000
-_TO_END_NS = (
-    500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
-)
+# How long to wait, after one has ended its program, for others to end or arrive.
+_TO_END_NS = 500_000_000
 
 
 def diagnose(
@@ -65,9 +64,8 @@ def diagnose(
             if _is_decided(found, waited)
             else None
         )
-    if any(
-        m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in found
-    ):  # what it sent may have been lost
+    # What it sent may have been lost.
+    if any(m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in found):
         return lost(monitor, recorder, sequence)
     missing = [m for m in found if m.came is False and (m.buffer is not None or monitor.sees_all)]
     if not missing:
@@ -104,9 +102,8 @@ def _may_come(m: Member) -> bool:
     if m.buffer is None:
         return True
     words = m.buffer.words
-    is_blocked = (
-        not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None
-    )  # a device may only be slow
+    # A device may only be slow.
+    is_blocked = not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None
     return words[Header.STATE] == RankState.RUNNING and not is_blocked and not is_dead(m.buffer)
 
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 # A device completes one of these only together with those of all ranks of the group.
 _OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-STABLE_NS = (
-    500_000_000  # ranks that have waited on each other for so long are taken to wait for good
-)
+# Ranks that have waited on each other for so long are taken to wait for good.
+STABLE_NS = 500_000_000
 
 
 class Member(NamedTuple):

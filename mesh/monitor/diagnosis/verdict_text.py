@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 # The fields of a record's call, in order; a broadcast has its source in place of the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
-_FROZEN_NS = (
-    2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
-)
+# A process whose watchdog thread has not run for so long counts as frozen.
+_FROZEN_NS = 2_000_000_000
 RULE = "Call the same collectives in the same order on every rank of the group."
 OTHER_VALUES = (
     "Look for a call before that was skipped, repeated or swapped: these look alike, but their "

@@ -42,17 +42,13 @@ _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
 _HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = (
-    256  # the last ones, of a row as of the ring; earlier ones were sent when they were the last
-)
+# The last ones, of a row as of the ring; earlier ones were sent when they were the last.
+_SENT_RECORDS = 256
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
 _ROW_PART_BYTES = SLOTS * SLOT_WORDS * 8
 _REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for this host's own reason
-_OWN = (
-    Header.STACK_WANTED,
-    Header.STACK_GIVEN,
-    Header.PID_SPACE,
-)  # words that belong to this host's copy
+# Words that belong to this host's copy.
+_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:

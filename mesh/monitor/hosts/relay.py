@@ -70,9 +70,8 @@ _MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
-_ABOUT_TO_GO = (
-    8  # of the fingerprints of a group: the oldest may be overwritten while they are copied
-)
+# Of the fingerprints of a group: the oldest may be overwritten while they are copied.
+_ABOUT_TO_GO = 8
 
 
 @dataclass
@@ -148,9 +147,8 @@ class Relay:
         self._mine: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        self._exchanged = self._felt = self._answered = (
-            0.0  # clocks that stop while this process is stopped
-        )
+        # Clocks that stop while this process is stopped.
+        self._exchanged = self._felt = self._answered = 0.0
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
         self._compared: dict[
@@ -336,9 +334,8 @@ class Relay:
             for rank, versions in _versions(said)
             for start in self._copy(host, rank).missing(versions)
         ]
-        if found and not self._store.check(
-            found
-        ):  # to ask for a part that is not there waits without end
+        # To ask for a part that is not there waits without end.
+        if found and not self._store.check(found):
             raise bad_value(self._key(host.head), "its state", "it names parts that are not there")
         return found
 

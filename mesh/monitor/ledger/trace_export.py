@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry, RankLedger
 
 _STEPS = 0  # thread of a rank's steps; those of groups follow
-_Lane = tuple[
-    int, int
-]  # a group, and which of its threads: collectives that overlap are on several
+# A group, and which of its threads: collectives that overlap are on several.
+_Lane = tuple[int, int]
 
 
 def save_trace(ledger: Ledger, path: str | Path) -> None:

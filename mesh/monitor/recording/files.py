@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LARGEST_SHARE = (
-    4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
-)
+# A job uses at most a quarter of the free shared memory: data loaders and NCCL need it too.
+_LARGEST_SHARE = 4
 _GONE = ".gone"  # suffix of a folder that is being deleted
 _NO_FOLLOW = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -30,9 +29,8 @@ _NO_FOLLOW = (
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = re.compile(r"[0-9A-Za-z_-]+(\.gone)?")  # of a job, after the prefix
 _TRACE = re.compile(r"rank[0-9]+\.trace")
-_FILES = re.compile(
-    r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)"
-)  # all that are ever in a job's folder
+# All that are ever in a job's folder.
+_FILES = re.compile(r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)")
 _start_folder = os.getcwd()  # a program may change its folder before it makes its first mesh
 
 
@@ -187,9 +185,8 @@ def make_file(path: Path, size: int) -> Path:
 
     Raises: OSError where there is no room, or the folder cannot be written to.
     """
-    file = open_own(
-        path, os.O_RDWR | os.O_CREAT
-    )  # never shorter than it was: another rank may have it mapped
+    # Never shorter than it was: another rank may have it mapped.
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         there = os.fstat(file).st_size
         if there >= size:

@@ -95,9 +95,8 @@ def compare(mesh: DeviceMesh) -> None:
     made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = PrefixStore(str(len(meshes.known)), meshes.store)
     meshes.known.add(key)
-    with contextlib.suppress(
-        dist.DistError
-    ):  # the store is gone: the next collective tells what happened
+    # The store is gone: the next collective tells what happened.
+    with contextlib.suppress(dist.DistError):
         _compare(world, keys, key, made, len(meshes.known))
 
 

@@ -147,9 +147,8 @@ class _Installed:
         """Replace an attribute by `make(attribute)`; no-op where torch has no such attribute."""
         if name in vars(owner):
             made = make(getattr(owner, name))
-            self._undo.append(
-                (owner, name, vars(owner)[name], made)
-            )  # the attribute itself: a method of C++ is not a function that binds
+            # The attribute itself: a method of C++ is not a function that binds.
+            self._undo.append((owner, name, vars(owner)[name], made))
             setattr(owner, name, made)
 
     def undo(self) -> None:

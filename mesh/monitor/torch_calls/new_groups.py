@@ -69,9 +69,8 @@ def waiting_for_members(
     """
 
     def new_group_with_tag(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_local = kwargs.get(
-            "use_local_synchronization", False
-        )  # also the library's own groups, which wait by themselves
+        # Also the library's own groups, which wait by themselves.
+        is_local = kwargs.get("use_local_synchronization", False)
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
         recorder = None if is_local or is_lazy or _settings.mode == "off" else recorders.of(ranks)
         if recorder is None or not recorder.on_cpu:

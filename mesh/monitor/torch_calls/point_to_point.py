@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
 
 _MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
-_ALIKE = (
-    3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
-)
+# The fingerprint of all messages: the receiver may pass a larger tensor, of another dtype.
+_ALIKE = 3
 
 
 class MessageRecorder(TorchRecorder):

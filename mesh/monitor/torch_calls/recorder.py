@@ -34,9 +34,8 @@ _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to report by itself that its time has run out
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
-_NOT_COME = (
-    "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
-)
+# An attribute of errors: the recorder, and the number of the call.
+_NOT_COME = "_shardmesh_not_come"
 
 
 class MarkedContext(threading.local):

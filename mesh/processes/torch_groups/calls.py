@@ -24,9 +24,8 @@ if dist.is_available():
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-_NEW_NAMES = hasattr(
-    getattr(dist, "ProcessGroup", None), "all_gather_single"
-)  # torch 2.13 renamed three methods
+# Torch 2.13 renamed three methods.
+_NEW_NAMES = hasattr(getattr(dist, "ProcessGroup", None), "all_gather_single")
 
 
 def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_times_made: Counter[tuple[str, tuple[int, ...]]] = (
-    Counter()
-)  # by job, so that a failure in one does not affect the next
+# By job, so that a failure in one does not affect the next.
+_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _lock = threading.Lock()
 
 

@@ -34,9 +34,8 @@ _TOKEN_BYTES = 8  # of the random part of a temporary name
 # a temporary file of this age that nobody has locked was left by a process that was killed
 _LEFT_S = 60.0
 _LONGEST_NAME = 255  # bytes, of a file's name
-_COMBINED = (
-    1 << 16
-)  # from this number of bytes on, combining checksums is faster than computing one
+# From this number of bytes on, combining checksums is faster than computing one.
+_COMBINED = 1 << 16
 
 
 class Sink:
@@ -55,9 +54,8 @@ class Sink:
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
         self._error: OSError | MemoryError | None = None
-        self._elements: int | None = (
-            None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
-        )
+        # Bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes.
+        self._elements: int | None = None
         self._waiting: Any = None  # these bytes, until the CRC-32 after them is written
 
     def __enter__(self) -> Sink:

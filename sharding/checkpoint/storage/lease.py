@@ -115,10 +115,8 @@ class Lease:
         finally:
             temporary.unlink(missing_ok=True)
         owners = {number for number, is_file in _numbers(self.folder).items() if is_file}
-        if owners - {
-            last,
-            self._number,
-        }:  # another process started again from 1 after `last` was released
+        # Another process started again from 1 after `last` was released.
+        if owners - {last, self._number}:
             path.unlink(missing_ok=True)
             return False
         for left in self.folder.glob(".owner-*"):

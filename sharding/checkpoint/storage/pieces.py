@@ -58,9 +58,8 @@ def read_tensor(
     """
     head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
     box = piece.box or ()
-    start = (
-        None if piece.crc is None else _start_of_elements(head)
-    )  # without a CRC another program wrote it, maybe in another form
+    # Without a CRC another program wrote it, maybe in another form.
+    start = None if piece.crc is None else _start_of_elements(head)
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
@@ -95,13 +94,11 @@ def _start_of_elements(head: bytes) -> int | None:
     """Return where a contiguous tensor's elements begin in a file of `torch.save`, or None."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
-    if (
-        record < 0 or sys.byteorder.encode() not in head[:record]
-    ):  # the content of the record "byteorder"
+    # The content of the record "byteorder".
+    if record < 0 or sys.byteorder.encode() not in head[:record]:
         return None
-    lengths = head[
-        record + _RECORD_BYTES - 4 : record + _RECORD_BYTES
-    ]  # of the record's name and of its padding
+    # Of the record's name and of its padding.
+    lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]
     return (
         record
         + _RECORD_BYTES

@@ -265,6 +265,5 @@ def _as_box(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
     box = reading.parts[rank]
     if box is None or reading.dtype is None:
         return data
-    return (
-        data.clone().view(reading.dtype).reshape(box_shape(box))
-    )  # a copy, since a view must be aligned
+    # A copy, since a view must be aligned.
+    return data.clone().view(reading.dtype).reshape(box_shape(box))

@@ -92,9 +92,8 @@ class Durations:
         if len(nodes) == 1:
             return topology.local.latency + received / topology.local.bandwidth * factor
         outside = received * (sum(nodes.values()) - own) / max(sum(nodes.values()) - 1, 1)
-        rails = (
-            min(own, topology.rails or own) if name in _RINGS else 1
-        )  # what a node lacks enters it once, over its rails
+        # What a node lacks enters it once, over its rails.
+        rails = min(own, topology.rails or own) if name in _RINGS else 1
         network = outside / rails / topology.network.bandwidth
         return topology.network.latency + max(received / topology.local.bandwidth, network) * factor
 

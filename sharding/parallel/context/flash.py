@@ -69,9 +69,8 @@ def _operators(name: str) -> _Operators:
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")
 _CUDA = _operators("_scaled_dot_product_flash_attention")
 _CUDNN = _operators("_scaled_dot_product_cudnn_attention")
-_CUDNN_WIDTH = (
-    128  # wider heads are for inference, and torch's choice does not know that a backward follows
-)
+# Wider heads are for inference, and torch's choice does not know that a backward follows.
+_CUDNN_WIDTH = 128
 
 
 def _in_rows(x: Tensor) -> Tensor:

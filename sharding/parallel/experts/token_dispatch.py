@@ -222,9 +222,10 @@ def _counted(valid: Tensor, experts: int) -> Tensor:
         choices, device=valid.device
     )
     flat = (row * (experts + 1) + valid).flatten()
+    # The host waits for a bincount.
     counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(
         0, flat, torch.ones_like(flat)
-    )  # the host waits for a bincount
+    )
     return counts.view(runs, choices, experts + 1)
 
 
@@ -238,9 +239,8 @@ def _all_counts(counts: Tensor, mesh: Any, axes: tuple[str, ...]) -> Tensor:
 
 def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
     """Return the slots, sorted by expert, then by token; those of invalid choices last."""
-    position = sorted(
-        range(peers.count), key=peers.order.__getitem__
-    )  # expert -> its position in the sending order
+    # Expert -> its position in the sending order.
+    position = sorted(range(peers.count), key=peers.order.__getitem__)
     position = to_device([*position, peers.count], torch.int64, valid.device)
     return position[valid].argsort(stable=True)
 

@@ -111,9 +111,8 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
         matched = (
             _matched(pattern, given, modules, tensors) if pattern in strings else {pattern: given}
         )
-        found |= matched or (
-            {} if pattern in own else {pattern: _OF_MODULES[given](None)}
-        )  # raises later, with similar names
+        # Raises later, with similar names.
+        found |= matched or ({} if pattern in own else {pattern: _OF_MODULES[given](None)})
     return found
 
 

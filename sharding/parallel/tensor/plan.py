@@ -256,9 +256,8 @@ def _uses_of(
     Raises:
         ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
-    axis = (
-        mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
-    )  # its own methods have the whole mesh
+    # Its own methods have the whole mesh.
+    axis = mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
     text = f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]

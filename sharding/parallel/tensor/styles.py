@@ -365,9 +365,8 @@ class FeatureDims(NamedTuple):
 _LINEAR = FeatureDims({"weight": 0, "bias": 0}, {"weight": 1})
 _BILINEAR = FeatureDims({"weight": 0, "bias": 0}, None)
 _EMBEDDING = FeatureDims({"weight": 1}, {"weight": 0}, None)
-_TRANSPOSED = FeatureDims(
-    {"weight": 1, "bias": 0}, {"weight": 0}
-)  # `Conv1D` of Hugging Face's GPT-2
+# `Conv1D` of Hugging Face's GPT-2.
+_TRANSPOSED = FeatureDims({"weight": 1, "bias": 0}, {"weight": 0})
 
 
 def feature_dims_of(module: nn.Module) -> FeatureDims | None:

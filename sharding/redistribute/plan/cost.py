@@ -74,9 +74,8 @@ def memory_bytes(step: Step, topology: Topology) -> int:
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
-    if (
-        step.op == "all_to_all_reduce" and step.transport is None
-    ):  # with the rank's own contribution
+    # With the rank's own contribution.
+    if step.op == "all_to_all_reduce" and step.transport is None:
         return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
     return 2 * _copied(step, moved)
 
@@ -86,10 +85,8 @@ def _copied(step: Step, moved: Traffic) -> int:
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
         return (before + moved.sent + moved.received + after) // 2
-    if op in (
-        "slice",
-        "all_reduce",
-    ):  # (the copy that an all_reduce works on is taken to cost no time)
+    # The copy that an all_reduce works on is taken to cost no time.
+    if op in ("slice", "all_reduce"):
         return 0
     if step.is_local:
         return after

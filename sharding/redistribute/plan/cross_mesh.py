@@ -27,10 +27,8 @@ from .routes import Transfer, direct
 from .steps import Plan
 from .traffic import plan_bytes_received
 
-_WITH_NEUTRAL_ELEMENT = (
-    "sum",
-    "product",
-)  # pending kinds of which an element may be on one rank alone
+# Pending kinds of which an element may be on one rank alone.
+_WITH_NEUTRAL_ELEMENT = ("sum", "product")
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,15 +29,13 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
         if step.op == "slice":  # a view
             held.append(source + between)
         else:
-            copied = (
-                part_bytes(step.src) if sliced and step.op in RING_OPS else 0
-            )  # to make the view contiguous
+            # To make the view contiguous.
+            copied = part_bytes(step.src) if sliced and step.op in RING_OPS else 0
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
         sliced = step.op == "slice"
-    if (
-        steps and not between
-    ):  # the result of a slice alone is copied, to share no memory with the source
+    # The result of a slice alone is copied, to share no memory with the source.
+    if steps and not between:
         held[-1] += part_bytes(steps[-1].dst)
     return held
 
@@ -59,9 +57,8 @@ def buffer_bytes(step: Step) -> int:
         return 0 if is_contiguous_gather(step.dst, step.src) else part_bytes(step.src)
     if step.op in ("all_to_all_v", "permute", "hierarchical_all_to_all_v"):
         return _all_to_all_buffers(step)
-    if (
-        step.op == "all_to_all_reduce"
-    ):  # and, where contributions to several boxes are combined, one stack of them
+    # And, where contributions to several boxes are combined, one stack of them.
+    if step.op == "all_to_all_reduce":
         return 2 * _all_to_all_buffers(step)
     return 0
 

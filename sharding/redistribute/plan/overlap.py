@@ -13,9 +13,8 @@ from ...layout.layout import Layout, chunk
 from ...layout.spec import Cut
 
 Coordinate = tuple[int, ...]
-_DimPart = tuple[
-    dict[int, int], tuple[int, int]
-]  # index by axis position, and the interval common with the wanted one
+# Index by axis position, and the interval common with the wanted one.
+_DimPart = tuple[dict[int, int], tuple[int, int]]
 
 
 def ranks_overlapping(

@@ -96,9 +96,8 @@ def elements_received(step: Step, before: Box, after: Box) -> int:
 
 def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
     """Return how many elements the rank at `coordinate`, with these boxes, sends to others."""
-    if (
-        step.topology is None and step.keeps_all_elements
-    ):  # each element goes to all ranks of the group that will hold it
+    # Each element goes to all ranks of the group that will hold it.
+    if step.topology is None and step.keeps_all_elements:
         copies = [a for a in step.axes if a not in step.dst.dim_of]
         sent = box_size(before) * (step.src.mesh.size(tuple(copies)) if copies else 1)
         return sent - overlap(before, after)
@@ -222,9 +221,8 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
     return Route(pieces(sends, mine), pieces(recvs, mine)), Route(passed_on, from_peers)
 
 
-MAX_CELLS = (
-    1 << 16
-)  # above this, hierarchical routes are not considered: computing them would take seconds
+# Above this, hierarchical routes are not considered: computing them would take seconds.
+MAX_CELLS = 1 << 16
 
 
 def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:

@@ -11,9 +11,8 @@ from ....mesh.topology import Link, Topology
 from ...layout.layout import Layout
 
 LOCAL_OPS = frozenset({"slice", "pad", "scale"})
-RING_OPS = frozenset(
-    {"all_gather", "reduce_scatter", "all_reduce"}
-)  # collectives in which every rank does the same
+# Collectives in which every rank does the same.
+RING_OPS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,9 +101,8 @@ def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
         raise ValueError(
             f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}"
         )
-    if (
-        gradient.requires_grad and torch.is_grad_enabled()
-    ):  # its own gradient is summed over the ranks
+    # Its own gradient is summed over the ranks.
+    if gradient.requires_grad and torch.is_grad_enabled():
         return ShardedTensor.from_local(gradient, x.mesh, P()).redistribute(x._layout.grad.spec)
     gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
     whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))

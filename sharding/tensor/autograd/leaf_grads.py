@@ -399,9 +399,8 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     else:
         old._local += grad
         kept = old
-    if not _without_copies(
-        leaf
-    ):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    # Else its lineage is that of the leaf alone, as on ranks where no reduction is needed.
+    if not _without_copies(leaf):
         kept._lineage = mixed(lineage, [leaf, *before])
 
 

@@ -120,9 +120,8 @@ samples(
     call(f(4, 3, dtype=torch.float32), f()),
     call(i(4, 3), f(3)),
 )
-for name in (
-    "add sub subtract mul multiply".split()
-):  # what writes into X cannot become complex, nor larger
+# What writes into X cannot become complex, nor larger.
+for name in "add sub subtract mul multiply".split():
     samples(
         f"Tensor.{name}_",
         *BOTH,
