@@ -1,7 +1,6 @@
 """Time of saving and loading one state: shardmesh compared with torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py                          4 gloo processes, 201 MB: about two
-                                                             minutes
+    python benchmarks/checkpoint.py                          4 gloo processes, 201 MB, two minutes
     python benchmarks/checkpoint.py --dir /mnt/scratch       on another disk
     python benchmarks/checkpoint.py --quick                  2 processes, 2 MB, seconds
     python benchmarks/checkpoint.py --json figures.json --markdown tables.md
@@ -45,11 +44,8 @@ import shardmesh as sm
 from shardmesh import P
 
 OURS, THEIRS = "shardmesh", "torch.distributed.checkpoint"
-CUTS = {
-    "load": 0,
-    "load replicated": None,
-    "load other cut": 1,
-}  # the sharded dim; None for replicated
+# The sharded dim; None for replicated.
+CUTS = {"load": 0, "load replicated": None, "load other cut": 1}
 AXIS = "x"
 
 Call = Callable[[], Any]

@@ -1,21 +1,18 @@
 """Robustness of checkpoints: saves killed at every call and at random times, full disks, damaged
 files, random pairs of meshes.
 
-    python benchmarks/checkpoint_faults.py                    everything: about 16 minutes on two
-                                                              busy cores
+    python benchmarks/checkpoint_faults.py                    everything, 16 minutes on two cores
     python benchmarks/checkpoint_faults.py --quick            a few of each
-    python benchmarks/checkpoint_faults.py --only pairs       one part: calls, moments, disks,
-                                                              damage, pairs
+    python benchmarks/checkpoint_faults.py --only pairs       calls, moments, disks, damage or pairs
     python benchmarks/checkpoint_faults.py --json figures.json
 
     calls      SIGKILL of one rank and of all four, before and halfway through every call of rank 0
-               and rank 1 that changes the disk:
-               in a save of a new step, in async_save, and in a save that replaces a step
+               and rank 1 that changes the disk: in a save of a new step, in async_save, and in a
+               save that replaces a step
     moments    the same at 500 random times during a longer save
     disks      a file system of every size from one page to sufficient, if one can be mounted
     damage     2,000 flipped bits, truncated, missing and swapped files
-    pairs      2,000 random trees, saved on one random mesh and loaded onto another, in the
-               simulated world
+    pairs      2,000 random trees, saved on one random mesh and loaded onto another, in simulation
 
 After each, a load must return exactly the old or the new checkpoint, bitwise, or raise an error
 that names a file; after a kill the next save must succeed. The programs are those of

@@ -1,12 +1,11 @@
 """Time of a step as one graph (`sm.jit`), next to eager code and torch.compile.
 
-    python benchmarks/compiled.py                          host time: four tensor-parallel MLP
-                                                           blocks, no communication, about two
-                                                           minutes
-    python benchmarks/compiled.py --processes 4            12 layers on gloo processes: TP + SP next
-                                                           to DTensor, FSDP next to FSDP2
-    python benchmarks/compiled.py --processes 4 --no-inductor      the same without Inductor, which
-                                                                   takes minutes to compile
+    python benchmarks/compiled.py                     host time: four tensor-parallel MLP blocks, no
+                                                      communication, about two minutes
+    python benchmarks/compiled.py --processes 4       12 layers on gloo processes: TP + SP next to
+                                                      DTensor, FSDP next to FSDP2
+    python benchmarks/compiled.py --processes 4 --no-inductor
+                                                      without Inductor, which compiles for minutes
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
 Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A

@@ -229,9 +229,8 @@ def _peak_of_one(call: Call) -> int:
 
 def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, Found]]:
     """Measure all forms, as every process does; what was found on all of them."""
-    atexit.register(
-        os._exit, 0
-    )  # after DTensor, gloo's threads now and then abort a process that takes its interpreter down
+    # After DTensor, gloo's threads now and then abort a process that takes its interpreter down.
+    atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)

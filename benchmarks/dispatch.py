@@ -1,12 +1,10 @@
 """Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor,
 and shardmesh.
 
-    python benchmarks/dispatch.py                          tables on the terminal, about two minutes
-    python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes
-                                                           time
-    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves,
-                                                           shapes, mlp, stack,
-                                                           optimizers
+    python benchmarks/dispatch.py                       tables on the terminal, about two minutes
+    python benchmarks/dispatch.py --size large          larger tensors, whose arithmetic takes time
+    python benchmarks/dispatch.py --only operators      or handling, moves, shapes, mlp, stack,
+                                                        optimizers
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
 One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is
@@ -478,9 +476,8 @@ class _TensorParallelBlock:
             F.linear(h, w).unflatten(-1, (heads, -1)).transpose(1, 2)
             for w in (self.query, self.key, self.value)
         )
-        mixed = (
-            (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)
-        )  # DTensor has no fused form on CPU
+        # DTensor has no fused form on CPU.
+        mixed = (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)
         x = x + self.whole(F.linear(mixed, self.out))
         h = F.rms_norm(x, shape, self.norms[1])
         return x + self.whole(F.linear(F.silu(F.linear(h, self.up)), self.down))

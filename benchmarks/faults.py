@@ -1,8 +1,7 @@
 """Outcomes of faulty programs with torch.distributed, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and with
 shardmesh's monitor.
 
-    python benchmarks/faults.py                            all programs, three ways: about 25
-                                                           minutes
+    python benchmarks/faults.py                            all, three ways: about 25 minutes
     python benchmarks/faults.py --only is_killed           one program; may be given several times
     python benchmarks/faults.py --ours                     shardmesh only: a few minutes
     python benchmarks/faults.py --json figures.json --markdown docs/faults.md
@@ -173,26 +172,30 @@ def latencies(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]
 
 HEAD = """# Outcomes of faulty programs
 
-This page lists programs of four processes in which one or two ranks diverge from the others, and what happens then. Each program runs in
-three ways: with torch.distributed in its default settings (DTensor and collectives over gloo, the timeout reduced from 30 minutes to 5 s);
-the same with `TORCH_DISTRIBUTED_DEBUG=DETAIL`; and with shardmesh in its default settings. The programs are the tests of
-[tests/faults](../tests/faults).
+This page lists programs of four processes in which one or two ranks diverge from the others, and
+what happens then. Each program runs in three ways: with torch.distributed in its default settings
+(DTensor and collectives over gloo, the timeout reduced from 30 minutes to 5 s); the same with
+`TORCH_DISTRIBUTED_DEBUG=DETAIL`; and with shardmesh in its default settings. The programs are the
+tests of [tests/faults](../tests/faults).
 
 In the columns of torch, all outcomes on any rank are listed:
 
 * *Nothing*: all ranks finish with the same results as without the fault.
 * *Wrong result*: a rank finishes without an error, with a different result.
 * *Hang*: the job waits until torch's timeout.
-* *Connection closed*: an error about the socket to a rank that has ended, usually on ranks that did nothing wrong.
+* *Connection closed*: an error about the socket to a rank that has ended, usually on ranks that did
+  nothing wrong.
 * *Abort*: gloo ends the process with a signal.
-* *Names the rank*: a message lists the outlier as missing, or shows its call and that of another rank without saying which is wrong.
+* *Names the rank*: a message lists the outlier as missing, or shows its call and that of another
+  rank without saying which is wrong.
 
-The column of shardmesh shows the error that every surviving rank raises, the rank that it names, and the difference. Its text also has the
-operation and the line in the program, for the outlier and for the other ranks. *Equal votes*: ranks disagree in two groups of equal size;
-both are shown and no rank is named.
+The column of shardmesh shows the error that every surviving rank raises, the rank that it names,
+and the difference. Its text also has the operation and the line in the program, for the outlier and
+for the other ranks. *Equal votes*: ranks disagree in two groups of equal size; both are shown and
+no rank is named.
 
-Milliseconds are measured from the moment when the outlier diverges to the error, over all other ranks and all runs. The timeout for stalls
-was {stall:.0f} s (the default is 5 minutes).
+Milliseconds are measured from the moment when the outlier diverges to the error, over all other
+ranks and all runs. The timeout for stalls was {stall:.0f} s (the default is 5 minutes).
 """
 
 

@@ -1,11 +1,9 @@
 """Bytes moved by the kernels and by the torch operations that they replace, counted without a GPU.
 
-    python benchmarks/kernel_bytes.py                          all cases, minutes; writes
-                                                               benchmarks/results/<date>-kernel-bytes.md
-    python benchmarks/kernel_bytes.py --only "uneven"          cases whose names contain this; may
-                                                               be given several times
-    python benchmarks/kernel_bytes.py --size 1                 MB of the full tensor (default 1)
-    python benchmarks/kernel_bytes.py --markdown tables.md     writes there instead
+    python benchmarks/kernel_bytes.py                         all cases, minutes; writes to results/
+    python benchmarks/kernel_bytes.py --only "uneven"         cases named so; several may be given
+    python benchmarks/kernel_bytes.py --size 1                MB of the full tensor (default 1)
+    python benchmarks/kernel_bytes.py --markdown tables.md    writes there instead
 
 Ours: the kernels run in Triton's interpreter, which records every address that a program loads from
 or stores to. Addresses inside a case's tensors count; tables of a few KB, which caches hold, do
@@ -15,8 +13,7 @@ not. The addresses give
     sectors used     share of used bytes in the 32-byte sectors that the 32 lanes of a warp access
                      at a time
     from memory      bytes of the sectors per element, each sector counted once per program: the
-                     memory traffic if no
-                     program finds another's data in the cache
+                     memory traffic if no program finds another's data in the cache
 
 Lanes are assigned to warps as in Triton's layout pass: neighbours along the dim that is contiguous
 in memory, each with as many contiguous elements as fit into 16 bytes

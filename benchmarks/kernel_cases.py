@@ -1,16 +1,16 @@
 """Benchmark cases of the kernels: each case runs our kernel and the torch operations that do the
 same.
 
-    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as in torch.chunk
+    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]    as in torch.chunk
 
 The torch operations are those that PyTorch's libraries run before and after their collectives (read
 in torch 2.13):
 
-    DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`; S -> R:
-                `Shard._to_replicate_tensor`,
-                over `funcol.all_gather_single`; uneven chunks are padded before and narrowed after
-    FSDP2       `foreach_reduce` (`torch._chunk_cat`) and `foreach_all_gather_copy_out`
-                (`torch.split_with_sizes_copy`)
+    DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`;
+                S -> R: `Shard._to_replicate_tensor`, over `funcol.all_gather_single`;
+                uneven chunks are padded before and narrowed after
+    FSDP2       `foreach_reduce` (`torch._chunk_cat`) and
+                `foreach_all_gather_copy_out` (`torch.split_with_sizes_copy`)
 
 kernels.py times the cases on a GPU; kernel_bytes.py counts the bytes that they move, without a GPU.
 """
@@ -50,9 +50,8 @@ from shardmesh.kernels.reduce import combine_many, compile_combine
 RANKS = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 SHORT = {BF16: "bf16", FP32: "fp32"}
-SCALE = (
-    1 / RANKS
-)  # of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter
+# Of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter.
+SCALE = 1 / RANKS
 
 BOX_COPY, TINY, FUSED, QUANTIZED = (
     0.90,
@@ -357,14 +356,8 @@ def casting(split: Split, size: int, device: torch.device | str) -> Work:
 
 # -- many tensors ----------------------------------------------------------------------------------
 
-LAYER = (
-    (4, 1),
-    (1, 4),
-    (1, 1),
-    (1, 1),
-    (1, 1),
-    (1, 1),
-)  # matrices of a transformer layer, in multiples of its width
+# Matrices of a transformer layer, in multiples of its width.
+LAYER = ((4, 1), (1, 4), (1, 1), (1, 1), (1, 1), (1, 1))
 
 
 def layer(elements: int, even: bool) -> list[tuple[int, ...]]:
@@ -505,10 +498,8 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
 
 # -- quantized -------------------------------------------------------------------------------------
 
-CODES = {
-    "int8": (126.0, torch.int8),
-    "fp8": (416.0, torch.float8_e4m3fn),
-}  # the largest code, and the dtype of codes
+# The largest code, and the dtype of codes.
+CODES = {"int8": (126.0, torch.int8), "fp8": (416.0, torch.float8_e4m3fn)}
 
 
 def quantizing(split: Split, transport: str, size: int, device: torch.device | str) -> Work:

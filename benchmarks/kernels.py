@@ -1,12 +1,9 @@
 """Kernel times on a GPU, compared with a copy of the same bytes and with torch's operations.
 
-    python benchmarks/kernels.py                      1 MB to 2 GB; writes
-                                                      benchmarks/results/<date>-kernels.md
+    python benchmarks/kernels.py                      1 MB to 2 GB; writes to benchmarks/results/
     python benchmarks/kernels.py --quick              1 and 64 MB, fewer rounds, no torch.compile
-    python benchmarks/kernels.py --size 256           MB of the full tensor; may be given several
-                                                      times
-    python benchmarks/kernels.py --only "uneven"      cases whose names contain this; may be given
-                                                      several times
+    python benchmarks/kernels.py --size 256           MB of the full tensor; several may be given
+    python benchmarks/kernels.py --only "uneven"      cases whose names contain it; several as well
     python benchmarks/kernels.py --markdown tables.md --json figures.json
 
 The device-to-device copy rate is measured first: bytes that `copy_` of a contiguous tensor reads
@@ -45,9 +42,8 @@ MB = 1 << 20
 DEVICE = "cuda"
 SIZES, QUICK_SIZES = (1, 16, 128, 1024, 2048), (1, 64)
 ROUNDS, QUICK_ROUNDS = 30, 10
-FLUSHED = (
-    512 * MB
-)  # several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch
+# Several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch.
+FLUSHED = 512 * MB
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
 COPY, OURS, COMPILED = "copy", "ours", ", compiled"

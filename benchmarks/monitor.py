@@ -2,7 +2,6 @@
 off, and with torch's DETAIL checks.
 
     python benchmarks/monitor.py                     4 gloo processes, then one alone; five minutes
-                                                     on an idle machine
     python benchmarks/monitor.py --only step         one of: collectives, redistribute, step, host
     python benchmarks/monitor.py --quick             2 processes, a tiny model, few rounds
     python benchmarks/monitor.py --json figures.json --markdown tables.md
@@ -15,8 +14,7 @@ is that of its slowest rank:
     strict    each collective waits until all ranks have called the same one
     torch     the raw collective, or DTensor
     DETAIL    the same over process groups with TORCH_DISTRIBUTED_DEBUG=DETAIL checks; a training
-              step is
-              shardmesh's over such groups, with the monitor off
+              step is shardmesh's over such groups, with the monitor off
 
 "host" is the time spent in Python: one process is rank 0 of 4 (`sm.debug.null_world`) and nothing
 is communicated. Its first rows run on 4 processes, which compare each other's records; the recorded
@@ -124,9 +122,8 @@ class Switch:
         collective_check(who if who in (ON, STRICT) else OFF)
         handles = self._checked if who == DETAIL else self._plain
         for group, recorder, handle in zip(self._groups, self._recorders, handles, strict=True):
-            group.recorder = (
-                recorder if who in (ON, STRICT) else None
-            )  # as in a job that started without the monitor
+            # As in a job that started without the monitor.
+            group.recorder = recorder if who in (ON, STRICT) else None
             group._channel = weakref.ref(handle)  # type: ignore[attr-defined]
 
 
@@ -158,9 +155,8 @@ def measure_ranks(sections: Sequence[str], config: MonitorConfig) -> list[TimedC
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(
-        logging.ERROR
-    )  # DTensor logs how it works without all_to_all
+    # DTensor logs how it works without all_to_all.
+    logging.getLogger("torch").setLevel(logging.ERROR)
     return [case for section in sections for case in IN_PROCESSES[section](config)]
 
 

@@ -1,10 +1,9 @@
 """Random programs under the monitor: thousands with one outlier, and a million collectives of
 correct ones.
 
-    python benchmarks/monitor_random.py                               everything, about an hour
+    python benchmarks/monitor_random.py                          everything, about an hour
     python benchmarks/monitor_random.py --simulated 100 --processes 0 --calls 0
-    python benchmarks/monitor_random.py --raw                         programs that also call
-                                                                      torch.distributed directly
+    python benchmarks/monitor_random.py --raw                    that call torch.distributed as well
     python benchmarks/monitor_random.py --json figures.json --markdown tables.md
 
 The programs are those of tests/faults/random_programs.py. In each faulty one, one rank diverges

@@ -1,8 +1,7 @@
 """Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the
 lookup of one rank's routes.
 
-    python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to
-                                                             five axes, minutes
+    python benchmarks/plan_scale.py                          8 to 131,072 ranks, to 5 axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
     python benchmarks/plan_scale.py --only "(512, 8, 32)"    one mesh; may be given several times
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
@@ -243,9 +242,8 @@ def in_fork(call: Callable[[PlanCase], Any], case: PlanCase, limit_s: float) -> 
     process = context.Process(target=_send_result, args=(send, call, case))
     process.start()
     send.close()
-    found = (
-        receive.recv() if receive.poll(limit_s) else None
-    )  # EOFError if the fork failed; its traceback is on stderr
+    # EOFError if the fork failed; its traceback is on stderr.
+    found = receive.recv() if receive.poll(limit_s) else None
     process.kill()
     process.join()
     return found

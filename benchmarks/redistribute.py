@@ -1,13 +1,10 @@
 """Redistribution on gloo processes: shardmesh compared with both planners of torch's DTensor.
 
-    python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten
-                                                             minutes
+    python benchmarks/redistribute.py                        4 and 8 gloo processes, ten minutes
     python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
     python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
-    python benchmarks/redistribute.py --calibrate            ours planned with the topology from
-                                                             `sm.topology.calibrate`
-    python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes,
-                                                             seconds
+    python benchmarks/redistribute.py --calibrate            planned by `sm.topology.calibrate`
+    python benchmarks/redistribute.py --quick                small, one axis, 2 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
 All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values

@@ -34,9 +34,8 @@ def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
         table.add_row(*map(escape, row))
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.width = max(
-        console.width, needed
-    )  # a narrow terminal wraps lines rather than dropping columns
+    # A narrow terminal wraps lines rather than dropping columns.
+    console.width = max(console.width, needed)
     console.print(table, highlight=False)
 
 

@@ -95,9 +95,8 @@ def measure_rank(
     names: Sequence[str], config: TrainConfig
 ) -> tuple[dict[str, Usage], TimedCase, list[float]]:
     """Return the usage and the times of the implementations, and the losses of one process."""
-    atexit.register(
-        os._exit, 0
-    )  # after DTensor, gloo's threads sometimes abort a process at interpreter shutdown
+    # After DTensor, gloo's threads sometimes abort a process at interpreter shutdown.
+    atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -136,9 +135,8 @@ def first_steps(make: Callable[[], Training]) -> tuple[Training, Usage]:
     dist.barrier()
     with CountC10d() as counted:
         losses.append(training.step())
-    losses.append(
-        training.step()
-    )  # Dynamo compiles nothing under a dispatch mode, as in the steps before
+    # Dynamo compiles nothing under a dispatch mode, as in the steps before.
+    losses.append(training.step())
     use = Usage(
         counted.calls, counted.received, memory.peak, memory.rest, tuple(map(loss_of_batch, losses))
     )

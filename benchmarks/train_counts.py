@@ -64,11 +64,8 @@ def received(name: str, args: Any) -> int:
     """
     group = next(found for x in reversed(args) if (found := _group(x)) is not None)
     n, first = group.size(), _bytes(args[0])
-    if name in (
-        "_allgather_base_",
-        "allgather_",
-        "allgather_into_tensor_coalesced_",
-    ):  # the first argument is the output
+    # The first argument is the output.
+    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):
         return first * (n - 1) // n
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return first * (n - 1)

@@ -1,11 +1,11 @@
 """AdamW as a pure function over pytrees of tensors, plain or sharded, without any code for the
 mesh.
 
-    w1 P("dp", "tp")      communication in a training step                             communication in `update`: none
+    w1 P("dp", "tp")   communication in a training step              in `update`: none
     +----+----+
-    | r0 | r1 |   w1  ->  all_gather over dp before use, P(None, "tp")                  r0:  its part of w1, g, m, v
-    +----+----+   dw1 ->  reduce_scatter over dp in backward, to P("dp", "tp")          r1:  its part of w1, g, m, v
-    | r2 | r3 |           all_reduce over tp of the pending result of `... @ w2`        ...
+    | r0 | r1 |        w1:  all_gather over dp to P(None, "tp")      r0: its part of w1, g, m, v
+    +----+----+        dw1: reduce_scatter over dp in backward       r1: its part of w1, g, m, v
+    | r2 | r3 |        all_reduce over tp of the pending `... @ w2`  ...
     +----+----+
 
 Gradients and both moments have the layout of their parameter, so each rank stores and updates only
@@ -71,9 +71,8 @@ def update(
     v = pytree.tree_map(lambda v, g: BETA_V * v + (1 - BETA_V) * g * g, state.v, grads)
 
     def stepped(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        direction = (
-            m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)
-        )  # bias correction
+        # Bias correction.
+        direction = m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)
         return p * (1 - rate * decay) - rate * direction
 
     return pytree.tree_map(stepped, params, m, v), State(step, m, v)
@@ -81,12 +80,8 @@ def update(
 
 # -- a model on a mesh -----------------------------------------------------------------------------
 
-STORED = {
-    "w1": P("dp", "tp"),
-    "b1": P("tp"),
-    "w2": P("tp", "dp"),
-    "b2": P(),
-}  # 27 columns over 2 ranks: 14 and 13
+# 27 columns over 2 ranks: 14 and 13.
+STORED = {"w1": P("dp", "tp"), "b1": P("tp"), "w2": P("tp", "dp"), "b2": P()}
 USED = {"w1": P(None, "tp"), "b1": P("tp"), "w2": P("tp"), "b2": P()}
 
 

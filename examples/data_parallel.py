@@ -55,9 +55,8 @@ def step(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
     """
 
     def loss(params: Params) -> Tensor:
-        return sm.pmean(
-            loss_of(params, x, y), "dp"
-        )  # equal numbers of rows, so this is the mean over all rows
+        # Equal numbers of rows, so this is the mean over all rows.
+        return sm.pmean(loss_of(params, x, y), "dp")
 
     value, grads = sm.value_and_grad(loss)(params)
     return update(params, grads), value

@@ -58,9 +58,8 @@ def check_rows(height: int, ranks: int, size: int) -> None:
     if size % 2 == 0:
         raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
     most, needed = -(-height // ranks), max(size // 2, 1)
-    fewest = max(
-        height - (ranks - 1) * most, 0
-    )  # parts as from torch.chunk: the last one has the remainder
+    # Parts as from torch.chunk: the last one has the remainder.
+    fewest = max(height - (ranks - 1) * most, 0)
     if fewest < needed:
         raise ValueError(
             f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of "
@@ -99,11 +98,8 @@ def main(ranks: int = 4) -> float:
     """
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("sp",))
     random = torch.Generator().manual_seed(0)  # every rank draws the same
-    shapes = [
-        (2, 3, 8 * ranks - 1, 10),
-        (4, 3, 3, 3),
-        (2, 4, 5, 5),
-    ]  # the last rank has one row less
+    # The last rank has one row less.
+    shapes = [(2, 3, 8 * ranks - 1, 10), (4, 3, 3, 3), (2, 4, 5, 5)]
     plain = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     expected = network_single(*plain)
     expected_grads = torch.autograd.grad(expected, plain)

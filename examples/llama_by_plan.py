@@ -1,12 +1,9 @@
 """Parallelize a model written for one process, such as Hugging Face's, by a plan of module paths,
 without changing its code.
 
-{"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which weights are
-                                                        sharded over tp, and how
-fully_shard(model, mesh, units=DecoderLayer)            sharded over fsdp between steps, gathered
-                                                        layer by layer
-Muon(model.named_parameters(), ...)                     each matrix is orthogonalized on one rank,
-                                                        two collectives per step
+{"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}  tensor parallelism: which weights, and how
+fully_shard(model, mesh, units=DecoderLayer)         sharded over fsdp, gathered layer by layer
+Muon(model.named_parameters(), ...)                  orthogonalized by rank, two collectives a step
 
 python examples/llama_by_plan.py                         4 ranks simulated in this process
 python examples/llama_by_plan.py --launch 4              4 local processes

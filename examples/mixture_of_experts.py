@@ -1,13 +1,12 @@
 """A mixture of experts with the experts sharded over the ranks: dispatch tokens to their experts,
 and combine the results.
 
-    tokens P("ep"), experts P("ep"), router P()       here each token is routed to one expert; each
-                                                      rank has two experts
+    tokens P("ep"), experts P("ep"), router P()    each token goes to one expert; each rank has two
 
-    rank 0   tokens   a b c d     sorted by expert  [ b | a d |   | c ]     received [b e | a d f]  for experts 0 and 1
-             expert   1 0 3 1             of expert   0    1    2   3
-    rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     received [g | c]        for experts 2 and 3
-             expert   0 1 2
+    rank 0  tokens  a b c d    by expert  [ b | a d |   | c ]    received [b e | a d f]  experts 0 1
+            expert  1 0 3 1    of expert    0    1    2   3
+    rank 1  tokens  e f g      by expert  [ e |  f  | g |   ]    received [g | c]        experts 2 3
+            expert  0 1 2
 
     the results are sent back in the same way:    rank 0  [b a d c]  ->  a b c d     rank 1  [e f g]
 
@@ -37,11 +36,8 @@ from shardmesh import P
 
 CHOICES, WIDTH, HIDDEN = 2, 16, 24
 Params = dict[str, Tensor]
-LAYOUT = {
-    "router": P(),
-    "up": P("ep"),
-    "down": P("ep"),
-}  # [d e], [e d f], [e f d]: experts are sharded over the ranks
+# [d e], [e d f], [e f d]: experts are sharded over the ranks.
+LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}
 TOKENS = P("ep")  # [t d]
 
 
@@ -72,14 +68,12 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
             "each"
         )
     expert_tk, share_tk = choose(x_td, params["router"])
-    by_expert_r = expert_tk.flatten().argsort(
-        stable=True
-    )  # rows in the order of experts, and so of ranks
+    # Rows in the order of experts, and so of ranks.
+    by_expert_r = expert_tk.flatten().argsort(stable=True)
     token_r = by_expert_r // CHOICES
     mine_e = torch.bincount(expert_tk.flatten(), minlength=experts)
-    counts = sm.all_gather(mine_e, "ep").unflatten(
-        1, (ranks, -1)
-    )  # [source, destination, its expert]
+    # [source, destination, its expert]
+    counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))
     rows = counts.sum(-1)
     here = local_experts(params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
     back_rd = exchange(here, rows.T) * share_tk.flatten()[by_expert_r, None]
@@ -173,9 +167,8 @@ def main(ranks: int = 4) -> float:
     """Compare three batches with different routing; return the largest relative difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
     params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
-    batches = [
-        torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)
-    ]  # not a multiple
+    # Not a multiple.
+    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]
     difference = max(compare(mesh, params, x) for x in batches)
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)

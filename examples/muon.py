@@ -63,9 +63,10 @@ def update(params: Tree, grads: Tree, momentum: Tree, orthogonal: Callable) -> t
     `newton_schulz` on a list.
     """
     momentum = pytree.tree_map(lambda m, g: m.lerp(g, 1 - MOMENTUM), momentum, grads)
+    # Nesterov's.
     ahead, tree = pytree.tree_flatten(
         pytree.tree_map(lambda m, g: g.lerp(m, MOMENTUM), momentum, grads)
-    )  # Nesterov's
+    )
     directions = pytree.tree_unflatten(orthogonal(ahead), tree)
     params = pytree.tree_map(
         lambda p, d: p - RATE * max(1, p.shape[0] / p.shape[1]) ** 0.5 * d, params, directions
@@ -151,11 +152,8 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
     """Return initial parameters, inputs and targets, equal on every rank."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     blocks = [{"up": draw(50, WIDTH), "down": draw(WIDTH, 50)} for _ in range(2)]
-    params = {
-        "embed": draw(WIDTH, 7),
-        "blocks": blocks,
-        "head": draw(7, WIDTH),
-    }  # 50 and 7 rows: uneven parts
+    # 50 and 7 rows: uneven parts.
+    params = {"embed": draw(WIDTH, 7), "blocks": blocks, "head": draw(7, WIDTH)}
     x = draw(rows, 7)
     return pytree.tree_map(lambda w: w / w.shape[1] ** 0.5, params), x, torch.sin(x.cumsum(1))
 

@@ -3,13 +3,10 @@ stage.
 
     stages over "pp"; time from left to right; each number is the microbatch that a stage processes
 
-    stage 0    0  1  2  3  4  5  .  .  .         each tick: compute, then send the result to the
-                                                 next stage (`ppermute`);
-    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage computes an unused
-                                                 result;
-    stage 2    .  .  0  1  2  3  4  5  .         m microbatches through n stages take m + n - 1
-                                                 ticks, of which each
-    stage 3    .  .  .  0  1  2  3  4  5         stage wastes n - 1
+    stage 0    0  1  2  3  4  5  .  .  .       each tick: compute, then send the result to the next
+    stage 1    .  0  1  2  3  4  5  .  .       stage (`ppermute`); in ticks marked "." a stage
+    stage 2    .  .  0  1  2  3  4  5  .       computes an unused result; m microbatches through n
+    stage 3    .  .  .  0  1  2  3  4  5       stages take m + n - 1 ticks, and each wastes n - 1
 
 The schedule is GPipe's (Huang et al. 2018), written as a loop in one mapped function. Backward
 needs no schedule of its own: the gradient of a `ppermute` is the reverse `ppermute`, so backward

@@ -3,11 +3,11 @@ around a ring of ranks.
 
     q, k, v: P(None, None, "sp") of [b h s e]
 
-             at the start     after 1 hop     after 2 hops    after 3 hops
-    rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        queries stay; each block of keys and
-    rank 1   q1: k1 v1        q1: k0 v0       q1: k3 v3       q1: k2 v2        values is sent to the next rank until
-    rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3        all queries have seen all keys
-    rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
+             at the start   after 1 hop   after 2 hops   after 3 hops
+    rank 0   q0: k0 v0      q0: k3 v3     q0: k2 v2      q0: k1 v1      queries stay; each block of
+    rank 1   q1: k1 v1      q1: k0 v0     q1: k3 v3      q1: k2 v2      keys and values is sent to
+    rank 2   q2: k2 v2      q2: k1 v1     q2: k0 v0      q2: k3 v3      the next rank until all
+    rank 3   q3: k3 v3      q3: k2 v2     q3: k1 v1      q3: k0 v0      queries have seen all keys
 
 Each block updates an online softmax (Milakov and Gimelshein 2018, "Online normalizer calculation
 for softmax"; on a ring: Liu, Zaharia and Abbeel 2023). A rank computes on one block while the next

@@ -453,7 +453,8 @@ class Front:
         self._thread.start()
         while (
             not self._server.started and self._thread.is_alive()
-        ):  # until then connections are refused
+            # Until then connections are refused.
+        ):
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -571,7 +572,8 @@ def serve(options: argparse.Namespace) -> int:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # sent to all ranks at once; only rank 0 decides when to end
+        # Sent to all ranks at once; only rank 0 decides when to end.
+    ):
         signal.signal(
             number, (lambda *_: scheduler.inbox.put(None)) if is_front else signal.SIG_IGN
         )

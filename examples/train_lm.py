@@ -1,17 +1,17 @@
 """Train a byte-level GPT on the source code of Python's standard library, sharded over a 2-D mesh
 of processes.
 
-    python examples/train_lm.py                              4 local processes, mesh (fsdp=2, tp=2)
-    torchrun --nproc-per-node 4 examples/train_lm.py         the same, started by torchrun
-    python examples/train_lm.py --single                     the same model and data in one process,
-                                                             without a mesh
-    python examples/train_lm.py --compare                    both, with their losses side by side
+    python examples/train_lm.py                           4 local processes, mesh (fsdp=2, tp=2)
+    torchrun --nproc-per-node 4 examples/train_lm.py      the same, started by torchrun
+    python examples/train_lm.py --single                  the model and data in one process, no mesh
+    python examples/train_lm.py --compare                 both, with their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
-    python examples/train_lm.py --parallel dp=2,fsdp=2       with the library's parallel layers: dp,
-                                                             zero1, zero2, fsdp, tp, sp
-    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         continue from the newest checkpoint, of any mesh
-    python examples/train_lm.py --jit inductor               compile the step with Inductor;
-                                                             --no-jit runs every step eagerly
+    python examples/train_lm.py --parallel dp=2,fsdp=2    with the library's parallel layers:
+                                                          dp, zero1, zero2, fsdp, tp, sp
+    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume
+                                                          from the newest checkpoint, of any mesh
+    python examples/train_lm.py --jit inductor            compile the step with Inductor;
+                                                          --no-jit runs every step eagerly
 
 The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in
 which each weight is stored (`STORED`), and calls of `reshard(x, spec)` change the layout where
@@ -96,18 +96,17 @@ STORED = {
     "w_out": P("fsdp", "tp"),  # [d, h e]
     "w_gate_up": P(("tp", "fsdp")),  # [f 2, d]
     "w_down": P("fsdp", "tp"),  # [d, f]
-}  # the norms' weights are small and stay replicated
+    # The norms' weights are small and stay replicated.
+}
 
 # For use, a weight is gathered over fsdp (the embedding over both axes); it is freed after its
 # backward.
 SPLIT_OUTPUTS, SPLIT_INPUTS, WHOLE = P("tp"), P(None, "tp"), P()
 
-STREAM = P(
-    "fsdp"
-)  # activations [b, s, d] between layers: the batch is sharded over fsdp and replicated over tp
-TOKENS = P(
-    ("fsdp", "tp")
-)  # activations [t, d] and targets [t] at the loss: the tokens are sharded over all ranks
+# Activations [b, s, d] between layers: the batch is sharded over fsdp and replicated over tp.
+STREAM = P("fsdp")
+# Activations [t, d] and targets [t] at the loss: the tokens are sharded over all ranks.
+TOKENS = P(("fsdp", "tp"))
 
 
 Reshard = Callable[[Any, P], Any]
@@ -147,10 +146,8 @@ SPLIT = {
     "*.w_gate_up": P("tp"),
     "*.w_down": P(None, "tp"),
 }
-SUMMED = {
-    "*.attention": prepare_outputs(P()),
-    "*.mlp": prepare_outputs(P()),
-}  # their outputs are pending over tp
+# Their outputs are pending over tp.
+SUMMED = {"*.attention": prepare_outputs(P()), "*.mlp": prepare_outputs(P())}
 # With "sp" in place of "tp", the residual stream is sharded by positions outside of attention and
 # MLP.
 IN_SEQUENCE = {
@@ -205,9 +202,8 @@ class Attention(nn.Module):
         self.w_out = weight(size.d, size.d, scale=1 / math.sqrt(2 * size.layers))
 
     def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        qkv_bsn = F.linear(
-            x_bsd, self.reshard(self.w_qkv, SPLIT_OUTPUTS)
-        )  # n is (h 3 e), so each tp rank has whole heads
+        # n is (h 3 e), so each tp rank has whole heads.
+        qkv_bsn = F.linear(x_bsd, self.reshard(self.w_qkv, SPLIT_OUTPUTS))
         q_bhse, k_bhse, v_bhse = (
             qkv_bsn.unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
         )
@@ -444,9 +440,10 @@ def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0
         logits_v = model(ids_bs, last_only=True)[0] / temperature
         text.append(int(torch.multinomial(logits_v.softmax(0), 1)))
     found = bytes(text[window - 60 :]).decode("utf-8", errors="replace")
+    # No control codes on a terminal.
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in found
-    )  # no control codes on a terminal
+    )
 
 
 def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run:
@@ -706,8 +703,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (
-        KeyboardInterrupt
-    ):  # `launch` has ended the ranks, including the one whose progress bar hid the cursor
+    except KeyboardInterrupt:
+        # `launch` has ended the ranks, including the one whose progress bar hid the cursor.
         print("\ninterrupted" + ("\x1b[?25h" if sys.stdout.isatty() else ""))
         sys.exit(130)

@@ -18,8 +18,8 @@ else is one launch for all tensors of a bucket (`strided_triton.py`), which also
 With `offsets` the boxes can be anywhere in the flat buffer, so that several tensors can share one
 (a bucket), here one for two peers:
 
-    a ---> [ a's box 0 |         | a's box 1 |         ]     pack_a = compile_pack(a.shape, boxes, offsets=[0, 6])
-    b ---> [           | b's 0   |           | b's 1   ]     pack_b = compile_pack(b.shape, boxes, offsets=[4, 10])
+    a ---> [ a's box 0 |       | a's box 1 |       ]   compile_pack(a.shape, boxes, offsets=[0, 6])
+    b ---> [           | b's 0 |           | b's 1 ]   compile_pack(b.shape, boxes, offsets=[4, 10])
 """
 
 import math

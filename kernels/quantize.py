@@ -1,8 +1,7 @@
 """Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats,
 and back.
 
-    quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of
-                                                                           x's bytes
+    quantize:    x ---> [ record of box 0 | record of box 1 | ... ]    1/4 to 1/2 of x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
 
 A record is a box's elements, row-major, in blocks of `block`:
@@ -13,19 +12,22 @@ A record is a box's elements, row-major, in blocks of `block`:
 The last block is padded with zeros, and so are the last 16 bytes. With amax the largest finite
 |element| of a block, in float32 with IEEE rounding of every operation:
 
-    scale = max(amax * (1 / largest), 2**-126)        code = nearest(element * (1 / scale)), ties to even        value = code * scale
+    scale = max(amax * (1 / largest), 2**-126)
+    code  = nearest(element * (1 / scale)), ties to even
+    value = code * scale
 
 | transport | codes | largest | +-inf | NaN | |value - element| of finite elements is at most |
 |---|---|---|---|---|---|
 | int8 | integers -126 ... 126 | 126 | +-127 | -128 | scale / 2, so amax / 252 |
-| fp8 | float8_e4m3fn up to 416 | 416 | +-448 | NaN | max(|element| / 16, scale / 1024): 3 bits of mantissa, spacing 2**-9 below 2**-6 |
+| fp8 | float8_e4m3fn up to 416 | 416 | +-448 | NaN | max(|element| / 16, scale / 1024) |
 
 and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the
-result to its dtype (`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and
-no finite value becomes infinite: the largest element keeps its value except for its last bits, even
-next to float32's largest number, as no product overflows. The lower bound of the scale, float32's
-smallest normal number, keeps its reciprocal finite. Values that were dequantized to the dtype that
-they were quantized from get the same codes again, except subnormal 16-bit values in fp8.
+result to its dtype (`error_bound` adds up all of it). A code of fp8 has 3 bits of mantissa, and a
+spacing of 2**-9 below 2**-6. Zero, infinities and NaN are preserved, and no finite value becomes
+infinite: the largest element keeps its value except for its last bits, even next to float32's
+largest number, as no product overflows. The lower bound of the scale, float32's smallest normal
+number, keeps its reciprocal finite. Values that were dequantized to the dtype that they were
+quantized from get the same codes again, except subnormal 16-bit values in fp8.
 
 torch operations take a dozen passes over memory; on a GPU one launch handles all boxes of all
 tensors (`quantize_triton.py`).

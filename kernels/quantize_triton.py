@@ -1,7 +1,9 @@
 """Triton kernels that write or read the records of many boxes in one launch, for `quantize.py`.
 
-    quantize_boxes      flat[record of box] = codes and scales of x[box]           3 + 4/128 bytes an element of 16 bits
-    dequantize_boxes    out[box] = cast(sum over records of codes * scales)        2 + (1 + 4/128) * records bytes
+    quantize_boxes      flat[record of box] = codes and scales of x[box]
+                        3 + 4/128 bytes an element of 16 bits
+    dequantize_boxes    out[box] = cast(sum over records of codes * scales)
+                        2 + (1 + 4/128) * records bytes
 
 Every element is read once and every code written once; a scale is 4 bytes for each block. Where
 runs, strides and offsets are multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes

@@ -1,6 +1,7 @@
 """Combine contributions in a flat buffer into the boxes of a tensor.
 
-    flat  [ a0 a1 | . . | b0 b1 | c0 c1 ]  box ((0, 2),) from 0, 4, 6  --->   x [a0+b0+c0  a1+b1+c1]
+    flat  [ a0 a1 | . . | b0 b1 | c0 c1 ]   box ((0, 2),) from 0, 4, 6
+    x     [ a0+b0+c0  a1+b1+c1 ]
 
 This is the local half of a reduction by all_to_all: every rank receives all contributions to its
 elements and combines them in the order of the group, so that all ranks with an element have the

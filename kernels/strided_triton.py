@@ -1,7 +1,8 @@
 """Triton kernels for many strided copies in one launch, for `copy.py`, `reduce.py` and the pulls of
 `symmetric/`.
 
-    rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
+    rows     out[view k] = cast(scale * combine over parts s of in[view k, part s]), 16 bytes a
+             lane where runs allow
     tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides
              are read in order
 

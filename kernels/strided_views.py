@@ -4,14 +4,12 @@ A `View` has the same elements as a strided view of a tensor and of a flat buffe
 in one of two ways:
 
     rows   (batch ..., A, B, run) -> the same on both sides, `run` contiguous on both: each lane
-           moves one unit, the largest
-           power of two of bytes, up to 16, that divides the run and every stride and offset. A and
-           B are the dims next to the run in source and destination, so that a program takes whole
-           lines of both
+           moves one unit, the largest power of two of bytes, up to 16, that divides the run and
+           every stride and offset. A and B are the dims next to the run in source and destination,
+           so that a program takes whole lines of both
     tile   runs under 16 bytes: (I, J, run) where (I, run) is contiguous in the source and (J, run)
-           in the destination; a
-           program reads a block along I, transposes it and writes it along J, each side in its own
-           units
+           in the destination; a program reads a block along I, transposes it and writes it along J,
+           each side in its own units
 
 A view that does not fit one row (too many dims, or planes too large for 32 bits) becomes several.
 """

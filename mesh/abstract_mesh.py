@@ -1,6 +1,4 @@
-"""AbstractMesh: an N-D grid of ranks with named axes, without devices, for planning, counting and
-drawing.
-"""
+"""AbstractMesh: a grid of ranks with named axes, for planning, counting and drawing."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ ELSEWHERE = "ELSEWHERE"
 
 
 class AbstractMesh:
-    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without
-    processes.
+    """AbstractMesh(shape, names): names and sizes of a mesh over the ranks 0 to n-1, no processes.
 
     Immutable; equal meshes compare equal and hash alike.
 
@@ -117,8 +114,7 @@ class AbstractMesh:
 
     @property
     def topology(self) -> Topology:
-        """The cost of communication and the ranks of each node, which the planner prices plans
-        with.
+        """The cost of communication and the node of each rank, which the planner prices plans with.
 
         Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the
         whole, and any other mesh has `Topology.default` for its device type ("cuda" without
@@ -169,9 +165,7 @@ class AbstractMesh:
         return None if above is None else above.mesh.topology.part(above.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
-        """Return the nodes of a part according to the whole mesh, None if its topology does not
-        come from there.
-        """
+        """Return the nodes of a part by the whole mesh, None if its topology is not from there."""
         above = self._inherits_from()
         if above is None or self._own_topology is not None or topology != self.topology:
             return None
@@ -288,9 +282,7 @@ class AbstractMesh:
         return self._unflattened_from[0] if self._unflattened_from else None
 
     def _ancestors(self) -> list[AbstractMesh]:
-        """Return this mesh and all meshes that it is a part of or was unflattened from, directly or
-        not, nearest first.
-        """
+        """Return this mesh and all that it is a part of or was unflattened from, nearest first."""
         meshes: list[AbstractMesh] = [self]
         for mesh in meshes:
             for above, _ in (*mesh._wholes, *mesh._unflattened_from):

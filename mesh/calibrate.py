@@ -1,6 +1,4 @@
-"""calibrate: measure the cost of communication on a mesh, so that plans are priced with the numbers
-of this machine.
-"""
+"""calibrate: measure communication on a mesh, to price plans with the numbers of this machine."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ class _Probe:
 
 
 def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
-    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to the
-    result.
+    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to it.
 
     Measures latency and bandwidth inside nodes, and between them if the mesh has several; which
     ranks share a node is taken from the present `mesh.topology`. What cannot be measured (the
@@ -71,8 +68,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
     Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between
         them, counted by `comm_budget` like any others.
 
-        calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s,
-                          memory 2.1 TB/s
+        calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s, ...
     """
     mesh = _checked_mesh(mesh, seconds)
     if (
@@ -193,8 +189,7 @@ def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], A
 
 
 def _times(mesh: DeviceMesh, probes: Sequence[_Probe], count: int) -> list[float]:
-    """Return seconds per call of each probe, the same on all ranks: the median of its samples on
-    the slowest rank.
+    """Return seconds per call of each probe, equal on all ranks: its median on the slowest.
 
     The probes take turns, so that other load on the machine slows all of them equally. A barrier
     before each sample excludes the wait for ranks that are still in the one before.

@@ -65,8 +65,7 @@ class set_mesh:
 
 
 def get_mesh() -> DeviceMesh | None:
-    """get_mesh() -> the mesh that is used where none is given, or None if none is set (JAX returns
-    an empty mesh).
+    """get_mesh() -> the mesh used where none is given, None if none is set (JAX: an empty mesh).
 
     Communication: none.
 

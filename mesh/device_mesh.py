@@ -1,6 +1,4 @@
-"""DeviceMesh: an N-D grid of the ranks of a world, with named axes and a communication group per
-axis.
-"""
+"""DeviceMesh: an N-D grid of the ranks of a world, with named axes and a group for each axis."""
 
 from __future__ import annotations
 
@@ -118,8 +116,8 @@ class DeviceMesh(AbstractMesh):
         """Return the mesh of these axes, in this order, over the ranks with the same index as this
         rank on the other axes.
 
-            mesh (dp=2, tp=2)   [0 1]     on rank 2:  mesh["tp"] = [2 3]   mesh["dp"] = [0 2]   mesh["tp", "dp"] = [0 2]
-                                [2 3]                                                                              [1 3]
+            mesh (dp=2, tp=2)  [0 1]   on rank 2:  mesh["tp"] = [2 3]   mesh["tp", "dp"] = [0 2]
+                               [2 3]               mesh["dp"] = [0 2]                      [1 3]
 
         On a rank outside the mesh, return the slice at index 0 of the other axes, whose coordinate
         is None too.
@@ -165,14 +163,11 @@ class DeviceMesh(AbstractMesh):
 
     @property
     def communicator(self) -> str:
-        """The name of this mesh's own process groups, see `duplicate`; "" if it shares those of its
-        ranks.
-        """
+        """The name of this mesh's own process groups, see `duplicate`; "" if it shares those."""
         return self.backends[0].communicator
 
     def duplicate(self, communicator: str) -> DeviceMesh:
-        """Return the same mesh with process groups of its own, for a thread that communicates while
-        another one does.
+        """Return the same mesh with process groups of its own, for a thread that communicates too.
 
         Meshes share the process group of a set of ranks, and the collectives of a group must be
         called in one order on all ranks, which two threads do not keep. (MPI calls this a duplicate
@@ -278,8 +273,7 @@ class DeviceMesh(AbstractMesh):
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()), backend)
 
     def __enter__(self) -> DeviceMesh:
-        """Use this mesh where none is given, inside `with mesh:`: in factories,
-        `distribute_tensor`, `from_local`.
+        """Use this mesh where none is given, inside `with mesh:`: in factories and `from_local`.
 
         `set_mesh(mesh)` does the same from the call on.
 
@@ -362,9 +356,7 @@ class DeviceMesh(AbstractMesh):
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: Any = None
     ) -> DeviceMesh:
-        """Return the mesh with all axes as one: `flatten` under torch's name, with a backend for
-        the axis.
-        """
+        """Return the mesh with all axes as one: `flatten` under torch's name, with a backend."""
         name = "_".join(self.axis_names) if mesh_dim_name is None else mesh_dim_name
         if backend_override is not None and (name,) != self.axis_names:
             backend = as_group_backend(backend_override)
@@ -396,8 +388,7 @@ class DeviceMesh(AbstractMesh):
     def get_group(
         self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
     ) -> dist.ProcessGroup:
-        """Return torch's process group over one axis (optional on a 1-D mesh), for calls of
-        torch.distributed.
+        """Return torch's process group over an axis (optional on a 1-D mesh), for its own calls.
 
         Torch calls the axis `mesh_dim`.
 
@@ -427,16 +418,12 @@ class DeviceMesh(AbstractMesh):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """A subclass of both DeviceMesh classes: torch's functional collectives check
-        `isinstance(mesh, torch...DeviceMesh)`.
-        """
+        """Both kinds of DeviceMesh: torch's functional collectives check for one of torch's."""
         return _TorchDeviceMesh
 
     @property
     def _dim_group_names(self) -> Sequence[str]:
-        """The name of torch's process group of each axis, read by torch's functional
-        collectives.
-        """
+        """The name of torch's process group of each axis, for torch's functional collectives."""
         return _GroupNames(self)
 
     def get_rank(self) -> int:
@@ -444,16 +431,13 @@ class DeviceMesh(AbstractMesh):
         return self.world.rank
 
     def get_coordinate(self) -> list[int] | None:
-        """Return this rank's index along each axis as a list, or None outside the mesh, as in
-        torch.
-        """
+        """Return this rank's index along each axis as a list, None outside of the mesh."""
         return None if self.coordinate is None else list(self.coordinate)
 
     def get_local_rank(
         self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
     ) -> int:
-        """Return this rank's index along an axis (optional on a 1-D mesh), which torch calls
-        `mesh_dim`.
+        """Return this rank's index along an axis (optional on a 1-D mesh), torch's `mesh_dim`.
 
         Raises: MeshError for an unknown axis or on a rank outside the mesh.
         """
@@ -461,8 +445,7 @@ class DeviceMesh(AbstractMesh):
         return self._member("get_local_rank")[self.axis_index(name)]
 
     def index_along(self, axes: Sequence[str], rank: int | None = None) -> int:
-        """Return the index of a rank, by default this one, along several axes together, major to
-        minor.
+        """Return the index of a rank, by default this one, along axes together, major to minor.
 
         Raises: MeshError outside the mesh.
         """
@@ -535,8 +518,7 @@ class DeviceMesh(AbstractMesh):
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """Return the same mesh as a torch DeviceMesh, using its process groups; the same object
-        each time.
+        """Return the same mesh as a torch DeviceMesh of its process groups; always the same object.
 
         The root of a slice is converted with it, so that slices of one mesh of torch are slices of
         one mesh here. Every function that takes a mesh also takes one of torch's, and converts it
@@ -594,9 +576,7 @@ class DeviceMesh(AbstractMesh):
 
 
 class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
-    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh: it has no attributes of torch's
-    class.
-    """
+    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh: without torch's attributes."""
 
 
 class _GroupNames(Sequence[str]):
@@ -621,8 +601,7 @@ def init_device_mesh(
     backend: str | None = None,
     backend_override: Mapping[Any, Any] | None = None,
 ) -> DeviceMesh:
-    """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major
-    order.
+    """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, row-major.
 
     In processes of a job (torchrun, `launch`; srun and mpirun with MASTER_ADDR and MASTER_PORT set)
     it starts the default process group if there is none, and binds this process to its device: see
@@ -669,9 +648,7 @@ def init_device_mesh(
 
 
 def as_device_mesh(mesh: Any) -> Any:
-    """Return the mesh, converted if it is one of torch's own; other objects are returned
-    unchanged.
-    """
+    """Return the mesh, converted if it is one of torch's; other objects are returned as is."""
     return (
         DeviceMesh.from_torch(mesh)
         if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh)
@@ -829,9 +806,7 @@ def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
 
 
 def _axes_with(whole: DeviceMesh, flat: Any) -> tuple[str, ...] | None:
-    """Return adjacent axes of the mesh whose ranks are those of torch's flattened mesh, None if
-    there are none.
-    """
+    """Return adjacent axes whose ranks are those of torch's flattened mesh, None without any."""
     if flat.get_coordinate() is None:
         return None
     ranks = flat.mesh.flatten().tolist()

@@ -31,9 +31,7 @@ class CollectiveError(ValueError):
 
 
 class LaunchEnvironmentError(RuntimeError):
-    """The processes of a program cannot start: wrong environment variables, address, port or
-    device.
-    """
+    """The processes of a program cannot start: wrong environment, address, port or device."""
 
 
 class WatchError(RuntimeError):
@@ -62,9 +60,7 @@ class CollectiveMismatchError(WatchError):
 
 
 class DeadlockError(WatchError):
-    """Ranks wait for each other in different collectives, or for a rank that will never call
-    theirs.
-    """
+    """Ranks wait for each other in different collectives, or for one that never calls theirs."""
 
 
 class MeshMismatchError(WatchError, MeshError):

@@ -26,8 +26,7 @@ def make_mesh(
     devices: Any = None,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's name and
-    arguments.
+    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's arguments.
 
     Args:
         axis_shapes: one size per axis.
@@ -58,9 +57,7 @@ def make_mesh(
 
 
 def process_index() -> int:
-    """process_index() -> this rank's number in its world: of the processes, or of `simulate`.
-    Communication: none.
-    """
+    """process_index() -> this rank's number in its world (also in `simulate`). No communication."""
     return _rank_and_size()[0]
 
 

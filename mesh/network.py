@@ -24,9 +24,7 @@ _LISTENING = "0A"  # include/net/tcp_states.h
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface(name, up, addresses): one network interface, its IPv4 addresses before those of
-    IPv6.
-    """
+    """Interface(name, up, addresses): one network interface, its IPv4 addresses first."""
 
     name: str
     up: bool
@@ -113,9 +111,7 @@ def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
 
 
 def addresses(name: str) -> tuple[str, ...]:
-    """Return the addresses that a name resolves to, in the resolver's order; none if it does not
-    resolve in time.
-    """
+    """Return the addresses of a name, in the resolver's order; none if it is not done in time."""
 
     def look_up() -> tuple[str, ...]:
         return tuple(

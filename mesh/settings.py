@@ -80,8 +80,7 @@ on_timeout: list[Callable[[], None]] = []  # called after `watchdog`
 
 def settings() -> Settings:
     """Return the settings of this process; the defaults where those of the environment are invalid,
-    which `check_environment` reports.
-    """
+    which `check_environment` reports."""
     global _settings
     if _settings is None:
         try:
@@ -92,9 +91,7 @@ def settings() -> Settings:
 
 
 def check_environment() -> None:
-    """Raise LaunchEnvironmentError if a setting of the environment is invalid, before ranks
-    rendezvous.
-    """
+    """Raise LaunchEnvironmentError for an invalid setting in the environment, before ranks meet."""
     from_environment(os.environ)
 
 
@@ -123,8 +120,7 @@ def collective_check(mode: str) -> None:
 
 
 def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
-    """watchdog(warn=30, timeout=300): set how long a rank may keep others waiting in a collective
-    of any group.
+    """watchdog(warn=30, timeout=300): set how long a rank may keep others waiting, in any group.
 
     Args:
         warn: seconds until waiting ranks print which rank is missing, and its stack.

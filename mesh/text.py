@@ -26,9 +26,7 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an environment variable of this name may hold a secret, whose value is neither
-    shown nor sent.
-    """
+    """Return whether a variable of this name may hold a secret, which is neither shown nor sent."""
     return bool(_SECRET.search(name))
 
 
@@ -40,9 +38,7 @@ def whole_number(text: str) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Return text that others have written with its control characters escaped, so that it cannot
-    steer a terminal.
-    """
+    """Return text of others with its control characters escaped, so as not to steer a terminal."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -101,9 +97,7 @@ def elided(items: Sequence[Item], max_items: int) -> list[Item | None]:
 
 
 def rank_ranges(ranks: Sequence[int], max_ranges: int = 8) -> str:
-    """Return ranks with runs of three or more shortened, `0-3,8,9`; of many runs a few, and the
-    number of ranks.
-    """
+    """Return ranks with runs of three or more as `0-3,8,9`; of many a few, and their number."""
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]

@@ -1,6 +1,4 @@
-"""Topology: which ranks share a node, and the cost of moving bytes inside a node, between nodes and
-in memory.
-"""
+"""Topology: which ranks share a node, and the cost of moving bytes in and between nodes."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ class Topology:
     node each; `crossing=("dp",)` if ranks with the same index along "dp" do. With neither, all
     ranks share one node.
 
-        mesh (dp=2, tp=4)   [0 1 2 3]   crossing=("dp",) or node_size=4:   [0 0 0 0]   the node of each rank
-                            [4 5 6 7]                                      [1 1 1 1]
+        mesh (dp=2, tp=4)   [0 1 2 3]   nodes, with crossing=("dp",) or node_size=4:   [0 0 0 0]
+                            [4 5 6 7]                                                  [1 1 1 1]
 
     Immutable and hashable: topologies with the same numbers are equal.
 
@@ -124,9 +122,7 @@ class Topology:
             )
 
     def factor(self, op: str) -> float:
-        """Return the factor on the time of this collective's bytes, relative to `bandwidth`; 1.0 if
-        it is unknown.
-        """
+        """Return the factor on the time of a collective's bytes, to `bandwidth`; 1.0 if unknown."""
         return dict(self.factors).get(op, 1.0)
 
     def node_ids(self, mesh: MeshOfRanks) -> np.ndarray:
@@ -200,8 +196,7 @@ class Topology:
     def default(
         device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()
     ) -> Topology:
-        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see
-        the constants below.
+        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device).
 
         `calibrate(mesh)` measures those of this machine.
         """

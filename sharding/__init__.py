@@ -1,6 +1,4 @@
-"""Layouts, plans, sharded tensors, operators and their gradients, and the parallelism that is built
-on them.
-"""
+"""Layouts, plans, sharded tensors, operators and their gradients, and parallelism built on them."""
 
 from .ops import methods, operator_calls, recomputation, torch_compile
 from .ops.rules import families

@@ -4,8 +4,7 @@
     from shardmesh import P, Replicate, Shard
 
     mesh = sm.init_device_mesh("cuda", (2, 8), axis_names=("dp", "tp"))
-    x = sm.distribute_tensor(t, mesh, [Shard(0), Replicate()])     # or sm.device_put(t, mesh,
-                                                                   P("dp"))
+    x = sm.distribute_tensor(t, mesh, [Shard(0), Replicate()])  # or sm.device_put(t, mesh, P("dp"))
     y = x.redistribute(P(None, ("dp", "tp")))
 
 Meshes, layouts, tensors, mapped functions and gradients are here. The rest is in namespaces, loaded

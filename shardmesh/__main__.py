@@ -23,8 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the arguments (by default those of the process) name; without one,
-    prints help.
+    """Runs the command that the arguments (by default the process's) name; with none, prints help.
 
     Returns: the exit status.
     Raises: SystemExit with status 2, after a line on stderr, for arguments that make no sense.

@@ -1,7 +1,7 @@
 """Checkpoints that load on any mesh, state dicts and safetensors.
 
 sm.checkpoint.save("run/step_100", {"model": model, "optim": optimizer})
-sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})      on another number of ranks, too
+sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})  # on any number of ranks
 """
 
 from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict

@@ -1,5 +1,4 @@
-"""The names of `torch.distributed.tensor` and of FSDP2, for programs that are ported by changing
-their imports.
+"""The names of `torch.distributed.tensor` and FSDP2, for programs ported by changing imports.
 
     - from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     + from shardmesh.compat import DTensor, Shard, distribute_tensor

@@ -20,9 +20,10 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in ("Timeline", "TimelineEvent", "timeline"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # With all of sm.jit.
         found = globals()[name] = getattr(
             import_module("shardmesh.sharding.debug.timeline.timeline"), name
-        )  # with all of sm.jit
+        )
         return found
 
 

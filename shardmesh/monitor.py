@@ -1,6 +1,4 @@
-"""The monitor of collectives: how strictly ranks are compared, how long they may wait, and what
-took the time.
-"""
+"""The monitor of collectives: how ranks are compared, how long they may wait, what took time."""
 
 from shardmesh.mesh.launch.breakpoint import breakpoint
 from shardmesh.mesh.launch.process_groups import start

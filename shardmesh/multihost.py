@@ -1,6 +1,4 @@
-"""Values of hosts, by the names of `jax.experimental.multihost_utils`. Every rank counts as
-a host.
-"""
+"""Values of hosts, by the names of `jax.experimental.multihost_utils`. A rank is a host."""
 
 from shardmesh.sharding.tensor.multihost import (
     assert_equal,

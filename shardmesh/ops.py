@@ -1,6 +1,4 @@
-"""Layouts of operators: rules for further functions, results in a given layout, and what may
-communicate by itself.
-"""
+"""Layouts of operators: rules for more functions, result layouts, and what may communicate."""
 
 from shardmesh.sharding.ops.implicit_comm import implicit_comm
 from shardmesh.sharding.ops.out_sharding import apply

@@ -1,6 +1,4 @@
-"""Optimizers that work on whole matrices, whatever their sharding: Muon, Shampoo. Those of
-`torch.optim` work unchanged.
-"""
+"""Optimizers on whole matrices, whatever their sharding: Muon, Shampoo; torch's work, too."""
 
 from shardmesh.sharding.optim.muon import Muon
 from shardmesh.sharding.optim.shampoo import Shampoo

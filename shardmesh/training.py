@@ -1,6 +1,4 @@
-"""What a training loop needs besides the model: clipping, averages, batches of the whole job,
-gradient scaling, preemption.
-"""
+"""What a training loop needs: clipping, averages, whole batches, gradient scaling, preemption."""
 
 from shardmesh.mesh.launch.preemption import reached_preemption
 from shardmesh.mesh.launch.rank_zero import main_process_first, rank_zero

@@ -112,9 +112,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(
-                pytest.mark.xdist_group("processes")
-            )  # the pools are on one worker of `pytest -n`
+            # The pools are on one worker of `pytest -n`
+            item.add_marker(pytest.mark.xdist_group("processes"))
     tiers.add_marks(items)
     if hasattr(config, "workerinput"):  # of `pytest -n`
         tiers.longest_first(items)

@@ -91,9 +91,8 @@ class Pool:
         call = pickle.dumps((fn, args, kwargs))
         if not self.workers:
             self.start()
-        with self._closing_on(
-            BaseException
-        ):  # also on Ctrl-C, which leaves the workers inside a call
+        # Also on Ctrl-C, which leaves the workers inside a call.
+        with self._closing_on(BaseException):
             replies = self._call(call, timeout)
         self._close_if_diverged(replies)
         _raise_first(replies)
@@ -134,9 +133,8 @@ class Pool:
         )
         environment = self.environment | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(
-                rank if self.device == "cpu" else 0
-            ),  # gloo ranks can share an accelerator
+            # Gloo ranks can share an accelerator.
+            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),
             device.VARIABLE: self.device,
         }
         with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
@@ -169,9 +167,8 @@ class Pool:
         for worker in late:
             with contextlib.suppress(OSError):
                 os.kill(worker.process.pid or 0, signal.SIGUSR1)
-        time.sleep(
-            0.5
-        )  # faulthandler writes from the signal handler, even if the main thread is blocked
+        # Faulthandler writes from the signal handler, even if the main thread is blocked.
+        time.sleep(0.5)
         for worker in late:
             stacks = worker.stacks.read_text() if worker.stacks.exists() else ""
             limit = f"{timeout} s, or {_SETTLE_S} s after another rank failed"
@@ -183,9 +180,8 @@ class Pool:
         """Close the pool, so that the next call starts a new one, if the ranks diverged: one died,
         hung or raised alone.
         """
-        if any(
-            isinstance(_exception(r), WatchError) for r in replies
-        ):  # no collective runs after a verdict
+        # No collective runs after a verdict.
+        if any(isinstance(_exception(r), WatchError) for r in replies):
             self.close()
             return
         kinds = {

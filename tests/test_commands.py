@@ -2,7 +2,7 @@
 soon, in little memory.
 """
 
-# ruff: noqa: E501, RUF001
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 

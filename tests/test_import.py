@@ -60,7 +60,8 @@ def state():
     found = {}
     for owner in owners:
         for name, value in vars(owner).items():
-            items = repr(list(value)) if isinstance(value, (list, dict, set)) and not name.startswith("__") else None
+            shown = isinstance(value, (list, dict, set)) and not name.startswith("__")
+            items = repr(list(value)) if shown else None
             found[f"{owner.__name__}.{name}"] = id(value), items
     found["meta_path"], found["path_hooks"] = list(sys.meta_path), list(sys.path_hooks)
     found["excepthooks"] = sys.excepthook, threading.excepthook

@@ -3,8 +3,7 @@
 A test that only repeats a property on more cases is marked `slow`. A table of similar cases is
 marked as a whole:
 
-    @pytest.mark.one_in(4, each=["kind"])     # keeps one case in four, and at least one for each
-                                              `kind`
+    @pytest.mark.one_in(4, each=["kind"])  # one case in four, and at least one for each `kind`
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sum(kind, shape): ...

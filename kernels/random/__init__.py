@@ -21,8 +21,8 @@ one launch, is bit-equal to it:
 |---|---|---|
 | uniform float64 | two words | u = (number >> 11) * 2**-53 |
 | uniform, other dtypes | one word | u = (word >> 8) * 2**-24 in float32 |
-| normal float64 | two words | the block's pair: (cos, sin) of Box-Muller(n0, n1), n = number >> 11, 53 bits |
-| normal, other dtypes | one word | the block's two pairs: Box-Muller(w0, w1), Box-Muller(w2, w3), 32 bits |
+| normal float64 | two words | cos and sin of Box-Muller(n0, n1), n = number >> 11, 53 bits |
+| normal, other dtypes | one word | Box-Muller(w0, w1), Box-Muller(w2, w3) of a block, 32 bits |
 | bernoulli | one word | word < round(p * 2**32) |
 | integers | two words | low + (number * (high - low) >> 64) |
 

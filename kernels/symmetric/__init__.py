@@ -1,11 +1,11 @@
 """Collectives by kernels that read the memory of the other ranks, straight into the final layout.
 
-    all_gather, all_to_all, reduce_scatter      pack -> own memory, barrier, read the boxes of `out`
-                                                from the peers, barrier
-    one_shot_all_reduce                         x -> own memory, barrier, every rank sums everything
-                                                it reads
-    two_shot_all_reduce                         x -> own memory, barrier, every rank sums its share,
-                                                barrier, all read all
+    all_gather,             pack -> own memory, barrier, read the boxes of `out` from the peers,
+    all_to_all,             barrier
+    reduce_scatter
+    one_shot_all_reduce     x -> own memory, barrier, every rank sums everything it reads
+    two_shot_all_reduce     x -> own memory, barrier, every rank sums its share, barrier, all read
+                            all
 
 Bytes that cross a link, for each of W ranks with N bytes: one shot (W - 1) N, two shots 2 (W - 1) /
 W N, as a ring; a pull moves each byte once. Local passes over memory: all_reduce reads x and writes

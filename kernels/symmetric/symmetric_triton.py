@@ -3,9 +3,8 @@
 
     barrier       signal every peer's same program, wait for its signal
     all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier;
-                  peers' regions ->) epilogue -> out,
-                  as numbers or, a half to a quarter of the bytes, as the codes and scales of
-                  `quantize.py`
+                  peers' regions ->) epilogue -> out, as numbers or, a half to a quarter of the
+                  bytes, as the codes and scales of `quantize.py`
 
 For bytes moved and when it is fast see the package's docstring. Peers' memory is read in units of
 16 bytes per lane, for any length of x: regions have room for whole pieces, so only accesses of x

@@ -5,9 +5,8 @@ safe under CUDA graph capture.
                             waits for the copy's event once
     inside, copied before   the copy, which is then kept: a graph has no way to tell when it is gone
     inside, not yet copied  reserved pinned memory ~> memory of the graph: the copy becomes a node
-                            of the graph, and is repeated by
-                            every replay, so that no one reads memory that is first written by a
-                            replay
+                            of the graph, and is repeated by every replay, so that no one reads
+                            memory that is first written by a replay
 
 Memory cannot be pinned during a capture, so a reserve of it is pinned by the first copy outside of
 one.

@@ -1,8 +1,7 @@
 """Copies between a device and the host's memory that the host does not wait for.
 
-    device   compute  copy  compute ...          through pinned memory, in the order of the stream
-    host     continue ........  wait             only where the values are needed, for an event
-                                                 after the copy
+    device   compute  copy  compute ...      through pinned memory, in the order of the stream
+    host     continue ........  wait         where values are needed, for an event after the copy
 
 A tensor on the CPU or on "meta" is not copied.
 """

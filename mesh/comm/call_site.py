@@ -69,7 +69,8 @@ def frame_of_thread(ident: int | None) -> FrameType | None:
     """Return the innermost frame of another thread, None if it has ended.
 
     Garbage collection is off meanwhile: `sys._current_frames` holds the interpreter's lock of
-    thread states while it allocates, and a finalizer that starts a thread or lets another one run would wait for that lock for good (https://github.com/python/cpython/issues/106883).
+    thread states while it allocates, and a finalizer that starts a thread or lets another one run
+    would wait for that lock for good (https://github.com/python/cpython/issues/106883).
     """
     with _frames_lock:
         was_enabled = gc.isenabled()

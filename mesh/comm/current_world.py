@@ -19,8 +19,7 @@ def register_process_world(find: Callable[[], World]) -> None:
 
 
 def current_world() -> World:
-    """Return the world this thread runs in: the simulated or null one if one is active, else that
-    of the processes.
+    """Return the world this thread runs in: a simulated or null one, else the processes'.
 
     Communication: none; it starts nothing (see `init_device_mesh`).
     """

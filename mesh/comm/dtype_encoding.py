@@ -32,9 +32,7 @@ _BOOL_OP = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the same memory as a flat uint8 tensor (a copy only if a lazy conjugation or negation
-    must be resolved).
-    """
+    """Return the memory as a flat uint8 tensor, a copy only for a lazy conjugate or negative."""
     return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 

@@ -212,8 +212,7 @@ class Group(ABC):
         *,
         tag: CommTag | None = None,
     ) -> Work | None:
-        """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i
-        of out.
+        """all_to_all(x: S) -> S': part i of x goes to rank i; part i of out comes from rank i.
 
             rank 0   x = [a|b]        out = [a|c]
             rank 1   x = [c|d]   ->   out = [b|d]
@@ -293,8 +292,7 @@ class Group(ABC):
         async_op: bool = False,
         tag: CommTag | None = None,
     ) -> Work | None:
-        """permute(x: S) -> S: send x to the rank dst, and receive in out what the rank src sends
-        here.
+        """permute(x: S) -> S: send x to the rank dst, and receive in out what src sends here.
 
             rank 0   x = [a]   dst=1, src=None        out untouched
             rank 1   x = [b]   dst=2, src=0      ->   out = [a]
@@ -339,9 +337,7 @@ class Group(ABC):
         self._observers = [refuse]  # called before anything else
 
     def barrier(self, *, tag: CommTag | None = None) -> None:
-        """Wait until every rank of the group has called it. Communication: one launch, counted as
-        no bytes.
-        """
+        """Wait until all ranks of the group call it. Communication: one launch of no bytes."""
         if thread_context.recorder is not None:
             return thread_context.recorder.collective(self, "barrier", tag=tag)
         if self.size == 1:
@@ -351,8 +347,7 @@ class Group(ABC):
         _end_after(None, begun)
 
     def all_gather_object(self, obj: Any, *, tag: CommTag | None = None) -> list[Any]:
-        """Return every rank's object, in group order, each a copy made by pickle. For small
-        objects.
+        """Return every rank's object, in group order, copied by pickle. For small objects.
 
         Communication: counted as an all_gather of the pickled bytes of this rank's object.
         """
@@ -378,8 +373,7 @@ class Group(ABC):
         *,
         tag: CommTag | None = None,
     ) -> None:
-        """Run a collective that `run` implements without the backend; it is recorded and observed
-        like any other.
+        """Run a collective that `run` implements without the backend; recorded like any other.
 
         Communication: as given by the arguments, which are those of `CollectiveRecord`.
         """
@@ -463,9 +457,7 @@ class Group(ABC):
         )
 
     def _product(self, x: Tensor, use: Callable[[Tensor], None], async_op: bool) -> Work | None:
-        """Gather every rank's x and pass their product, flat, to `use`: no backend multiplies
-        complex numbers.
-        """
+        """Gather every rank's x, pass the flat product to `use`: no backend multiplies complex."""
         everyone = x.detach().new_empty(self.size, x.numel())
         work = self._all_gather(everyone, x, async_op)
         return and_then(work, lambda: use(reduce(torch.mul, everyone)))

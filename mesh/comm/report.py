@@ -1,6 +1,4 @@
-"""comm_report and comm_budget: count what a block of a program communicates, by line and operator,
-and limit it.
-"""
+"""comm_report and comm_budget: count a block's communication by line and operator, with limits."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class _Usage:
 
 
 class CommReport:
-    """The number and size of the collectives inside a `comm_report` or `comm_budget` so far, on
-    this rank.
+    """Number and size of the collectives in a `comm_report` or `comm_budget`, on this rank.
 
     Attributes:
         bytes_received, bytes_sent, launches: totals, as `CollectiveRecord` counts them.
@@ -131,10 +128,12 @@ class CommReport:
         limit: int | None,
     ) -> None:
         if limit is not None and used + more > limit:
+            operator = call.operator
+            advice = "Choose shardings that need less" if operator is None else operator.advice
             raise CommBudgetError(
                 f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of "
                 f"which {used} are used. Nothing was sent. "
-                f"{'Choose shardings that need less' if call.operator is None else call.operator.advice}, "
+                f"{advice}, "
                 f"or allow {unit}={used + more}."
             )
 
@@ -269,8 +268,7 @@ def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterat
 
 
 def comm_report() -> Any:
-    """with comm_report() as report: count this rank's collectives, by operator, by axis and by line
-    of the program.
+    """with comm_report() as report: count this rank's collectives, by operator, axis and line.
 
     Returns: a context manager that yields a `CommReport`: `print(report)` prints a table,
         `report.by_operator`, `by_axis` and `by_line` are dicts, and `report.save_trace(path)`

@@ -105,9 +105,8 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
         addresses,
         addresses + BUFFER_BYTES,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        error=torch.zeros(
-            group.size, dtype=torch.int32, device="cpu", pin_memory=True
-        ),  # whatever torch's default device is
+        # Whatever torch's default device is.
+        error=torch.zeros(group.size, dtype=torch.int32, device="cpu", pin_memory=True),
         spins=SPINS,
     )
 
@@ -115,9 +114,9 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
 class SideStream:
     """The stream of those operations on a group's shared memory whose results are waited for later.
 
-        current stream    ... write x ---.             compute                wait() .--- read the result ...
-                                         v                                           |
-        side stream           wait for the event, stage, barrier, read, barrier, event
+        current stream   ... write x ---.          compute           wait() .--- read the result ...
+                                        v                                   |
+        side stream          wait for the event, stage, barrier, read, barrier, event
 
     All operations on the memory must run in one order, those on the current stream too: the next on
     the side stream waits for the current stream, and the next on the current stream for the last

@@ -48,9 +48,7 @@ class StepRecorder(Protocol):
         """
 
     def node_of(self, x: Any) -> Any:
-        """Return what stands for a tensor in the graph; None for one that the recording has neither
-        made nor used.
-        """
+        """Return what stands for a tensor in the graph; None if the recording never met it."""
 
 
 class Replacement(Protocol):
@@ -163,9 +161,7 @@ class ThreadContext(threading.local):
 
     @contextmanager
     def running_as(self, state: FunctionState) -> Iterator[None]:
-        """Run the block in this state, which may be another thread's; at its end, this thread's own
-        is restored.
-        """
+        """Run the block in this state, maybe of another thread, and restore this thread's own."""
         before = self.function_state()
         self._set(state)
         try:

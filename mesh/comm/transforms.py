@@ -35,7 +35,5 @@ transforms_active: Callable[[], bool] = getattr(
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Return a context manager that suspends transforms: tensors made inside are plain, and may
-    outlive the transform.
-    """
+    """Return a context that suspends transforms: tensors made inside are plain, and outlive it."""
     return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()

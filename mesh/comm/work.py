@@ -7,16 +7,13 @@ from collections.abc import Callable
 
 
 class Work(ABC):
-    """A started collective. Until `wait` returns, do not write to its buffers and do not read its
-    results.
-    """
+    """A started collective. Until `wait` returns, do not write its buffers or read its results."""
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the result may be used (on CUDA: by the current stream). Later calls return at
-        once.
+        """Wait until the result may be used (on CUDA: by the stream). Later calls return at once.
 
         Raises: the error of the collective if it failed, in each call.
         """

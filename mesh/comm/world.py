@@ -39,8 +39,7 @@ class CommContext(threading.local):
 
 
 class World(ABC):
-    """One rank's view of all ranks of a program: processes, simulated ranks, or none at all
-    (`null_world`).
+    """One rank's view of a program's ranks: processes, simulated ones, or none (`null_world`).
 
     Attributes:
         rank: global rank of the caller.
@@ -132,8 +131,7 @@ class World(ABC):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def group(self, ranks: Sequence[int], backend: GroupBackend = DEFAULT) -> Group:
-        """Return the group of these global ranks, given in any order; the same object for the same
-        ranks and backend.
+        """Return the group of these global ranks, in any order; one object per ranks and backend.
 
         Raises: MeshError when a rank appears twice or does not exist, or this rank is not among
         them.

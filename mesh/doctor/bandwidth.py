@@ -1,6 +1,4 @@
-"""Measure collectives on a mesh: whether their results are right, and how fast they are along each
-axis.
-"""
+"""Measure collectives on a mesh: are their results right, and how fast are they on each axis?"""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ def measure(
     seconds: float,
     facts: Facts | None = None,
 ) -> Measured:
-    """measure("cpu", (2, 2), ("dp", "tp"), 2.0) -> Measured, on every rank of a mesh over the whole
-    job.
+    """measure("cpu", (2, 2), ("dp", "tp"), 2.0) -> Measured, on all ranks of a mesh of the job.
 
     Args:
         device_type, sizes, names: of the mesh.

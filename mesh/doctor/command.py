@@ -62,8 +62,9 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
     parser = commands.add_parser(
         "doctor",
         help="what is wrong with this machine or job, and what to do about it",
-        description="Looks at the machine and at how the job is started, tries out collectives, and says what is wrong and how to "
-        "fix it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
+        description="Looks at the machine and at how the job is started, tries out collectives, "
+        "and says what is wrong and how to fix it. Alone it starts processes of its own; under "
+        "torchrun it uses the job's. The exit status is 1 if there is a fault.",
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -162,7 +163,8 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
         size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
     if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
         raise ValueError(
-            f"{size} processes are more than this host can start at once ({most}): write a smaller --nprocs or --mesh"
+            f"{size} processes are more than this host can start at once ({most}): "
+            "write a smaller --nprocs or --mesh"
         )
     if size < 2:
         raise ValueError(
@@ -219,7 +221,8 @@ def _examine_job(facts: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Re
             replace(own, checks=checks | {"collectives": _blocked_finding(needed)}), show, place
         )
     late = fault(
-        f"not done within {_limit(mesh):.0f} s: does every rank run this, and can the hosts reach each other?",
+        f"not done within {_limit(mesh):.0f} s: does every rank run this, and can the hosts reach "
+        "each other?",
         _LOUDER,
     )
     timer = threading.Timer(
@@ -262,9 +265,7 @@ def _job_report(measured: Measured, mesh: _Mesh) -> Report:
 
 
 def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoReturn:
-    """Print what is known, once per host, and end the process: torch's threads may wait for other
-    ranks without end.
-    """
+    """Print what is known, once per host, and end the process: torch's threads may wait on."""
     if place.rank == 0 or place.local_rank == 0:
         print(show(report), flush=True)
     else:

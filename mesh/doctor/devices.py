@@ -1,6 +1,4 @@
-"""Find the accelerators that torch can use, in a separate process, since a broken driver may never
-answer.
-"""
+"""Find torch's accelerators, in a separate process, since a broken driver may never answer."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ if torch.cuda.is_available():
         identity = str(getattr(torch.cuda.get_device_properties(i), "uuid", ""))
         found["devices"].append([torch.cuda.get_device_name(i), total, free, identity])
     can = torch.cuda.can_device_access_peer
-    found["no_peers"] = [[i, j] for i in range(count) for j in range(count) if i != j and not can(i, j)]
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    found["no_peers"] = [pair for pair in pairs if not can(*pair)]
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 else:
     torch.cuda.init()
@@ -68,9 +67,7 @@ class Devices:
 
 
 def devices() -> Devices:
-    """Return the accelerators that torch finds. Takes some seconds where torch was built for them,
-    at most `PROBE_S`.
-    """
+    """Return the accelerators that torch finds: in some seconds, at most `PROBE_S`."""
     build = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda

@@ -1,6 +1,4 @@
-"""Collect the facts of one rank's host and environment, as plain data that can be sent to other
-ranks.
-"""
+"""Collect the facts of a rank's host and environment, as plain data to send to other ranks."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class Place:
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
-        """Return the values of the variables; invalid ones count as unset (`checks.launcher`
-        reports them).
-        """
+        """Return the variables' values; invalid ones are unset (`checks.launcher` reports them)."""
         env = completed(env)
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))

@@ -179,9 +179,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
-    """Sort interfaces: InfiniBand, then the rest, then docker's, then loopback. Source: NCCL
-    misc/socket.cc, ncclFindInterfaces.
-    """
+    """Sort interfaces: InfiniBand, others, docker's, loopback (NCCL's ncclFindInterfaces)."""
     return sorted(
         usable,
         key=lambda one: (

@@ -1,6 +1,4 @@
-"""Read the resources of this host: cores, memory, limits, shared memory, and files that dead jobs
-left in it.
-"""
+"""Read the resources of this host: cores, memory, limits, shared memory and dead jobs' files."""
 
 from __future__ import annotations
 
@@ -150,8 +148,7 @@ def _shared_memory() -> Space:
 
 
 def limits(read: Callable[[str], str]) -> Limits:
-    """Return the limits of the cgroup of this process and of those around it: version 2, or 1 if
-    that is mounted.
+    """Return the limits of this process's cgroup and of those around it: version 2, else 1.
 
     Args:
         read: returns the text of a file, "" if there is none.
@@ -209,9 +206,7 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 
 
 def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
-    """Yield what jobs without living processes left behind: the monitor's trace buffers, and
-    torch's shared tensors.
-    """
+    """Yield what dead jobs left behind: the monitor's trace buffers, torch's shared tensors."""
     folders = sorted(
         (folder, changed) for parent in parents for changed, folder in job_folders(parent)
     )

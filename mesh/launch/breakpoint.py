@@ -1,8 +1,7 @@
 """Run the Python debugger on one rank while the others wait.
 
-rank 0   ... (Pdb) p x  n  n  c ........... gather   continues
-rank 1   ..................... waits ...... gather   continues     or: PeerError: rank 0 quit the
-                                                                   debugger
+rank 0   ... (Pdb) p x  n  n  c ........ gather   continues
+rank 1   .................. waits ...... gather   continues, or PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ def _quit_verdict(rank: int, place: str) -> Verdict:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on
-    all ranks.
+    """Pdb that stops at a given frame at once. While it prompts, no rank detects stalls.
 
     Attributes:
         files: its inputs, closed when the debugger is no longer used.

@@ -1,6 +1,4 @@
-"""The child's side of `launch`: call the function, and send its result or its exception to the
-parent.
-"""
+"""The child's side of `launch`: call the function, send its result or exception to the parent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What launchers say in environment variables: torchrun and `launch`, Slurm's srun, Open MPI and
-MPICH.
+"""What launchers say in environment variables: torchrun, `launch`, srun, Open MPI and MPICH.
 
 torch reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and so does shardmesh. Under srun and
 mpirun the last two are enough: they say that the processes are one job, and their numbers are those
@@ -76,9 +75,7 @@ def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
 
 
 def unconnected(env: Mapping[str, str]) -> str:
-    """Return what to set if a launcher has started several processes that do not know of each
-    other; else "".
-    """
+    """Return what to set if a launcher started processes that do not know of each other."""
     launchers = launchers_of(env)
     if not launchers or launch_environment(env) is not None:
         return ""
@@ -207,8 +204,7 @@ def device_index(
 
 def visible(env: Mapping[str, str], device_type: str, count: int) -> str:
     """Return how many devices there are, and the variable that may hide others: "1 cuda device
-    (CUDA_VISIBLE_DEVICES='2')".
-    """
+    (CUDA_VISIBLE_DEVICES='2')"."""
     name = VISIBLE.get(device_type, "")
     return f"{count or 'no'} {device_type} device{'s'[: count != 1]}" + (
         f" ({name}={env[name]!r})" if name in env else ""

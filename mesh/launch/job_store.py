@@ -208,9 +208,7 @@ def _problem(address: Address) -> str:
 
 
 def _slow_resolver(address: Address) -> str:
-    """Return that name servers do not answer, if looking up the name of the store's host takes long
-    here; else "".
-    """
+    """Return that name servers do not answer, if the look-up of the store's host is slow, or ""."""
 
     def look_up() -> bool:
         peer = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4]

@@ -127,9 +127,8 @@ class _StoreAgreement:
         self._keys, self._rank, self._size = keys, rank, size
         self._has_notice, self._check = has_notice, check
         self._step: int | None = None
-        self._lock = (
-            threading.Lock()
-        )  # held by the thread while ranks agree, so that no step begins here
+        # Held by the thread while ranks agree, so that no step begins here.
+        self._lock = threading.Lock()
         self._over = False
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.agreed: int | None = None
@@ -207,9 +206,8 @@ class _StoreAgreement:
         return False
 
     def _agree(self) -> None:
-        while (
-            self._step is None and not self._over
-        ):  # the other ranks wait for this rank's first step
+        # The other ranks wait for this rank's first step.
+        while self._step is None and not self._over:
             time.sleep(_STEP_POLL_S)
         with self._lock:
             try:
@@ -266,9 +264,8 @@ def _key(world: World) -> Any:
 
 
 def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
-    with contextlib.suppress(
-        ValueError
-    ):  # outside the main thread only other ranks or the file can give a notice
+    # Outside the main thread only other ranks or the file can give a notice.
+    with contextlib.suppress(ValueError):
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
@@ -286,9 +283,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
 
 
 def _check_job(watch: Monitor | None) -> None:
-    """Raise the verdict on the job, a WatchError: the one that stands, or one on ranks that have
-    died.
-    """
+    """Raise the verdict on the job, a WatchError: the one that stands, or on ranks that died."""
     verdict = None if watch is None else watch.standing() or watch.verdict_on_lost()
     if verdict is not None:
         raise verdict.error()
@@ -325,8 +320,7 @@ def _listen() -> None:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside
-    the block.
+    """Make SIGTERM, SIGHUP raise SystemExit(143), SystemExit(129) in the main thread, in the block.
 
     So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in
     place, and so is `nohup`.
@@ -371,13 +365,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _reset(number)
         world = current_world()
         rank = f" rank {world.rank}:" if world.size > 1 else ""
-        with contextlib.suppress(
-            OSError
-        ):  # not through sys.stderr, which may be in the middle of a write
-            os.write(
-                2,
-                f"shardmesh:{rank} {signal.Signals(number).name}: ends with code {128 + number}\n".encode(),
-            )
+        # Not through sys.stderr, which may be in the middle of a write.
+        with contextlib.suppress(OSError):
+            name = signal.Signals(number).name
+            os.write(2, f"shardmesh:{rank} {name}: ends with code {128 + number}\n".encode())
         raise SystemExit(128 + number)
     _notice = "SIGTERM"
     for agreement in list(_agreements.values()):

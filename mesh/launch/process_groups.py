@@ -45,8 +45,7 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
 
 
 def start() -> None:
-    """start(): monitor the program's calls of torch.distributed from here on, in a program that
-    makes no mesh.
+    """start(): monitor calls of torch.distributed from here on, in a program without a mesh.
 
     Call it on every rank at the same place, after `torch.distributed.init_process_group`. The first
     mesh over all ranks does the same, and so does `with sm.session():` where the default group

@@ -197,9 +197,7 @@ _warned: set[tuple[str, int]] = set()
 
 
 class _Region:
-    """A block of the program that some ranks do not run, or run later; observes the collectives
-    inside.
-    """
+    """A block that some ranks do not run, or run later; observes the collectives inside."""
 
     def __init__(self, world: World, name: str, absent: Sequence[int]) -> None:
         self._world, self._name, self._absent = world, name, frozenset(absent)

@@ -1,15 +1,12 @@
 """Rendezvous at the job's store and check that all ranks agree, before any process group is made.
 
-    rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up
-                                                          would
-                  job        name of the job that arrived first
-                  0/rank2    rank info of the process that is rank 2
-                  0/came     2 0 3 1                      ranks that have arrived; once all have,
-                                                          each of them adds itself to "ready",
-                  0/ready    3 1 0 2                      and the last one to do so compares the
-                                                          rank infos
-                  0/verdict  "go", or what is wrong       the first one stands, and all ranks take
-                                                          it
+    rank 2 ---> the store at MASTER_ADDR, MASTER_PORT    opened here, as env:// start-up would
+                  job         name of the job that arrived first
+                  0/rank2     rank info of the process that is rank 2
+                  0/came      2 0 3 1                     ranks that have arrived; once all have,
+                  0/ready     3 1 0 2                     each adds itself to "ready", and the last
+                                                          one to do so compares the rank infos
+                  0/verdict   "go", or what is wrong      the first one stands: all ranks take it
                   1/...                                   the next default group of the same job
 
 A rank is "ready" only while its process lives, so that entries which an earlier attempt of a
@@ -44,17 +41,15 @@ TIMEOUT_S = 600.0  # for the last rank to arrive
 _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
 _TO_TELL_LATE_S = 8.0  # the same for one that raises long before the others expect it
 _RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
-# how long ranks that differ wait for the rest, so that votes can decide which are the outliers
+# How long ranks that differ wait for the rest, so that votes can decide which are the outliers.
 _TO_COME_S = 0.8
-_TO_READ_S = (
-    1.0  # how long the rank that serves the store stays, so that the others can read what is wrong
-)
+# How long the rank that serves the store stays, so that the others can read what is wrong.
+_TO_READ_S = 1.0
 _GO, _AGAIN = "go", "again"
-_FIRST_PAUSE_S, _PAUSE_S = (
-    1e-3,
-    1e-2,
-)  # between reads of the store, in a job of up to _FEW ranks; with more ranks each reads less often,
-_FEW = 100  # so that one store can serve them all
+# Between reads of the store, in a job of up to _FEW ranks. With more ranks each reads less often,
+# so that one store can serve them all.
+_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 1e-2
+_FEW = 100
 
 _starts = itertools.count()
 
@@ -113,9 +108,8 @@ def notify_of_early_errors() -> None:
     ):
         return
     before, rank_process = sys.excepthook, os.getpid()
-    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(
-        rank_process
-    ):  # a child inherits the RANK, but is not that rank
+    # A child inherits the RANK, but is not that rank.
+    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(rank_process):
         return
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -217,7 +211,8 @@ class StoreRendezvous:
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append(
                 "strays",
-                f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ",
+                f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) "
+                "came here by mistake; ",
             )
             raise errors.LaunchEnvironmentError(
                 f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, "
@@ -255,7 +250,8 @@ class StoreRendezvous:
         first = _claimed(keys, "first", self.info)
         raise errors.LaunchEnvironmentError(
             self.fault
-            or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with WORLD_SIZE={self.info.size}, but a job of "
+            or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with "
+            f"WORLD_SIZE={self.info.size}, but a job of "
             f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. "
             "Give every process of one job the same WORLD_SIZE, and each job its own MASTER_PORT."
         )

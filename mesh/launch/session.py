@@ -1,11 +1,11 @@
 """session: close the process groups of a program at the end of a block, also after an error.
 
-with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then
-                                                                   the default group
-    mesh = ...               rank 1   mesh, training .. sync       the same, in the same order
+with sm.session():    rank 0   mesh, training ...... sync   close groups of some ranks, then the
+                                                            default group
+    mesh = ...        rank 1   mesh, training .. sync       the same, in the same order
     train(mesh)
-                             rank 0   mesh, training ..  PeerError: rank 1 raised ...        close without waiting
-                             rank 1   mesh, raises       reports it to the others            close without waiting
+                      rank 0   mesh, training ..  PeerError: rank 1 raised    close without waiting
+                      rank 1   mesh, raises       reports it to the others    close without waiting
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
-    """with session(): close the process groups at the end of the block, however it ends, so that no
-    rank hangs.
+    """with session(): close the process groups at the end, however it comes: no rank hangs.
 
     At the end all ranks wait for each other; then each closes the groups that were made inside, in
     the same order, and the default process group, if it was started inside. After an error it

@@ -1,14 +1,12 @@
-"""Agree on whether the job is monitored: a rank that the others cannot see turns the monitor off on
-all ranks.
+"""Agree on whether the job is monitored: a rank that others cannot see turns it off for all.
 
-    rank 2   No space left on device      -> the store: "without" is the reason   trains without the monitor
-    rank 0   waits for rank 2's buffer    <- the store, after 0.05 s              continues without it, as do 1 and 3
+    rank 2   No space left on device    -> the store: "without"      trains without the monitor
+    rank 0   waits for rank 2's buffer  <- the store, after 0.05 s   does so too, as do 1 and 3
 
 In the store, under "shardmesh/watch/JOB":
     folder/HOST   the folder that the first rank of a host has chosen
     place/RANK    which files a rank has
-    without       why the job is not monitored; the first reason stands, and the rank that wrote it
-                  prints it
+    without       why the job is not monitored; the first reason stands, and its rank prints it
 
 A store that cannot be reached never answers, and the main thread may be blocked in it on its own
 connection. So waiting ranks ask on a separate thread, and a rank that gives up does so over a

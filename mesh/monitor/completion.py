@@ -2,8 +2,8 @@
 
     gloo's thread    Work.finish: has the work's lock, runs the profiler's callback, which waits for
                      the interpreter's lock
-    this thread      Work.isCompleted: has the interpreter's lock, waits for the work's: neither
-                     goes on
+    this thread      Work.isCompleted: has the interpreter's lock, waits for the work's:
+                     neither goes on
 
 The callback needs the interpreter where the collective was started under
 `torch.autograd.graph.saved_tensors_hooks`, as in a backward of FSDP, while a profiler was on (torch

@@ -3,10 +3,10 @@
 The host of an accelerator does not wait in a collective. It runs ahead, and stops where it needs a
 result:
 
-    rank 0   G.all_reduce #5   x.item() ......      BLOCKED: G#5, the first collective that its
-                                                    stream has not completed
-    rank 1   H.all_reduce #7   x.item() ......      BLOCKED: H#7      each waits for what the other
-                                                                      has not called: a deadlock
+    rank 0   G.all_reduce #5   x.item() ...   BLOCKED: G#5, the first that its stream has not
+                                              completed
+    rank 1   H.all_reduce #7   x.item() ...   BLOCKED: H#7; each waits for what the other has not
+                                              called: a deadlock
 
 A main thread that stays at another place for seconds may be in a launch for which the queue has no
 room, in the backward pass, or wait for something else. Then only the device counts as blocked.

@@ -30,9 +30,7 @@ _last_word: LastWord | None = None
 
 
 def fail() -> None:
-    """Make the exit status of this process 1: work that the program has left to a thread has
-    failed.
-    """
+    """Make the exit status of this process 1: work that was left to a thread has failed."""
     global _last_word
     if not has_failed():
         _last_word = LastWord()

@@ -1,5 +1,4 @@
-"""Monitor this process for hangs: record its collectives, poll the other ranks while waiting,
-broadcast the diagnosis.
+"""Monitor for hangs: record collectives, poll the others while waiting, broadcast the verdict.
 
 A process has one monitor for each default process group. It ends with the group or with the first
 verdict: after that every collective of every rank raises the verdict.
@@ -69,8 +68,7 @@ _FAR_STACK_S = 1.0  # of a rank on another host
 
 
 class Monitor:
-    """One process's view of the job: its own trace buffer, those of the other ranks, and the
-    verdict.
+    """One process's view of the job: its own trace buffer, those of others, and the verdict.
 
     Attributes:
         directory: the trace buffers of all ranks.
@@ -110,9 +108,7 @@ class Monitor:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every rank of the job becomes visible here: there is one host, or a relay to the
-        others.
-        """
+        """Whether every rank of the job becomes visible here: by one host, or a relay."""
         return self.relay is not None or not is_needed(os.environ, self.directory.size)
 
     @property
@@ -186,9 +182,7 @@ class Monitor:
             warn(reason) if self._agreement is None else self._agreement.decline(reason)
 
     def _retire(self) -> None:
-        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts
-        apply.
-        """
+        """Stop comparing; only record this rank's collectives, under torch's own timeouts."""
         if not self._is_on:
             return
         self._is_on = False
@@ -319,9 +313,7 @@ class Monitor:
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
     ) -> bool:
-        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the
-        diagnosed WatchError.
-        """
+        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
@@ -469,8 +461,7 @@ class Monitor:
 
     @contextmanager
     def paused(self, state: str = "", kind: int = 1) -> Iterator[None]:
-        """Suspend stall detection on all ranks while any rank is inside; the time inside does not
-        count afterwards either.
+        """Suspend stall detection on all ranks while one is inside; that time never counts.
 
         Args:
             state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as
@@ -492,9 +483,7 @@ class Monitor:
                 words[Header.DOING] = before
 
     def ns_since(self, start: int) -> int:
-        """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a
-        rank is paused.
-        """
+        """Return the ns since `start`, or since the last pause of a rank; 0 while one is paused."""
         clock = self.buffer.words[Header.CLOCK]
         for buffer in filter(None, map(self.directory.buffer_of, range(self.directory.size))):
             if buffer.words[Header.PAUSED]:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
-    """Start the monitor of this process; None if this rank's files cannot be made, which all ranks
-    are notified of.
-    """
+    """Start this process's monitor; None if its files cannot be made, which all ranks are told."""
     try:
         parent = (
             None

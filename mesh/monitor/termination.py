@@ -1,9 +1,9 @@
-"""End the processes of a failed job: the verdict is the last thing printed, and every process exits
-within seconds.
+"""End the processes of a failed job, all within seconds; the verdict is printed last.
 
-    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
+    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there
               +5 s     one that does not react is ended
               +10 s    one that raised the error and lives on, in the same job, is ended
+                       (SHARDMESH_EXIT_S=10)
     at exit            torch's groups are kept: destroying one waits for its threads, which wait for
                        ranks that never answer
 
@@ -99,9 +99,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def interruption(error: BaseException) -> str | None:
-    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for
-    any other error.
-    """
+    """Return how a person or a scheduler ended the program, a key of `INTERRUPTIONS`, or None."""
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt"
     return (
@@ -219,9 +217,7 @@ def set_deadline(monitor: Monitor, is_on: bool) -> None:
 
 
 def _end_at_the_latest(seconds: float) -> None:
-    """End the process after so many seconds with all threads' stacks, from a thread that does not
-    need the interpreter.
-    """
+    """End the process later with all threads' stacks, from a thread without the interpreter."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
         faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True, file=2)
 
@@ -299,8 +295,7 @@ def _on_exit() -> None:
 
 
 def _end_others(monitor: Monitor) -> None:
-    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the
-    interpreter's lock.
+    """End ranks of this host that cannot do so themselves: stopped, or holding the interpreter.
 
     Without a launcher nothing else ends them. The lowest of the other ranks does it, once their
     time to exit is over.

@@ -90,9 +90,7 @@ class Verdict:
 
     @property
     def is_interruption(self) -> bool:
-        """Whether nothing is wrong: a person or a scheduler has ended the job, by Ctrl-C, SIGTERM
-        or SIGHUP.
-        """
+        """Whether nothing is wrong: the job was ended by Ctrl-C, SIGTERM or SIGHUP."""
         return self.kind == "raised" and self.field in INTERRUPTIONS
 
     def error(self) -> WatchError:

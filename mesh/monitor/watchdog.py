@@ -1,6 +1,4 @@
-"""A thread per process that publishes a heartbeat, and the main thread's stack when another rank
-asks for it.
-"""
+"""A thread per process that publishes a heartbeat, and the main thread's stack on request."""
 
 from __future__ import annotations
 

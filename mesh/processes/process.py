@@ -1,6 +1,4 @@
-"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with NCCL, gloo or another of
-its backends.
-"""
+"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with any of its backends."""
 
 from __future__ import annotations
 
@@ -373,8 +371,7 @@ class ProcessGroup(Group):
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the backend sends and receives host memory only: gloo supports other devices
-    in collectives only.
-    """
+    in collectives only."""
     return device.type != "cpu" and _is_gloo(handle, device)
 
 
@@ -478,9 +475,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def process_world() -> ProcessWorld:
-    """Return the world of the default process group, a new one if that group is new. Starts
-    nothing.
-    """
+    """Return the world of the default process group, new if the group is. Starts nothing."""
     global _world
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _world is None or _world.is_over(default):

@@ -26,9 +26,7 @@ _FIELDS = ("operation", "agree", "layout", "lineage")
 
 
 class BlockedRank(NamedTuple):
-    """A blocked rank: its collective, the group, which of its ranks are missing, and the line in
-    the program.
-    """
+    """A blocked rank: its collective, the group, the ranks that are missing, and the line."""
 
     rank: int
     call: Arrival

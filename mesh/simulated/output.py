@@ -148,8 +148,6 @@ def callers_stdout(caller_is_rank: bool) -> Any:
 
 
 def _last_drawn(line: str) -> str:
-    """Return a line with carriage returns as a terminal shows it; one at the end is kept, since its
-    text follows.
-    """
+    """Return a line as a terminal shows its carriage returns; one at the end is kept."""
     body = line.rstrip("\r")
     return body.rpartition("\r")[2] + line[len(body) :]

@@ -1,7 +1,8 @@
 """Rendezvous of simulated ranks at a collective: compare the arguments, then move the data.
 
-    rank 0   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --.
-    rank 1   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+--  move([arrival of 0, arrival of 1])
+    rank 0   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+
+    rank 1   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+
+                                                    move([arrival of 0, arrival of 1])  <-+
 
 All ranks share the memory of one process, so the last rank to arrive moves the data of all.
 """

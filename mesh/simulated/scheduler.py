@@ -1,5 +1,4 @@
-"""Scheduler: choose which simulated rank runs. One rank runs at a time, until it blocks in a
-collective.
+"""Scheduler: choose the simulated rank that runs, one at a time, until it blocks.
 
     ready    [2 3]             can run, in this order
     running  1                 until it blocks in a collective: then it waits, and 2 runs
@@ -28,8 +27,7 @@ from .threads import RankEnded, Worker
 
 
 class Scheduler:
-    """Runs one rank at a time. Only the running rank changes the state, so it needs no locks but
-    the ranks' gates.
+    """Runs one rank at a time. Only that one changes the state: no locks but the ranks' gates.
 
     Attributes:
         done: a lock, released when the run has ended.
@@ -58,9 +56,7 @@ class Scheduler:
         self.order = RankOrder(outputs)
 
     def resume(self, rank: int) -> None:
-        """Install this rank's generator state and output, in its thread, at the start of
-        its turn.
-        """
+        """Install this rank's generator state and output, in its thread, at its turn's start."""
         self.running = rank
         if not self.abandoned:
             torch.default_generator.set_state(self.generators[rank])
@@ -85,9 +81,7 @@ class Scheduler:
             self.done.release()
 
     def run_collective(self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move) -> Any:
-        """Wait for the other ranks of the group; the last to arrive moves the data. Return the
-        result of `move`.
-        """
+        """Wait for the group's other ranks; the last moves the data. Return `move`'s result."""
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)

@@ -199,9 +199,7 @@ def simulate(
 
 
 def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
-    """Return the results, and the error that ended the run if any. Restores the caller's generator
-    and output.
-    """
+    """Return the results, and the error if any. Restores the caller's generator and output."""
     caller = thread_context.world
     before = callers_stdout(isinstance(caller, SimulatedWorld))
     workers = acquire(n)

@@ -21,8 +21,7 @@ class RankEnded(BaseException):
 
 
 class Worker(threading.Thread):
-    """A thread that runs one rank after another, since starting a thread takes longer than many
-    simulated programs.
+    """A thread that runs ranks in turn, since starting one takes longer than many programs.
 
     Both the idle worker and its rank, in a collective, wait at `gate`, a lock that the scheduler
     releases.
@@ -51,9 +50,7 @@ class Worker(threading.Thread):
             del job  # an idle worker must not keep the arguments of its last rank alive
 
     def line(self) -> str | None:
-        """Return file:line of the user's program where this thread is now, None outside it. Used in
-        error messages only.
-        """
+        """Return file:line of the program where this thread is, or None. For error messages."""
         frame = frame_of_thread(self.ident)
         while frame is not None and frame.f_code.co_filename.startswith(_INNER):
             frame = frame.f_back
@@ -80,8 +77,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _replace_device_guard() -> None:
-    """Let torch replace CUDA's device guard, on a machine without a GPU, in a thread that outlives
-    the workers.
+    """Let torch replace CUDA's device guard, without a GPU, in a thread that outlives workers.
 
     torch's build for CUDA does so when the first fake tensors are made, and torch 2.11 frees the
     replacement when that thread ends (c10::impl::ensureCUDADeviceGuardSet). If that is a worker,

@@ -1,14 +1,10 @@
-"""`eval_shape`: layouts, bytes moved and memory of a program on a mesh of any size, without data
-and devices.
+"""`eval_shape`: layouts, bytes moved and memory of a program on any mesh, without devices.
 
-Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank, alone:
-(dp=128, tp=8)                                        |                 collectives are counted and
-                                                                        move nothing,
-                                                      f                 tensors have shapes and no
-                                                                        values,
-                                                      v                 memory is counted as it is
-                                                                        allocated and freed
-Layout on AbstractMesh   <---  out   ---   ShardedTensor on "meta"
+Layout on AbstractMesh  ---   in  --->  ShardedTensor on "meta"     f runs as one rank, alone:
+(dp=128, tp=8)                                     |                collectives are counted and move
+                                                   f                nothing, tensors have shapes but
+                                                   v                no values, memory is counted as
+Layout on AbstractMesh  <---  out  ---  ShardedTensor on "meta"     it is allocated and freed
 """
 
 from __future__ import annotations
@@ -118,8 +114,8 @@ def eval_shape(
 
     Example:
         >>> mesh = sm.AbstractMesh((128, 8), ("dp", "tp"))
-        >>> x, w = sm.Layout.of(mesh, P("dp"), (4096, 1024)), sm.Layout.of(mesh, P("tp"),
-        ...     (8192, 1024))
+        >>> x = sm.Layout.of(mesh, P("dp"), (4096, 1024))
+        >>> w = sm.Layout.of(mesh, P("tp"), (8192, 1024))
         >>> sm.debug.eval_shape(torch.nn.functional.linear, x, w).result
         f32[4096, 8192] @ P('dp', 'tp') on (dp=128, tp=8)
     """

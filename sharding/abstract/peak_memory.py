@@ -1,5 +1,4 @@
-"""How much memory a program's tensors take on this rank, counted at the operators that allocate and
-free them.
+"""A program's tensors' memory on this rank, counted at operators that allocate and free it.
 
     x = torch.zeros(8)      32 bytes allocated    live 32    peak 32
     y = x.exp()             32 bytes allocated    live 64    peak 64
@@ -31,8 +30,7 @@ _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_f
 
 
 class PeakMemory(TorchDispatchMode):
-    """with PeakMemory(device_type) as memory: count the bytes of this thread's tensors on devices
-    of that type.
+    """with PeakMemory(device_type) as memory: count this thread's tensors on devices of that type.
 
     A tensor that was made before is found at the first operator that takes it, and counted as if it
     had been live from the start.
@@ -66,9 +64,7 @@ class PeakMemory(TorchDispatchMode):
         return result
 
     def of(self, tree: Any) -> int:
-        """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared
-        memory counts once.
-        """
+        """Return the bytes of a tree's tensors (tuple, list, dict); shared memory counts once."""
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:

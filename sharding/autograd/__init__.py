@@ -1,3 +1,1 @@
-"""What a thread is inside of: autograd's hooks and transforms, and the named axes of mapped
-functions.
-"""
+"""What a thread is inside of: autograd's hooks and transforms, and mapped functions' axes."""

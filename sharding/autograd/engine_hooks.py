@@ -107,8 +107,7 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 def in_forward_mode() -> bool:
     """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`,
-    `torch.autograd.forward_ad`).
-    """
+    `torch.autograd.forward_ad`)."""
     return forward_ad._current_level >= 0 and (
         thread_context.forward_mode_depth > 0 or not _forward_threads
     )

@@ -1,5 +1,4 @@
-"""Named axes inside a mapped function: the mesh that they belong to, and this rank's place along
-them.
+"""Named axes inside a mapped function: their mesh, and this rank's place along them.
 
 mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
     [0 1]

@@ -1,5 +1,4 @@
-"""Communication under transforms of `torch.func`: `vmap`, `jvp` and `grad` of linear maps between
-ranks.
+"""Communication under `torch.func`: `vmap`, `jvp` and `grad` of linear maps between ranks.
 
 A `ShardedTensor` is a local tensor and a layout, and operators run on the local tensor. So a
 transform of the local tensors is a transform of the program on `ShardedTensor`s, as long as

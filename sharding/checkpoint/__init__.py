@@ -1,3 +1,1 @@
-"""Checkpoints: state on any mesh, saved completely or not at all, loaded onto any other mesh
-(docs/checkpoint.md).
-"""
+"""Checkpoints: state of any mesh, saved whole or not, loaded on any mesh (docs/checkpoint.md)."""

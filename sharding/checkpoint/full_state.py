@@ -1,6 +1,4 @@
-"""Full state dicts on one rank: gather whole tensors there, or scatter from there, one tensor at a
-time.
-"""
+"""Full state dicts on one rank: gather whole tensors there, or scatter them, one at a time."""
 
 from __future__ import annotations
 

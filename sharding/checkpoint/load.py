@@ -29,8 +29,7 @@ from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
-    """load(dir, like) -> a tree like `like` with the stored values. Every rank of the world calls
-    it.
+    """load(dir, like) -> a tree like `like` with the stored values. Every rank calls it.
 
         stored on (2,)   w [0:4] [4:8]    like on (3,)    rank 0   w [0:3]        from the piece 0:4
                                                           rank 1   w [3:6]        from both
@@ -67,11 +66,11 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         and an all_to_all (not over gloo).
 
     Example:
-        >>> state = sm.checkpoint.load("checkpoints",
-        ...     like=sm.checkpoint.state_dict(model, optimizer))
+        >>> like = sm.checkpoint.state_dict(model, optimizer)
+        >>> state = sm.checkpoint.load("checkpoints", like=like)
         >>> sm.checkpoint.load_state_dict(model, state, optimizer)
-        >>> w = sm.checkpoint.load("checkpoints",
-        ...     {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
+        >>> layout = Layout.of(mesh, P("tp"), (8, 4))
+        >>> w = sm.checkpoint.load("checkpoints", {"model": {"w": layout}})["model"]["w"]
     """
     world = current_world()
     group = all_ranks(world)
@@ -269,9 +268,7 @@ def _allocate(stored: Stored, wants: Mapping[str, Any], rank: int) -> LoadedPart
 
 
 def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> dict[str, list[int]]:
-    """Return each stored value with the ranks that need it: all of the node, or one for a value per
-    rank.
-    """
+    """Return each stored value with the ranks that need it: the whole node, or one if per rank."""
     needed: dict[str, list[int]] = {}
     for name, want in wants.items():
         if isinstance(want, StoredValue):

@@ -1,6 +1,4 @@
-"""Preparation of a save: collect the leaves, check that they can be saved and that all ranks have
-the same.
-"""
+"""Preparation of a save: collect the leaves, check that they can be saved and are alike on all."""
 
 from __future__ import annotations
 
@@ -142,8 +140,7 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
 def _begin(
     group: Group, dir: Path, step: int | None, keep_lease: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
-    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0
-    makes them.
+    """Return the folder to write to, step, nonce, and on rank 0, which makes them, the lease.
 
     An earlier failure of a rank is raised on all.
     """
@@ -214,8 +211,7 @@ def state_of(tree: Any, world: World) -> SaveState:
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
-    """Return a leaf as text, which ranks compare: a sharded tensor by layout, replicated leaves by
-    value.
+    """Return a leaf as text, for comparison: a sharded tensor by layout, replicas by value.
 
     Raises:
         TypeError, ValueError: it cannot be saved.

@@ -22,10 +22,9 @@ class RandomState:
     Communication: none.
 
     Example:
-        >>> sm.checkpoint.save({"model": model, "random": sm.checkpoint.RandomState()},
-        ...     "checkpoints")
-        >>> sm.checkpoint.load("checkpoints", {"model": model,
-        ...     "random": sm.checkpoint.RandomState()})
+        >>> state = {"model": model, "random": sm.checkpoint.RandomState()}
+        >>> sm.checkpoint.save(state, "checkpoints")
+        >>> sm.checkpoint.load("checkpoints", state)
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -99,8 +99,7 @@ class _FileOffset(NamedTuple):
 
 
 def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
-    """load_safetensors(path, like) -> a tree like `like`; each rank reads its own boxes. Every rank
-    calls it.
+    """load_safetensors(path, like) -> a tree like `like`, each rank's boxes. Every rank calls it.
 
     Args:
         path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its
@@ -119,8 +118,8 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
 
     Example:
         >>> sm.checkpoint.load_safetensors("llama/", like=model)
-        >>> w = sm.checkpoint.load_safetensors("w.safetensors",
-        ...     {"w": Layout.of(mesh, P("tp"), (8, 4))})["w"]
+        >>> layout = Layout.of(mesh, P("tp"), (8, 4))
+        >>> w = sm.checkpoint.load_safetensors("w.safetensors", {"w": layout})["w"]
     """
     world = current_world()
     group = all_ranks(world)

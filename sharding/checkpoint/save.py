@@ -33,11 +33,10 @@ class _LastSave:
 def save(
     tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
 ) -> Checkpoint:
-    """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world
-    calls it.
+    """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank calls it.
 
-        rank 0   w [0:4]   --.
-        rank 1   w [4:8]   --+-->   dir/step-00000012/   __0_0.distcp   __1_0.distcp   .metadata   manifest.json
+        rank 0   w [0:4]   --.           step-00000012/__0_0.distcp   step-00000012/.metadata
+        rank 1   w [4:8]   --+-->   dir  step-00000012/__1_0.distcp   step-00000012/manifest.json
 
     Each box is written by one of the ranks that hold it. The files have the format of
     torch.distributed.checkpoint, with a CRC-32 of every piece in the manifest. They are written to
@@ -84,8 +83,7 @@ def save(
 def async_save(
     tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
 ) -> AsyncSave:
-    """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the
-    tree at once.
+    """async_save(tree, dir) -> a handle; a thread writes copies, and the tree may change at once.
 
     The pieces that this rank writes are copied to host memory, written, synced and committed as by
     `save`, also without `wait()`. On a GPU that memory is pinned and kept for the next save, and
@@ -211,8 +209,7 @@ def _tried(work: Callable[[], None]) -> Exception | None:
 def _finish(
     job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]
 ) -> Checkpoint:
-    """Write on every rank, then commit on rank 0. An error on any rank is raised on all, after
-    `stop`.
+    """Write on every rank, then commit on rank 0. An error of one is raised on all, after `stop`.
 
     Replaced checkpoints are removed last, by all ranks.
     """

@@ -1,8 +1,7 @@
 """Copies of a tree in host memory, for an asynchronous save.
 
-    stream   ... step 7 | copies | step 8 ...      the copies are those of step 7, whatever the
-                                                   program does next
-    host     async_save -> step 8 is launched      does not wait
+    stream   ... step 7 | copies | step 8 ...   copies of step 7, whatever the program does next
+    host     async_save -> step 8 is launched   does not wait
     thread   waits for an event, writes
 
 The copies go to pinned memory, which is kept for the next save: they run at the full rate of the

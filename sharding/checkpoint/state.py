@@ -1,6 +1,5 @@
 """`state_dict` and `load_state_dict`: the state of a module and its optimizer by parameter name,
-without communication.
-"""
+without communication."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
     Example:
         >>> save(state_dict(model, optimizer), "checkpoints")
-        >>> load_state_dict(model, load("checkpoints", like=state_dict(model, optimizer)),
-        ...     optimizer)
+        >>> state = load("checkpoints", like=state_dict(model, optimizer))
+        >>> load_state_dict(model, state, optimizer)
     """
     state: dict[str, Any] = {"model": _model_state(model)}
     if optimizer is not None:
@@ -70,8 +69,7 @@ def load_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and its
-    optimizer.
+    """load_state_dict(model, state, optimizer): load a `state_dict` into the module and optimizer.
 
     Tensors in other layouts are redistributed; each rank takes its part of whole tensors. Without
     an optimizer, one in `state` is ignored.

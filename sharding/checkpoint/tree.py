@@ -2,10 +2,9 @@
 
 {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
-leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as
-                                                                          torch.distributed.checkpoint
-                                                                          names them
-structure   {"dict": [["model", {"dict": [["w", "model.w"]]}], ["groups", {"list": [...]}], ["betas", "betas"]]}
+leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99), named as by torch's checkpoint
+structure   {"dict": [["model", {"dict": [["w", "model.w"]]}],
+                      ["groups", {"list": [...]}], ["betas", "betas"]]}
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Leaf:
 
 @dataclasses.dataclass
 class PerRank(Leaf):
-    """PerRank(value): a leaf that each rank saves separately, such as the state of torch's random
-    generator.
+    """PerRank(value): a leaf that each rank saves separately, such as torch's random state.
 
     It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of
     their `like`.
@@ -42,17 +40,15 @@ class PerRank(Leaf):
     Communication: none.
 
     Example:
-        >>> sm.checkpoint.save({"noise": sm.checkpoint.PerRank(torch.get_rng_state())},
-        ...     "checkpoints")
+        >>> noise = sm.checkpoint.PerRank(torch.get_rng_state())
+        >>> sm.checkpoint.save({"noise": noise}, "checkpoints")
     """
 
     value: Any
 
 
 class StoredDict(dict[Any, Any]):
-    """A dict whose leaves are those of the checkpoint; `layout_of(path in it, shape)` gives the
-    layouts of tensors.
-    """
+    """A dict of a checkpoint's leaves; `layout_of(path in it, shape)` gives tensors' layouts."""
 
     layout_of: Callable[[Path, Sequence[int]], Layout | None]
 
@@ -173,9 +169,7 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
 
 
 def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Yield each leaf's name and path as in torch's index, where dicts have string keys and lists
-    have integers.
-    """
+    """Yield each leaf's name and path as in torch's index: keys are strings, indices integers."""
     if isinstance(structure, str):
         yield structure, path
     elif "dict" in structure:
@@ -187,9 +181,7 @@ def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Pa
 
 
 def structure_from(paths: Mapping[str, Path]) -> Structure:
-    """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists
-    are integers.
-    """
+    """Return torch's own checkpoints' structure: dicts' keys are strings, lists' integers."""
     nested: dict[Any, Any] = {}
     for name, path in paths.items():
         at: Any = nested

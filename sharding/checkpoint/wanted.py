@@ -51,9 +51,7 @@ class WholeTensor(Leaf):
 
 @dataclass(frozen=True, eq=False)
 class StoredValue(Leaf):
-    """A value that is not a tensor, by its stored name; `fallback` if it is `optional` and not
-    stored.
-    """
+    """A value that is no tensor, by its stored name; `fallback` if `optional` and not stored."""
 
     name: str
     fallback: Any = None

@@ -1,5 +1,4 @@
-"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the
-block.
+"""`context_parallel` in torch's form: plain buffers are this rank's part in the block.
 
     tokens [b, 16] on 2 ranks    in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
                                                  rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11
@@ -101,8 +100,12 @@ def context_parallel(
     Communication: none by itself; attention's as in `context_parallel_attention`.
 
     Example:
-        >>> with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1],
-        ...     no_restore_buffers={tokens, labels}):
+        >>> with context_parallel(
+        ...     mesh["cp"],
+        ...     buffers=[tokens, labels],
+        ...     buffer_seq_dims=[1, 1],
+        ...     no_restore_buffers={tokens, labels},
+        ... ):
         ...     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         ...     loss.backward()
     """
@@ -300,8 +303,7 @@ def _replace(by: int) -> None:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: Any = None
 ) -> list[Tensor]:
-    """context_parallel_unshard(mesh, parts, dims) -> the whole tensors, in the order of positions,
-    without gradients.
+    """context_parallel_unshard(mesh, parts, dims) -> whole tensors by positions, without gradients.
 
     Args:
         mesh: that of `context_parallel`.

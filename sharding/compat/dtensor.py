@@ -76,8 +76,7 @@ class CommDebugMode:
 
 
 def visualize_sharding(x: ShardedTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which part of a tensor, on the first rank of its mesh; an empty tensor
-    prints nothing.
+    """Print which ranks hold which part of a tensor, on its mesh's first rank, unless empty.
 
     Args:
         x: a tensor of any number of dims; see `visualize`.

@@ -256,9 +256,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted without effect: gathers and reductions use one process group per set of
-        ranks.
-        """
+        """Accepted without effect: gathers and reductions use a process group per set of ranks."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: buffers are torch's."""
@@ -267,9 +265,7 @@ class FSDPModule:
         """Accepted without effect; see `sm.symmetric_memory`."""
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise NotImplementedError: collectives are planned, recorded and compared between ranks
-        before they run.
-        """
+        """Raise NotImplementedError: collectives are planned and compared before they run."""
         raise NotImplementedError(_NO_CUSTOM_COLLECTIVE.format("set_custom_all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:

@@ -32,8 +32,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts
-    and returns parts.
+    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on parts.
 
         x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  laid out as out_placements
                              rank 1: f(b) = d
@@ -68,8 +67,11 @@ def local_map(
     all_gather of the results' shapes.
 
     Example:
-        >>> @local_map(out_placements=[Shard(0)], in_placements=([Shard(0)], [Replicate()]),
-        ...     in_grad_placements=([Shard(0)], [Partial()]))
+        >>> @local_map(
+        ...     out_placements=[Shard(0)],
+        ...     in_placements=([Shard(0)], [Replicate()]),
+        ...     in_grad_placements=([Shard(0)], [Partial()]),
+        ... )
         ... def scores(q, k):
         ...     return torch.softmax(q @ k.T, -1)
     """

@@ -1,6 +1,4 @@
-"""`loss_parallel`: the losses of logits that are split by classes, with torch's name, and plain
-targets.
-"""
+"""`loss_parallel`: losses of logits split by classes, with torch's name, and plain targets."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def loss_parallel() -> Iterator[None]:
     """with loss_parallel(): `F.cross_entropy` and `F.nll_loss` of logits split by classes take
     plain targets, as in torch.
 
-        logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss; logits are not gathered
+        logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss, no gather
 
     Without it they take targets that are sharded tensors, and logits split in any way; neither
     needs backward inside the block. All reductions, class weights and label smoothing work, on

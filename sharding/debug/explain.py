@@ -126,17 +126,13 @@ class Explanation:
 
     @cached_property
     def node_lower_bound(self) -> int | None:
-        """The fewest bytes that the busiest node must receive from others; None as for
-        `lower_bound`.
-        """
+        """The fewest bytes that the busiest node must receive from others; see `lower_bound`."""
         src, dst = self.plan.src, self.plan.dst
         return None if is_reduction(src, dst) else node_bound(src, dst, self.plan.topology)
 
     @cached_property
     def ratio(self) -> float | None:
-        """Bytes received divided by the lower bound; 1.0 if both are zero, None if there is no
-        bound.
-        """
+        """Bytes received / the lower bound; 1.0 if both are zero, None if there is no bound."""
         bound = self.lower_bound
         return (
             None
@@ -175,9 +171,7 @@ class Explanation:
         }
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Draw the boxes of every rank before, after each step and at the end, with matplotlib; see
-        `picture.plan_picture`.
-        """
+        """Draw every rank's boxes before and after each of the steps: `picture.plan_picture`."""
         return plan_picture(self, path)
 
     def __str__(self) -> str:

@@ -258,8 +258,7 @@ class Inspection:
 
 
 def inspect(x: ShardedTensor | Layout) -> Inspection:
-    """inspect(x) -> Inspection: what each rank holds of a tensor, which ranks hold the same, bytes,
-    memory, gradient.
+    """inspect(x) -> Inspection: what ranks hold of a tensor, replicas, bytes, memory and gradient.
 
     Args:
         x: a tensor, or a layout (on an `AbstractMesh`, too); ranks outside its mesh may call this

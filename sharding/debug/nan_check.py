@@ -1,5 +1,4 @@
-"""`debug_nans`: find the operator, the line and the rank where a NaN or an infinity first appears,
-forward or backward.
+"""`debug_nans`: find the operator, line and rank where a NaN or an infinity first appears.
 
 A torch function mode checks what each operator of the program returns on this rank, and registers a
 hook on each node that it adds to the autograd graph. Operators that the library calls by itself are
@@ -69,8 +68,7 @@ class BadValueError(FloatingPointError):
 
 
 class debug_nans(TorchFunctionMode):
-    """with debug_nans(): an operator that returns a NaN or an infinity raises an error, forward and
-    backward.
+    """with debug_nans(): an operator that returns a NaN or an infinity raises, also in backward.
 
     Each rank checks its own part, so values are found before a reduction spreads them. Ranks that
     found nothing raise PeerError in their next collective, with this error's text. An infinity

@@ -1,5 +1,4 @@
-"""Pictures of layouts and plans, drawn with matplotlib: the tensor, and in it the box of every
-rank.
+"""Pictures of layouts and plans by matplotlib: the tensor, and in it the box of every rank.
 
 A plan has a panel for the layout before, after each step and at the end. A layout has one panel, or
 one for each page of its table. Dim 0 goes downwards, dim 1 to the right. A box is drawn once, in
@@ -224,9 +223,7 @@ def page_panels(layout: Layout) -> list[Panel]:
 
 
 def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> Figure:
-    """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see
-    `visualize`.
-    """
+    """layout_picture(layout, path) -> Figure: every rank's boxes, page by page; see `visualize`."""
     panels = page_panels(layout)
     titles = [page_title(layout, page) for page in pages(layout, shown_dims(layout))]
     return drawn(
@@ -262,8 +259,7 @@ def _draw_layout(
 
 
 def drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
-    """Return `draw(Figure)`, drawn in the style of all pictures here, and write it to a file if a
-    path is given.
+    """Return `draw(Figure)` in the style of all pictures here; write it to a path, if given.
 
     Raises:
         ImportError: matplotlib is not installed.

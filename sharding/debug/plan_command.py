@@ -20,11 +20,13 @@ from ..layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
 from .explain import explain
 
 EXAMPLE = """\
-  python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 --dtype bf16 "P('dp','tp')" "P('tp','dp')"
+  python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 \
+--dtype bf16 "P('dp','tp')" "P('tp','dp')"
 """
 _SPELLINGS = """\
 FROM and TO are specs or placements, in quotes because of the shell:
-  "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     unreduced={'ep': 'max'}     sizes={'dp': (3, 0, 5)}
+  "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     also unreduced={'ep': 'max'},
+                                                      sizes={'dp': (3, 0, 5)}
   "[Shard(0), Replicate(), Partial('sum')]"           one for each axis of the mesh
 """
 _MOST_ELEMENTS = 1 << 62
@@ -168,9 +170,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too.
-    Raises: ValueError.
-    """
+    """parse_dtype("bf16") -> torch.bfloat16, also for "bfloat16" and so on. Raises: ValueError."""
     by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     short = {
         dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
@@ -190,8 +190,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parse_spec(text: str) -> SpecLike:
-    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements, written as in
-    Python.
+    """parse_spec("P('dp', None)") -> P('dp', None): a spec or placements, written as in Python.
 
     Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood;
     nothing is evaluated.

@@ -1,6 +1,4 @@
-"""`visualize`: which rank holds which part, as text, in colour or as a picture; and the `repr` of
-sharded tensors.
-"""
+"""`visualize`: which rank holds which part, as text, in colour or a picture; `repr` of tensors."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ def visualize(
     style: Style = "text",
     path: str | PathLike[str] | None = None,
 ) -> Any:
-    """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or the layouts of
-    a module's tensors.
+    """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or of a module's.
 
     Ranks that hold the same part share a cell. For pending values, `+` follows ranks that hold
     contributions to a sum; ` max` and so on for the other kinds. Of a tensor with more than two

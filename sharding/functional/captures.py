@@ -1,7 +1,8 @@
 """Tensors that a mapped function closes over: each becomes an argument when the function first uses
 it.
 
-    w sharded, or requires grad        f = shard_map(lambda x: x @ w, ...)        f(x)  as  shard_map(lambda x, w: x @ w, ...)(x, w)
+    f = shard_map(lambda x: x @ w, ...)     w is sharded, or requires grad
+    f(x)     runs as     shard_map(lambda x, w: x @ w, ...)(x, w)
 
 A `ShardedTensor` keeps its layout: the function receives this rank's part, which varies over the
 axes that split it. A plain tensor that requires grad counts as replicated, and its gradient is

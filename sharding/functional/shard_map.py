@@ -118,8 +118,12 @@ def shard_map(
         signature one small all_gather of the results' shapes. Otherwise none.
 
     Example:
-        >>> loss = sm.shard_map(lambda x, w: sm.psum((x @ w).square().sum(), "dp"), mesh=mesh,
-        ...     in_specs=(P("dp"), P()), out_specs=P())
+        >>> loss = sm.shard_map(
+        ...     lambda x, w: sm.psum((x @ w).square().sum(), "dp"),
+        ...     mesh=mesh,
+        ...     in_specs=(P("dp"), P()),
+        ...     out_specs=P(),
+        ... )
         >>> loss(x, w).backward()
     """
     if check_vma is not None:

@@ -96,8 +96,9 @@ def typeof(x: Any) -> Any:
     Example:
         >>> typeof(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
         f32[8, 3] @ P('x', None) on (x=4), local [2, 3]
-        >>> shard_map(lambda x: (print(typeof(x)), x)[1], mesh=mesh, in_specs=P("x"),
-        ...     out_specs=P("x"))(x)
+        >>> shard_map(
+        ...     lambda x: (print(typeof(x)), x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x")
+        ... )(x)
         f32[2, 3]{V:x}
     """
     env = current_axis_env()

@@ -1,11 +1,11 @@
 """`sm.jit`: a whole step (forward, backward, collectives, optimizer) as one graph.
 
     first call      runs eagerly; `recorder.py` records it
-        every operator on local tensors       -> a node             torch.ops.aten....
-        every call of a `Group`               -> two nodes          torch.ops.shardmesh.all_gather,
-                                                                    torch.ops.shardmesh.wait
-        numbers that change (lr, a seed)      -> nodes of Python numbers, `scalars.py`
-        tensors from outside                  -> placeholders: by reference, by slot (`.grad`), or
+        every operator on local tensors    -> a node            torch.ops.aten....
+        every call of a `Group`            -> two nodes         torch.ops.shardmesh.all_gather,
+                                                                torch.ops.shardmesh.wait
+        numbers that change (lr, a seed)   -> nodes of Python numbers, `scalars.py`
+        tensors from outside               -> placeholders: by reference, by slot (`.grad`), or
                                               arguments
     later calls     `state/` compares the state that the program can reach with the recorded one;
                     then one call of the graph, `program.py`

@@ -1,9 +1,8 @@
 """Collectives as operators `torch.ops.shardmesh`, which a graph calls in place of the methods of
 `Group`.
 
-    started = shardmesh.all_gather(x, "0,1,2,3", site)     launches; flat, in the order of the
-                                                           group's ranks
-    whole   = shardmesh.wait(started)                      the result, which may be read
+    started = shardmesh.all_gather(x, "0,1,2,3", site)   launches; flat, in the order of the group
+    whole   = shardmesh.wait(started)                    the result, which may be read
 
 No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and
 budgets see them. A *site* is the number of a `Site`: the purpose of the collective when the graph

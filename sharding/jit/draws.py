@@ -1,9 +1,8 @@
 """Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the
 stream from the call that runs it.
 
-recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
-later call   position 57                   draws 58, 59            and leaves the position at 59, as
-                                                                   eager code would
+recording    position 40 when it began    draws 41, 42    nodes Draw(+1), Draw(+2)
+later call   position 57                  draws 58, 59    leaves it at 59, as eager code would
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ class HostGenerators:
     The ranks of a simulated world share these generators, and one of them runs until it blocks in a
     collective:
 
-        recording    draws?    collective: others may draw    draws?    collective    draws?
-                     ~~~~~~                                   ~~~~~~                  ~~~~~~ compared
+        recording  draws?  collective: others may draw  draws?  collective  draws?
+                   ~~~~~~                               ~~~~~~              ~~~~~~ compared
     """
 
     def __init__(self) -> None:

@@ -159,9 +159,9 @@ class _Code:
         kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
         if node.target in OPERATORS:
             name = OPERATORS[node.target]  # type: ignore[index]
-            kwargs.append(
-                f"now={i + 1 < len(self.nodes) and self.nodes[i + 1].target is WAIT and self.nodes[i + 1].args[0] is node}"
-            )
+            following = self.nodes[i + 1] if i + 1 < len(self.nodes) else None
+            now = following is not None and following.target is WAIT and following.args[0] is node
+            kwargs.append(f"now={now}")
             kwargs += ["donate=True"] if node.meta.get("donate") else []
             return f"{self._name(STARTS[name])}({', '.join(args + kwargs)})"
         target = node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target

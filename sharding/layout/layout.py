@@ -1,6 +1,4 @@
-"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of it that each
-rank holds.
-"""
+"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of each rank."""
 
 from __future__ import annotations
 
@@ -179,8 +177,7 @@ class Layout:
 
     @cached_property
     def dual(self) -> Layout:
-        """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded
-        <-> itself.
+        """The layout of this tensor's gradient: pending(sum) <-> replicated, sharded <-> itself.
 
         Along an axis that is pending with another kind than sum, the value of every rank has a
         separate gradient.
@@ -280,9 +277,7 @@ class Layout:
 
     @cached_property
     def meta(self) -> torch.Tensor:
-        """A meta tensor of the global shape: the storage of every `ShardedTensor` of this
-        layout.
-        """
+        """A meta tensor of the global shape, the storage of this layout's `ShardedTensor`s."""
         # It is used after the transform or mode has ended.
         with (
             outside_of_transforms(),

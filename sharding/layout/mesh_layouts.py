@@ -1,6 +1,4 @@
-"""`MeshLayouts`: the layouts of one mesh, and the answers of functions about them, which it keeps
-as `mesh.cache`.
-"""
+"""`MeshLayouts`: a mesh's layouts, and answers of functions about them, kept as `mesh.cache`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`P`, the partition spec: which mesh axes split which tensor dims, and on which axes a reduction
-is pending.
-"""
+"""`P`, the partition spec: the mesh axes that split each dim, and those of a pending reduction."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ EACH = "each"
 
 
 class _Unconstrained(tuple):
-    """The entry of a dim that keeps its axes; equal to itself only, not to the entry of a dim that
-    is not split.
-    """
+    """The entry of a dim that keeps its axes; equal to itself only, not to a dim that is whole."""
 
     __slots__ = ()
 
@@ -230,9 +226,8 @@ class P:
             )
             entries.append(f"unreduced={{{shown}}}")
         if self.sizes:
-            entries.append(
-                f"sizes={{{', '.join(f'{_show_entry(axes)}: {sizes}' for axes, sizes in self.sizes)}}}"
-            )
+            shown = ", ".join(f"{_show_entry(axes)}: {sizes}" for axes, sizes in self.sizes)
+            entries.append(f"sizes={{{shown}}}")
         return f"P({', '.join(entries)})"
 
     @cached_property

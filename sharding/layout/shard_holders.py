@@ -1,5 +1,4 @@
-"""Which ranks hold which part in a layout, on meshes of any size: the data behind tables, pictures
-and `inspect`.
+"""Which ranks hold which part in a layout: the data behind tables, pictures and `inspect`.
 
 An axis splits one dim at most, so a box is one interval of each dim, chosen by that dim's axes
 alone:
@@ -54,9 +53,7 @@ def parts(layout: Layout, dim: int) -> list[Interval]:
 
 
 def holders(layout: Layout, box: Sequence[Interval]) -> list[int]:
-    """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does
-    not restrict them.
-    """
+    """Return the global ranks that hold a box, ascending; dims not in `box` restrict nothing."""
     at = {axis: index for part in box for axis, index in part.coordinates}
     return sorted(
         layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)]
@@ -109,7 +106,8 @@ def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
         part is None or (part.start, part.stop) == (0, n)
         for part, n in zip(page, layout.shape, strict=True)
     ]
-    return f"[{', '.join(':' if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))}]"
+    dims = (":" if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))
+    return f"[{', '.join(dims)}]"
 
 
 def title(layout: Layout, max_chars: int = 160) -> str:

@@ -5,8 +5,7 @@
     here       y._local              gets a node in the graph of local tensors, which leads to
                                      x._local
     backward   that node passes the gradient of y, as a ShardedTensor in the layout dual to y's, to
-               Gelu.backward, and redistributes
-               the result to the layout dual to x's
+               Gelu.backward, and redistributes the result to the layout dual to x's
 
 Autograd runs on local tensors, but a custom function sees the wrappers, so the history of its
 results is transferred to the local tensors when they are first used in a computation with

@@ -501,7 +501,8 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         if local.requires_grad:
             if _is_grad_enabled():
                 out.requires_grad = True
-            else:  # a view of a leaf, which must not become a leaf if a custom autograd.Function returns it
+            else:
+                # A view of a leaf must not become a leaf if a custom autograd.Function returns it.
                 local = _detached(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]

@@ -4,8 +4,7 @@ An operator whose operands do not have the layouts it needs redistributes them. 
 but the cost may be a surprise:
 
     with sm.ops.implicit_comm("forbid"):
-        y = x @ w          # ImplicitCommError: names the operator, the layouts, the bytes, the
-                           line, and what to write
+        y = x @ w          # ImplicitCommError: names operator, layouts, bytes, line, what to write
         w = w.redistribute(P())
         y = x @ w          # explicit: allowed
 

@@ -5,7 +5,7 @@ A tensor on another mesh may depend on the result, and backward through a redist
 meshes needs the ranks of both. So a tensor requires grad here if it does elsewhere, and backward
 visits the same nodes: operators run on stand-ins, meta tensors of the global shapes.
 
-    part (0,)  --->  stand-in [4, 8] on "meta"  --- the operator --->  stand-in [4, 16]  --->  part (0,)
+    part (0,) -> stand-in [4, 8] on "meta" -- the operator --> stand-in [4, 16] -> part (0,)
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ in their layouts and redistribute the result, or redistribute operands first.
 
         result only     local product, reduce_scatter of the result         a share of m n elements
         operands first  all_to_all of x to P("tp"), all_gather of w         a share of m k + k n
-                                                                            elements, nothing after
 
 Both are priced by the bytes of their plans, for each mesh axis in turn; the fewest bytes win, then
 the fewest collectives, then the smallest local operands. The choice is cached for calls with the

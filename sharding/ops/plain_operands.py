@@ -1,10 +1,10 @@
 """Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a
 model makes count as replicated.
 
-    mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing
-                                                             in it depends on the rank
-    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is
-                                                             treated as replicated
+    mask = torch.arange(s) <= torch.arange(s)[:, None]    the same on every rank, since nothing in
+                                                          it depends on the rank
+    scores.masked_fill(~mask, -inf)                       scores is a ShardedTensor: mask counts as
+                                                          replicated
 
 The first time that a line uses such an operand, the ranks of the mesh compare its bits. After that
 the same line, with the same operator, shapes, dtypes and layouts, is trusted to make equal operands
@@ -104,9 +104,8 @@ def _in_prepared_module() -> bool:
         if code.co_argcount and code.co_varnames[0] == "self":
             variables = frame.f_locals
             owner = variables.get("self")
-            if (
-                type(variables) is dict
-            ):  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+            # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
+            if type(variables) is dict:
                 variables.clear()
             if is_prepared(owner) or adapts_prepared(owner):
                 return True

@@ -1,7 +1,7 @@
 """Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever
 thread runs it and in whatever block.
 
-    with mesh:                                      current mesh, implicit_replication(),
+    with mesh:                                      the current mesh, implicit_replication(),
                                                     null_world, context_parallel()
         y = checkpoint(f, x, use_reentrant=False)   f runs; the state is captured
     y.sum().backward()                              f runs again, on CUDA in autograd's device

@@ -3,7 +3,8 @@ selects from, also writes to x.
 
     y = x[0]      a copy of row 0, on every rank, with a reference to x and the index
     y += 1        adds to the copy, then runs x[0] = y
-    x[0] += 1     Python runs y = x[0]; y += 1; x[0] = y, and the last step is skipped, since x has these values already
+    x[0] += 1     Python runs y = x[0]; y += 1; x[0] = y, and the last step is skipped, since x has
+                  these values already
 
 `x[0].copy_(y)`, `fill_`, `zero_` and `x.view(-1)[0] = y` write to x in the same way.
 The reference to x is weak, so that a copy does not keep x alive. If x is gone, as after

@@ -7,8 +7,7 @@ library calls, such as a module's forward, is compiled.
     marks     on functions that compiled code may call: the graph breaks there, and with
               `fullgraph=True` the error says why
     rules     Dynamo's list of files that it does not compile gets the library's, when Dynamo first
-              meets a `ShardedTensor` or calls a
-              function from which the library calls the program
+              meets a `ShardedTensor` or calls a function from which the library calls the program
 
 Nothing of this happens at import, and Dynamo, whose import takes seconds, is not imported here.
 """

@@ -3,10 +3,9 @@
 They wrap tensors in C++, and turn each operator of a function into operators of aten on what they
 have wrapped:
 
-    torch.vmap(f)(x)    f sees a tensor of torch around the wrapper of x, of the shape of one
-                        example
-      sin               its C++ code   aten.sin(wrapper of x)    `__torch_dispatch__`: runs as
-                                                                 torch.sin(x), with x's batch dim
+    torch.vmap(f)(x)    f sees a tensor of torch around the wrapper of x, shaped as one example
+      sin               its C++ code   aten.sin(wrapper of x)   `__torch_dispatch__`: torch.sin(x),
+                                                                with x's batch dim
 
 So the batch is a dim of the global tensor like any other, split as the operands are, and gradients
 are those of global values. Plain tensors beside, which torch's own rules make (offsets of the

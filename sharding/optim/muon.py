@@ -76,10 +76,11 @@ class Muon(MatrixOptimizer):
         and n back for each copy of it. A matrix that a rank has whole is not gathered. AdamW: none.
 
     Example:
-        >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02,
-        ...     adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
-        >>> optimizer = sm.optim.Muon([{"params": convolutions, "flatten": True},
-        ...     {"params": others}], lr=0.02)
+        >>> optimizer = sm.optim.Muon(
+        ...     model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4
+        ... )
+        >>> groups = [{"params": convolutions, "flatten": True}, {"params": others}]
+        >>> optimizer = sm.optim.Muon(groups, lr=0.02)
     """
 
     algorithm = "muon"
@@ -238,7 +239,8 @@ def newton_schulz(
     """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular
     values become 0.7 to 1.2.
 
-    The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in torch's order of operations.
+    The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in
+    torch's order of operations.
     """
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.mT, coefficients, steps, eps).mT.contiguous()

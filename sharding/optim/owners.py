@@ -1,5 +1,4 @@
-"""Owners of matrices: gather each matrix at one rank with one all_to_all, and scatter the results
-with another.
+"""Owners of matrices: gather each at one rank with one all_to_all, scatter results with another.
 
     rows split              at the owners            rows split again
     rank 0   [A0] [B0]      rank 0   [A]             rank 0   [A0] [B0]
@@ -59,9 +58,7 @@ class Owners:
     def __init__(
         self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype
     ) -> None:
-        """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of
-        communication.
-        """
+        """`layouts`: of tensors on one mesh, nothing pending; `dtype`: that of communication."""
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
@@ -98,9 +95,7 @@ class Owners:
         return self._to_owners([parts[unit.tensor] for unit in self.units], tag=self._to_tag)
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Write the processed units of all owners into local parts, in place. Communication: one
-        all_to_all.
-        """
+        """Write the owners' units into local parts, in place. Communication: one all_to_all."""
         pieces = self._from_owners(list(done), tag=self._from_tag)
         for unit, index, piece in zip(self.units, self._pieces, pieces, strict=True):
             if piece.numel():

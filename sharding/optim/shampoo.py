@@ -1,6 +1,4 @@
-"""Shampoo: preconditions matrices from both sides; one rank computes each matrix and stores its
-preconditioners.
-"""
+"""Shampoo: preconditions matrices from both sides; one rank has each matrix's preconditioners."""
 
 from __future__ import annotations
 
@@ -67,8 +65,8 @@ class Shampoo(MatrixOptimizer):
         Preconditioners are redistributed after loading a state with other owners.
 
     Example:
-        >>> optimizer = sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9,
-        ...     adamw=["*embed*"], adamw_lr=1e-3)
+        >>> embeddings = {"adamw": ["*embed*"], "adamw_lr": 1e-3}
+        >>> sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, **embeddings)
     """
 
     algorithm = "shampoo"
@@ -221,9 +219,7 @@ class Shampoo(MatrixOptimizer):
         dtype: torch.dtype,
         at: Sequence[Layout] | None,
     ) -> dict[str, Tensor]:
-        """Return this rank's parts of the preconditioners of block `b` and their roots, by name;
-        create missing ones.
-        """
+        """Return this rank's parts of block `b`'s preconditioners and roots, created if missing."""
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )

@@ -30,8 +30,7 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """distribute_module(module, mesh, partition_fn) -> the module, with its parameters and buffers
-    sharded in place.
+    """distribute_module(module, mesh, partition_fn) -> the module, parameters and buffers sharded.
 
     From then on its `repr` shows their layouts.
 

@@ -58,9 +58,7 @@ class TensorEntry:
 
     @property
     def is_known(self) -> bool:
-        """Whether the shape is known: a parameter of a lazy module has none before the
-        first call.
-        """
+        """Whether the shape is known: a lazy module's parameter has none before the first call."""
         return not is_lazy(self.tensor)
 
     @property

@@ -1,11 +1,11 @@
-"""`uneven_inputs`: loops over batches that end together on all ranks when some ranks have fewer
-batches.
+"""`uneven_inputs`: loops over batches that end together on all ranks, though some have fewer.
 
-    rank 0 has [a b c], rank 1 has [d]       what each step of the loop receives; w are weights
-                        step 0               step 1              step 2
-    mode="stop"         a      | d           -                   -               all stop after the shortest
-    mode="shadow"       a, w   | d, w        b, 2.0 | d, 0.0     c, 2.0 | d, 0.0  rank 1 continues with a batch of weight 0
-    mode="empty"        a      | d           b      | d[:0]      c      | d[:0]   rank 1 continues with a batch of no rows
+    rank 0 has [a b c], rank 1 has [d]; what each step of the loop receives, w are weights:
+
+                    step 0        step 1             step 2
+    mode="stop"     a    | d      -                  -                  all stop after the shortest
+    mode="shadow"   a, w | d, w   b, 2.0 | d, 0.0    c, 2.0 | d, 0.0    rank 1 has weight 0
+    mode="empty"    a    | d      b      | d[:0]     c      | d[:0]     rank 1 has no rows
 
 Ranks that have run out run the whole body of the loop: they gather parameters, exchange
 activations, reduce gradients and step the optimizer like all others. So any collectives work in the
@@ -78,11 +78,11 @@ def uneven_inputs(
 ) -> Iterator[Any]:
     """uneven_inputs(loader) -> the loader's batches, for the same number of steps on every rank.
 
-        for x, y in sm.parallel.uneven_inputs(loader, mesh):                                      # all stop after the shortest
-        for x, y in sm.parallel.uneven_inputs(loader, mesh, mode="empty"):                        # x, y become sharded tensors
+        for x, y in sm.parallel.uneven_inputs(loader, mesh):  # all stop after the shortest
+        for x, y in sm.parallel.uneven_inputs(loader, mesh, mode="empty"):  # become sharded tensors
             x, y = (sm.make_array_from_process_local_data(mesh, P("dp"), t) for t in (x, y))
-        for (x, y), weight in sm.parallel.uneven_inputs(loader, mesh, mode="shadow"):             # each rank has its own loss
-            (loss_of(x, y) * weight).backward()              # and gradients are averaged over ranks
+        for (x, y), weight in sm.parallel.uneven_inputs(loader, mesh, mode="shadow"):
+            (loss_of(x, y) * weight).backward()  # of each rank; gradients are averaged over ranks
 
     Which mode: "stop" leaves surplus batches of some ranks out of the epoch. The others use every
     sample once, while some ranks compute on nothing in the last steps; mean loss and gradients of a

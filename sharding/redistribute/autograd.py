@@ -60,8 +60,7 @@ def redistribute_local(
 def redistribute_locals(
     locals_: Sequence[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Call `redistribute_local` for several tensors at once, in one bucket per group and dtype,
-    forward and backward.
+    """Call `redistribute_local` for tensors at once, in a bucket per group and dtype, both ways.
 
     Communication: as `start_redistribute`.
     """

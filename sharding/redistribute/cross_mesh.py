@@ -65,8 +65,8 @@ def redistribute_cross_mesh(
         move.
 
     Example:
-        >>> pair, four = DeviceMesh("cpu", [2, 0], axis_names=("x",)), DeviceMesh("cpu",
-        ...     [0, 1, 2, 3], axis_names=("y",))
+        >>> pair = DeviceMesh("cpu", [2, 0], axis_names=("x",))
+        >>> four = DeviceMesh("cpu", [0, 1, 2, 3], axis_names=("y",))
         >>> src, dst = Layout.of(pair, P("x"), (8, 2)), Layout.of(four, P("y"), (8, 2))
         >>> part = redistribute_cross_mesh(torch.ones(src.local_shape), src, dst)  # [2, 2]
     """

@@ -2,8 +2,8 @@
 along a split dim.
 
     x over 3 ranks   [0 1 2 | 3 4 5 | 6 7]
-    wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2       here: x rolled by one
-    result           [7 0 1 | 2 3 4 | 5 6]
+    wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2
+    result           [7 0 1 | 2 3 4 | 5 6], x rolled by one
 
 One all_to_all with uneven splits, or no communication if every rank holds the intervals that it
 wants. An element may be wanted by several ranks, or twice by one. Backward sends the gradient of
@@ -48,8 +48,7 @@ class SourceInterval(NamedTuple):
 
 
 class IntervalExchange:
-    """`exchange(local)`: the wanted intervals of one dim, concatenated, as this rank's tensor;
-    differentiable.
+    """`exchange(local)`: the wanted intervals of a dim, as this rank's tensor; differentiable.
 
     Args:
         src: the layout of which `local` is this rank's part.

@@ -1,5 +1,4 @@
-"""Redistributions whose backward is the redistribution between the duals, and redistribution of
-gradients.
+"""Redistributions whose backward is that between the duals, and redistribution of gradients.
 
 Backward calls the same differentiable functions, so it can be differentiated again.
 """
@@ -65,8 +64,7 @@ def start_linear(
     **options: Any,
 ) -> Pending[list[Tensor]]:
     """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`.
-    Communication: the plans'.
-    """
+    Communication: the plans'."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
     inputs = list(tensors)
@@ -132,8 +130,7 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype.
-    Communication: the plans'.
-    """
+    Communication: the plans'."""
     origins = (
         []
         if transforming()

@@ -135,9 +135,7 @@ class AllReduce(Collective):
 
 
 def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the tensors concatenated in one dtype; a single one that is contiguous without
-    a copy.
-    """
+    """Return the tensors concatenated in one dtype; a single contiguous one without a copy."""
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous()
     flat = [x.reshape(-1) for x in tensors]
@@ -147,9 +145,7 @@ def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return the memory of tensors that are consecutive in memory as one flat tensor; None if they
-    are not.
-    """
+    """Return the memory of consecutive tensors as one flat tensor; None if they are not."""
     first, end = tensors[0], tensors[0].data_ptr()
     for x in tensors:
         if x.dtype != dtype or not x.is_contiguous() or (x.data_ptr() != end and x.numel()):
@@ -167,9 +163,7 @@ def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
 def split_flat(
     flat: Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
 ) -> list[Tensor]:
-    """Return the tensors of a bucket: views of it, but not for autograd, so that they may be
-    written in place.
-    """
+    """Return a bucket's tensors: views, but not for autograd, so they may be written in place."""
     found = [
         x.view(shape)
         for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
@@ -241,9 +235,7 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """reduce_scatter: the tensors of all ranks combined, each rank receives its part of the
-    result.
-    """
+    """reduce_scatter: all ranks' tensors combined; each rank receives its part of the result."""
 
     def __init__(
         self,
@@ -299,9 +291,7 @@ def packed(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the send buffer of tensors: their boxes, cast and scaled; without a copy if that is a
-    tensor itself.
-    """
+    """Return the tensors' send buffer: boxes, cast and scaled; no copy if that is a tensor."""
     if len(packs) == 1 and tensors[0].dtype == dtype and scale is None:
         return packs[0](tensors[0])
     return pack_many(packs, tensors, tensors[0].new_empty(size, dtype=dtype), scale)

@@ -1,6 +1,4 @@
-"""The steps of a plan compiled for this rank: a local step is a function of its tensor, any other
-step a `Collective`.
-"""
+"""A plan's steps compiled for this rank: functions of its tensor, or a `Collective` each."""
 
 from __future__ import annotations
 

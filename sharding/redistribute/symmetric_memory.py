@@ -1,5 +1,4 @@
-"""Collectives by kernels that read the memory of the other ranks of the group, see
-`kernels/symmetric.py`.
+"""Collectives by kernels that read the memory of the group's ranks, see `kernels/symmetric.py`.
 
     stage      boxes of the tensors -> this rank's shared memory, each box once, however many ranks
                want it

@@ -1,5 +1,4 @@
-"""`bit_hash`: a 64-bit hash of the bits of a tensor and their positions, computed on the tensor's
-device.
+"""`bit_hash`: a 64-bit hash of a tensor's bits and their positions, computed on its device.
 
 The tensor is read as 64-bit words, the last one padded with zeros. Each word and its position go
 through a permutation of the 64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014),

@@ -1,6 +1,4 @@
-"""`assert_replicated` and `check_replicas`: compare what ranks should hold the same of, bit for
-bit.
-"""
+"""`assert_replicated` and `check_replicas`: compare what ranks should hold alike, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
 
 
 class ReplicaCheck:
-    """The result of `check_replicas`: call it once per step; it compares replicas every `every`
-    steps.
+    """The result of `check_replicas`: call it once per step; it compares every `every` steps.
 
     Attributes:
         every: the number of steps from one comparison to the next.
@@ -64,9 +61,7 @@ class ReplicaCheck:
         self._mesh = mesh
 
     def __call__(self) -> None:
-        """Count a step, and compare if it is due. Raises: ReplicaError, on every rank, if replicas
-        differ.
-        """
+        """Count a step, and compare if due. Raises: ReplicaError, on every rank, if they differ."""
         self.step += 1
         if self.step % self.every:
             return

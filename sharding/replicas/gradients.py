@@ -138,8 +138,7 @@ _ROWS_AT_A_TIME = 64
 
 
 def tolerance(dtype: torch.dtype, precision: torch.dtype | None = None) -> float:
-    """Return the difference of two projections, relative to the norm of the gradient, that may be
-    due to rounding.
+    """Return the difference of two projections, relative to the gradient's norm, due to rounding.
 
     This is half the digits of the gradient's dtype, or of the dtype in which it was computed if
     that is coarser.

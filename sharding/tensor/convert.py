@@ -42,8 +42,7 @@ def from_local(
     grad_placements: SpecLike = None,
     shape_check: bool | str = True,
 ) -> ShardedTensor:
-    """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global
-    tensor.
+    """from_local(x) -> ShardedTensor: declare how all local tensors make up one global tensor.
 
     A replicated local tensor counts as one logical value: its gradient is the sum over the
     replicas, the same on every rank.

@@ -1,5 +1,4 @@
-"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree
-too.
+"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings or a tree of them.
 
 x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
 shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"

@@ -21,7 +21,8 @@ from .sharded_tensor import ShardedTensor
 _WHERE = """
     Args:
         size: the global shape, as numbers or one sequence.
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may
+            take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         dtype: element type; torch's default dtype if left out.
         layout: `torch.strided`, the only supported memory layout.
@@ -70,9 +71,7 @@ def full(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """Return a sharded tensor filled with one value, whose type gives the dtype as in
-    `torch.full`.
-    """
+    """Return a sharded tensor filled with one value, whose type gives the dtype as in torch."""
     dtype = dtype or torch.full((), fill_value).dtype
     return _constant(
         fill_value, (tuple(size),), device_mesh, placements, dtype, layout, requires_grad
@@ -107,9 +106,7 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of random numbers in [0, 1); the same global tensor on any mesh.
-    Seeded by `manual_seed`.
-    """
+    """Return random numbers in [0, 1), one global tensor on any mesh. Seeded by `manual_seed`."""
     return _new(random.uniform, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
@@ -121,9 +118,7 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of Gaussian random numbers; the same global tensor on any mesh.
-    Seeded by `manual_seed`.
-    """
+    """Return a tensor of Gaussian numbers, the same on any mesh. Seeded by `manual_seed`."""
     return _new(random.normal, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
@@ -167,8 +162,7 @@ def randperm(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
 ) -> ShardedTensor:
-    """Return the numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by
-    `manual_seed`.
+    """Return the numbers 0 ... n - 1 in random order, alike on any mesh. Seeded by `manual_seed`.
 
     Every rank sorts all n numbers, whatever part of them it holds.
     """

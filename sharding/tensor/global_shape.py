@@ -55,8 +55,7 @@ class _KnownShapes:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True
 ) -> tuple[int, ...]:
-    """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the
-    placements state.
+    """Return the global shape: the sum of all local shapes, or what the placements' sizes state.
 
     Args:
         check: when ranks exchange shapes, as `from_local` says.
@@ -70,9 +69,8 @@ def global_shape(
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
     stated = _stated(spec, local.shape)
-    Layout.of(
-        mesh, spec, stated, local.dtype
-    )  # raises for wrong placements before any communication
+    # Raises for wrong placements before any communication.
+    Layout.of(mesh, spec, stated, local.dtype)
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
     if not split:
         return stated
@@ -127,8 +125,7 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> dict[int, PartSh
 def shape_of_parts(
     parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh
 ) -> tuple[int, ...]:
-    """Return the global shape of the tensor that these parts make up, or that the sizes of the spec
-    state.
+    """Return the global shape of the tensor that these parts make up, or that the sizes state.
 
     Args:
         parts: coordinate -> dtype and shape of a part, at least for all ranks along the axes that
@@ -171,9 +168,7 @@ def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) ->
 
 
 def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Return advice for the error: the sizes under which these would be the parts, if there are
-    any.
-    """
+    """Return advice for the error: sizes under which these would be the parts, if there are any."""
     if layout.spec.sizes:
         return ""
     sizes, shape = joined_parts(layout.mesh, layout.spec.dims, shapes)

@@ -103,8 +103,7 @@ def sync_global_devices(name: str) -> None:
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
-    """Check that every rank has the same tree of values, and the same layout of each
-    `ShardedTensor`.
+    """Check that all ranks have the same tree of values, and the layout of each `ShardedTensor`.
 
     NaN equals NaN, unlike in JAX.
 
@@ -166,8 +165,7 @@ def host_local_array_to_global_array(
 def global_array_to_host_local_array(
     global_inputs: Any, global_mesh: DeviceMesh, pspecs: Any
 ) -> Any:
-    """Return this rank's part of each leaf laid out as its spec says, a plain tensor.
-    Differentiable.
+    """Return this rank's part of each leaf laid out by its spec, a plain tensor. Differentiable.
 
     Args:
         global_inputs: a tree of `ShardedTensor`s, or of tensors that are equal on all ranks.

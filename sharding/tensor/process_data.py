@@ -1,5 +1,4 @@
-"""Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks
-hold.
+"""Sharded tensors from each rank's data, by JAX's names, and the parts of a tensor that ranks hold.
 
     whole tensor on one rank    device_put                              each rank is sent its box
     a function of the index     make_array_from_callback                each rank makes its box
@@ -71,8 +70,8 @@ def make_array_from_callback(
     Communication: none.
 
     Example:
-        >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"),
-        ...     lambda index: torch.arange(8)[index] ** 2)
+        >>> x = torch.arange(8)
+        >>> sm.make_array_from_callback((8,), mesh, P("dp"), lambda index: x[index] ** 2)
     """
     mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):
@@ -104,8 +103,8 @@ def make_array_from_process_local_data(
     """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank
     passes its own part.
 
-        P("dp") on (dp=2, tp=2)     ranks 0 and 1 pass rows [a b c]       global  [a b c d e], in parts of 3 and 2 rows
-                                    ranks 2 and 3 pass rows [d e]
+        P("dp") on (dp=2, tp=2)    ranks 0 and 1 pass rows [a b c]    global  [a b c d e], in parts
+                                   ranks 2 and 3 pass rows [d e]      of 3 and 2 rows
 
     Args:
         mesh: the mesh; with one set it may be left out:
@@ -233,9 +232,7 @@ class AddressableShard:
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the parts that this rank holds: one, or none on a rank outside the mesh.
-    Communication: none.
-    """
+    """Return the parts that this rank holds: one, or none outside the mesh. Communication: none."""
     layout, mesh = x._layout, x.mesh
     if mesh.coordinate is None:
         return []
@@ -252,9 +249,7 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
 
 
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """Return the part of every rank of the mesh, with data for this rank's only. Communication:
-    none.
-    """
+    """Return the part of every rank of the mesh, with this rank's data. Communication: none."""
     layout, mesh = x._layout, x.mesh
     found = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
@@ -287,9 +282,7 @@ def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLi
 def _mesh_spec_data_shape(
     mesh: Any, spec: Any, data: Any, shape: Any
 ) -> tuple[DeviceMesh, SpecLike, Any, Any]:
-    """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh
-    set.
-    """
+    """Return (mesh, spec, data, shape); if a mesh is set, arguments may be (spec, data, shape)."""
     if is_placement(mesh):
         mesh, spec, data, shape = (
             (None, mesh, spec, shape if data is None else data)
@@ -347,8 +340,7 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _cut_out(part: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's box of data whose dims have either the length of the box or their global
-    length.
+    """Return this rank's box of data whose dims have either the box's length or the global one.
 
     Raises:
         ValueError: a dim has neither.

@@ -76,8 +76,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> Tensor:
-    """Return the seed and the position of the random numbers of `ShardedTensor`s as 16 bytes, for a
-    checkpoint.
+    """Return seed and position of the random `ShardedTensor`s as 16 bytes, for a checkpoint.
 
     Communication: none.
 
@@ -91,8 +90,7 @@ def get_rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Continue the random numbers of `ShardedTensor`s from the state of `get_rng_state`. Call it on
-    every rank.
+    """Continue random `ShardedTensor`s from the state of `get_rng_state`. Call it on every rank.
 
     Raises:
         ValueError: not 16 bytes.
@@ -157,8 +155,7 @@ def check_rng_state(mesh: Any) -> None:
 
 
 def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Make `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it
-    recomputes.
+    """Make `torch.utils.checkpoint` draw the same random `ShardedTensor`s when it recomputes.
 
     Communication: none.
 
@@ -189,9 +186,7 @@ def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:
 
 
 def normal(layout: Layout, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Return this rank's part of a tensor of Gaussian numbers; complex ones have total variance
-    std**2 around `mean`.
-    """
+    """Return this rank's part of Gaussian numbers; complex ones have total variance std**2."""
     if layout.dtype.is_complex and mean:
         return draw(philox.normal, layout, 0.0, std).add_(mean)
     return draw(philox.normal, layout, mean, std)

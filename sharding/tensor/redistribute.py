@@ -1,6 +1,4 @@
-"""`redistribute` and its variants: move one `ShardedTensor` or many to another layout, now or
-asynchronously.
-"""
+"""`redistribute` and its variants: move `ShardedTensor`s to other layouts, now or asynchronous."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def redistribute(
     donate: bool = False,
     out: ShardedTensor | None = None,
 ) -> Any:
-    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of
-    times.
+    """redistribute(x, placements) -> x laid out as `placements`; differentiable at any order.
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
@@ -187,9 +184,7 @@ def _start(
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name. Communication:
-    the plan's.
-    """
+    """reshard(x, P(...)) -> x laid out as the spec, by JAX's name. Communication: the plan's."""
     return redistribute(x, spec)
 
 
@@ -202,8 +197,7 @@ def redistribute_many(
     backward_dtype: torch.dtype | None = None,
     donate: bool = False,
 ) -> Any:
-    """redistribute_many(xs, placements) -> [each x laid out as its placements], in as few
-    collectives as possible.
+    """redistribute_many(xs, placements) -> [each x laid out], in as few collectives as possible.
 
         x: dp reduce_scatter   \
         y: dp reduce_scatter    >   one reduce_scatter over dp, one all_gather over tp

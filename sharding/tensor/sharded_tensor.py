@@ -1,5 +1,4 @@
-"""`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and
-construction.
+"""`ShardedTensor`: a global tensor of which each rank holds one box: state, properties, making.
 
 The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the
 layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs
@@ -47,8 +46,7 @@ _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-define
 
 
 class ShardedTensor(Tensor):
-    """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a
-    factory.
+    """A tensor laid out on a mesh; from `distribute_tensor`, `device_put`, `from_local`, a factory.
 
     Attributes:
         shape: the global shape.
@@ -61,9 +59,8 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
-    _data_accesses: int = (
-        0  # how often `.data` was read or assigned: values may have been written without dispatch
-    )
+    # How often `.data` was read or assigned: values may have been written without dispatch.
+    _data_accesses: int = 0
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
@@ -232,9 +229,7 @@ class ShardedTensor(Tensor):
         return self._local.retains_grad
 
     def retain_grad(self) -> None:
-        """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this
-        one.
-        """
+        """Keep the gradient of a tensor that is not a leaf, read in the layout dual to this one."""
         self._local.retain_grad()
 
     def _sync_requires_grad(self) -> None:
@@ -407,9 +402,7 @@ def typeof(x: ShardedTensor) -> Layout:
 
 
 class DonatedTensor(Tensor):
-    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use
-    raises.
-    """
+    """A `ShardedTensor` after `redistribute(..., donate=True)`: no memory, and every use raises."""
 
     _layout: Layout
 

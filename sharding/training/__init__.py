@@ -1,3 +1,1 @@
-"""Utilities of a training loop: gradient clipping, norms, averages, loss scaling, samplers and
-batches.
-"""
+"""Utilities of a training loop: clipping, norms, averages, loss scaling, samplers and batches."""

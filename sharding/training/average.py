@@ -13,8 +13,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 class EMA:
-    """EMA(model, decay): exponential moving average of the trained parameters, by path, in the same
-    layouts.
+    """EMA(model, decay): moving average of the trained parameters, by path, in the same layouts.
 
         average = decay * average + (1 - decay) * parameter       at each `update()`, on local parts
 
@@ -91,8 +90,7 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap parameters and averages inside the block: the model uses the averages, `average` has
-        the parameters.
+        """Swap parameters and averages inside the block, so that the model uses the averages.
 
         Values are swapped in place, with one more local part in memory at a time, so references to
         parameters (in an optimizer) stay valid. A 16-bit parameter is restored bit for bit.

@@ -23,7 +23,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Communication: none here.
 
     Example:
-        >>> model = sm.training.convert_sync_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+        >>> model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        >>> model = sm.training.convert_sync_batchnorm(model)
     """
     for submodule in module.modules():
         if type(submodule) is nn.SyncBatchNorm:

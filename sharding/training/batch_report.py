@@ -1,6 +1,4 @@
-"""`batch_report`: the effective batch size, and the learning rate after a change of the number of
-ranks.
-"""
+"""`batch_report`: the effective batch size, and the learning rate after a change of ranks."""
 
 from __future__ import annotations
 
@@ -59,18 +57,14 @@ class BatchReport:
 
     @property
     def same_accumulation(self) -> int | None:
-        """The number of micro-batches that gives the earlier effective batch; None if there is
-        none.
-        """
+        """The number of micro-batches that gives the earlier effective batch, or None."""
         if self.before is None:
             return self.accumulation
         micro_batches, rest = divmod(self.before.effective, self.per_rank * self.ranks)
         return None if rest or not micro_batches else micro_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers for a checkpoint, without `before`. `batch_report(before=...)` accepts
-        them.
-        """
+        """Return the numbers for a checkpoint, for `batch_report(before=...)`; without `before`."""
         return {name: value for name, value in asdict(self).items() if name != "before"}
 
     def __str__(self) -> str:
@@ -99,8 +93,7 @@ def batch_report(
     lr: float | None = None,
     before: BatchReport | Mapping[str, Any] | None = None,
 ) -> BatchReport:
-    """batch_report(per_rank, mesh, axes) -> the samples per update, and scaled learning rates if
-    that has changed.
+    """batch_report(per_rank, mesh, axes) -> the samples per update, and scaled learning rates.
 
                                           before        now
         per_rank                               8          8
@@ -127,8 +120,8 @@ def batch_report(
     Communication: none.
 
     Example:
-        >>> report = sm.training.batch_report(8, mesh, "dp", accumulation=2,
-        ...     before=checkpoint["batch"])
+        >>> before = checkpoint["batch"]
+        >>> report = sm.training.batch_report(8, mesh, "dp", accumulation=2, before=before)
         >>> print(report)
     """
     if per_rank < 1 or accumulation < 1:

@@ -22,12 +22,10 @@ from .sampler import DistributedSampler
 def batches(
     loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None
 ) -> Batches:
-    """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows
-    are its part.
+    """batches(loader, mesh, P("dp")) -> its batches as sharded tensors of each rank's rows.
 
-        rank 0 loads rows [a b]                              x  [a b c d]  P("dp")
-        rank 1 loads rows [c d]                        ->    x  [e f g]    P("dp"), in parts of 2
-                                                                           and 1 rows
+        rank 0 loads rows [a b]                         x  [a b c d]  P("dp")
+        rank 1 loads rows [c d]                   ->    x  [e f g]    P("dp"), in parts of 2 and 1
         last step: rank 0 loads [e f], rank 1 [g]
 
     The last batch may be short, and a rank may have no rows of it: no sample is repeated, and all
@@ -56,8 +54,8 @@ def batches(
         and one small all_gather per batch over the axes of the batch dim.
 
     Example:
-        >>> loader = DataLoader(dataset, batch_size=8,
-        ...     sampler=sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp"))
+        >>> sampler = sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp")
+        >>> loader = DataLoader(dataset, batch_size=8, sampler=sampler)
         >>> for x, y in sm.training.batches(loader, mesh, P("dp")):
         ...     loss = F.cross_entropy(model(x), y)
     """

@@ -20,8 +20,7 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, the same on every
-    rank.
+    """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, alike on all ranks.
 
     `torch.nn.utils.get_total_norm` for tensors of any layouts, on any meshes, and plain ones, which
     must be the same on every rank.

@@ -1,6 +1,4 @@
-"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable in the middle
-of an epoch.
-"""
+"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable within it."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ class DistributedSampler(Sampler[int]):
     """DistributedSampler(dataset, mesh=mesh, axes="dp"): a resumable
     `torch.utils.data.DistributedSampler` that repeats no sample.
 
-        order of an epoch       3 0 6 2 5 1 4          the same on every rank, and for every number
-                                                       of ranks
-        rank 0 of 2             3   6   5   4          one sample more than rank 1, instead of a
-                                                       repeated one
+        order of an epoch       3 0 6 2 5 1 4    the same on every rank and for any number of ranks
+        rank 0 of 2             3   6   5   4    one sample more than rank 1, not a repeated one
         rank 1 of 2               0   2   1
         resumed after 2 samples, on 3 ranks
         rank 0                      6     1

@@ -1,5 +1,4 @@
-"""Reduction of per-tensor numbers, such as norms, over all ranks with one collective, for any
-layouts and meshes.
+"""Reduction of per-tensor numbers, such as norms, over all ranks and layouts in one collective.
 
     on (dp=2, tp=2)        which ranks count it
     w  P("dp", "tp")       every rank, its own part

@@ -46,9 +46,8 @@ def test_torch_equals_our_kernels(benchmark_module, cases, kind):
     disagreeing = benchmark_module("kernel_cases").disagreeing
     with using_kernels():
         for case in cases.values():
-            if (
-                case.name.startswith(kind) and "middle" not in case.name
-            ):  # which takes seconds in the interpreter
+            # Which takes seconds in the interpreter.
+            if case.name.startswith(kind) and "middle" not in case.name:
                 assert disagreeing(case, case.make(SMALL, "cpu")) == [], case.name
 
 
@@ -97,9 +96,8 @@ def test_sectors(benchmark_module):
     rows = (torch.arange(64)[:, None] * 64 + torch.arange(4) * 4).numpy()  # 16 of every 64 bytes
     traffic.add(kernel_bytes.Access("load", (0, 0), rows, everywhere, 4))
     assert (traffic.read, traffic.used("load"), traffic.from_memory) == (1024, 0.5, 64 * 32)
-    together = (
-        torch.arange(256).mul(4).view(64, 4).t().numpy()
-    )  # contiguous along dim 0 of the block
+    # Contiguous along dim 0 of the block.
+    together = torch.arange(256).mul(4).view(64, 4).t().numpy()
     traffic.add(kernel_bytes.Access("store", (0, 0), together, everywhere.T, 4))
     assert (traffic.written, traffic.used("store"), traffic.from_memory) == (
         1024,
@@ -179,11 +177,12 @@ def kernels(benchmark_module, monkeypatch):
 def test_tables_of_times(kernels, cases):
     chosen = [cases["pack, first dim, bf16"], cases["pack, last dim, uneven, bf16"]]
     found = list(kernels.all_measured(chosen, [0.01], 3, compiling=False))
+    # Of views nothing.
     assert [one.who for one in found] == [
         "ours",
         "DTensor: pad, cat, cat",
         "cat of flattened chunks",
-    ]  # of views nothing
+    ]
     ours, dtensor, _ = found
     assert (ours.of_copy, ours.missed) == (1.0, False)  # both names have four letters
     assert (dtensor.slower, dtensor.wanted, dtensor.missed) == (len(dtensor.who) / 4, 2.0, False)

@@ -27,9 +27,8 @@ def test_quick_run(train, run_benchmark):
     assert all(
         one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values()
     )
-    units = (
-        3  # two blocks and the root: each gathered in forward, gathered again in backward, reduced
-    )
+    # Two blocks and the root: each gathered in forward, gathered again in backward, reduced.
+    units = 3
     assert [found[name]["calls"] for name in ("ours FSDP", "torch FSDP2")] == [3 * units] * 2
     assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [
         2 * units

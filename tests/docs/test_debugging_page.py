@@ -212,9 +212,8 @@ def test_debugger(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(source)
     sm.simulate(4)(run_as_train_py)(source)
-    echoed = re.sub(
-        r"^(\(Pdb, .*?\)) .*\n", r"\1 ", shown, flags=re.MULTILINE
-    )  # by the terminal, which is not there
+    # By the terminal, which is not there.
+    echoed = re.sub(r"^(\(Pdb, .*?\)) .*\n", r"\1 ", shown, flags=re.MULTILINE)
     assert capsys.readouterr().out.replace(str(tmp_path), "/home/me").split() == echoed.split()
 
 

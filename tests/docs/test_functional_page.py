@@ -112,15 +112,13 @@ def test_types_of_the_table(begins):
                 found.setdefault(letter, set()).add(left)
         return found
 
-    allowed = {"S": {"S", "U"}, "R": {"R", "S"}, "U": {"U"}}[
-        gives
-    ]  # a part may be called one of several to be added, or put together
+    # A part may be called one of several to be added, or put together.
+    allowed = {"S": {"S", "U"}, "R": {"R", "S"}, "U": {"U"}}[gives]
     found = on_two_ranks(program)
     assert {letter: found.get(letter) for letter in taken} == dict.fromkeys(taken, allowed)
     assert "U" in taken or "U" not in found
-    assert (
-        "S" in taken or "S" not in found or gives == "S"
-    )  # pcast to "sharded" of what varies already changes nothing
+    # `pcast` to "sharded" of what varies already changes nothing.
+    assert "S" in taken or "S" not in found or gives == "S"
 
 
 @pytest.mark.parametrize("begins", CALLS)

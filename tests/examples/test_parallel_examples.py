@@ -83,12 +83,8 @@ def test_halo_conv_of_uneven_parts(height, size):
         torch.testing.assert_close(out, expected.detach())
         torch.testing.assert_close(grad, expected_grad)
     halo = (size // 2) * 2 * 5 * 8  # rows, channels, columns, bytes
-    assert [received for _, _, received in results] == [
-        halo,
-        2 * halo,
-        2 * halo,
-        halo,
-    ]  # whatever the height
+    # Whatever the height.
+    assert [received for _, _, received in results] == [halo, 2 * halo, 2 * halo, halo]
 
 
 @pytest.mark.parametrize(

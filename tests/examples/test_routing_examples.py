@@ -76,9 +76,8 @@ def test_mixture_moves_exactly_the_routed_rows():
         for rank in range(4):
             here_and_back = int(rows[:, rank].sum() + rows[rank].sum())
             assert found[rank][i]["all_to_all"] == (2, here_and_back * moe.WIDTH * 8)
-    assert (
-        found[0][0]["all_to_all"] != found[0][1]["all_to_all"]
-    )  # what the batches choose is not the same
+    # What the batches choose is not the same.
+    assert found[0][0]["all_to_all"] != found[0][1]["all_to_all"]
 
 
 def test_mixture_with_unequal_numbers_of_experts_raises():

@@ -315,7 +315,8 @@ def test_batches_of_rows_that_come_and_go() -> None:
         batch.drop([1])
         assert batch._cache[0][0].shape[2] == len(
             prompts[0]
-        )  # the padding that the long row needed is gone
+            # The padding that the long row needed is gone.
+        )
         decode([0, 2])
         check(batch.admit([serve.Request(3, prompts[3])]), [3])
         batch.drop([0, 2, 3])

@@ -1,10 +1,12 @@
 """A fork server for the ranks of faulty programs, so that they do not import torch again.
 
-    Runner (the tests)              fork server                  supervisor of a job           rank of a job
-      python -m ...fork_server ->     imports torch, shardmesh, the table
-      one line of JSON     ----->     fork                ----->   4 x fork             ----->   program(ctx)
-                                                                   waits, kills hanging ranks    its events, its stderr;
-      ended.json           <-------------------------------------  ended.json                    then the interpreter ends
+    Runner (the tests)    fork server              supervisor of a job    rank of a job
+      python -m ...  -->    imports torch,
+      fork_server           shardmesh, the table
+      one line of    -->    fork              -->     4 x fork      -->    program(ctx)
+      JSON                                            waits, kills         its events, its stderr;
+                                                      hanging ranks        then the interpreter ends
+      ended.json     <-----------------------------   ended.json
 
 The fork server has one thread, no process group and has run no backward when it forks. A rank
 returns from `main` or raises out of it, so that its interpreter ends as that of any program, with
@@ -63,16 +65,14 @@ class Job:
 
 
 def main() -> None:
-    importlib.import_module(
-        "torch._dynamo"
-    )  # otherwise the first optimizer imports it, which takes seconds
+    # Otherwise the first optimizer imports it, which takes seconds.
+    importlib.import_module("torch._dynamo")
     table = importlib.import_module(sys.argv[1]).FAULTS
     torch.set_num_threads(1)  # four ranks share a few cores
     gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of supervisors
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # shells make background processes ignore it
+    # Shells make background processes ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("ready", flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))

@@ -77,7 +77,6 @@ def _classify_values(runner: Runner, name: str, found: Outcome) -> str:
         if one.done and one.value is not None
     ):
         return "nothing"
-    in_simulation, _ = outcome(
-        program_of(name)
-    )  # the simulated world records the inputs of collectives
+    # The simulated world records the inputs of collectives.
+    in_simulation, _ = outcome(program_of(name))
     return in_simulation if in_simulation in ("local", "unseen") else "silent"

@@ -34,7 +34,8 @@ def trained(w, x):
     return w.detach() - w.grad.detach() * 0.1
 
 def mapped(reduce, axis, mesh, spec):
-    return sm.shard_map(lambda y: y - reduce(y.sum(), axis) * 0.1, mesh=mesh, in_specs=spec, out_specs=spec)
+    f = lambda y: y - reduce(y.sum(), axis) * 0.1
+    return sm.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
 
 def gathered(group, t):
     out = t.new_empty(group.size * t.numel())
@@ -56,7 +57,8 @@ def shifted(group, t, by):
     group.permute(out, t, dst=(group.rank + by) % group.size, src=(group.rank - by) % group.size)
     return out
 
-# Calls of torch.distributed; in a simulated world, where torch has no groups, the equivalent on a group of the library.
+# Calls of torch.distributed; in a simulated world, where torch has no groups, the equivalent on a
+# group of the library.
 
 def raw_all_reduce(mesh, t, op="sum"):
     if thread_context.world is None:

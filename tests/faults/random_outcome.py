@@ -8,8 +8,8 @@ nothing     no error and correct results: the divergence had no effect
 local       no error and different results, but all collectives moved the same data: the divergence
             was not observable
 unseen      no error and different results, but only collectives that the program calls on plain
-            tensors moved different data:
-            such tensors have no lineage, and differ between ranks in correct programs too
+            tensors moved different data: such tensors have no lineage, and differ between ranks in
+            correct programs too
 silent      no error and different results otherwise
 """
 
@@ -90,9 +90,8 @@ def _input(call: Any, group_rank: int) -> Any:
     if call.op == "barrier" or (call.op == "broadcast" and call.buffers[1] != group_rank):
         return None
     if call.op == "all_gather_object":
-        return pickle.loads(
-            call.buffers[0]
-        )  # the pickled bytes depend on which parts are the same object
+        # The pickled bytes depend on which parts are the same object.
+        return pickle.loads(call.buffers[0])
     found = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
     return found.clone() if isinstance(found, torch.Tensor) else found
 

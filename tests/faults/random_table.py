@@ -59,9 +59,8 @@ def fault_of(name: str) -> Fault:
         )
 
     program.__name__ = name
-    kinds = (
-        ("stall",) if kind in ("stop", "freeze", "late") else ("mismatch",)
-    )  # "stall" sets the short timeout
+    # "stall" sets the short timeout.
+    kinds = ("stall",) if kind in ("stop", "freeze", "late") else ("mismatch",)
     return Fault(program, kinds, (found.outlier,), (found.outlier,), mesh=found.mesh)
 
 

@@ -33,7 +33,8 @@ for name in sys.argv[1:]:
     if name == "crashes":
         print("Segmentation fault", flush=True)
         os._exit(3)
-    print(json.dumps({"probe": name, "status": "failed" if name == "fails" else "ok", "found": "a | b"}), flush=True)
+    status = "failed" if name == "fails" else "ok"
+    print(json.dumps({"probe": name, "status": status, "found": "a | b"}), flush=True)
     if name == "fails":
         sys.exit(1)
 """

@@ -48,9 +48,8 @@ class Device(compiled.Driver):
         )
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
-        return lambda *args: _active().record(
-            *args
-        )  # a compiled kernel is loaded once, by the first of these
+        # A compiled kernel is loaded once, by the first of these.
+        return lambda *args: _active().record(*args)
 
     def get_current_stream(self, device: str) -> int:
         return 7
@@ -170,9 +169,8 @@ def differing_arguments() -> list[str]:
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
     constants, dtypes, found = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
-    launchers = {
-        dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes
-    }  # which read elements as these
+    # Which read elements as these.
+    launchers = {dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes}
     cases = list(itertools.product(tensors, numbers, [1, 2, 16], dtypes))
     for x, n, k, dtype in cases + cases[::-1]:
         with device() as launches:

@@ -1,7 +1,7 @@
 """Processes that share CPU memory, as ranks of one node's GPUs do:
 `SharedMemoryRanks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
 
-    file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...     mapped by every rank, anywhere
+    file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...   mapped by all ranks
 
 A group of ranks is a new file and new `Peers`; the processes are started once (forked from a server
 that has imported torch and triton) and serve any number of groups. Kernels run in Triton's
@@ -83,9 +83,8 @@ class Workers:
         context.set_forkserver_preload(
             [__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"]
         )
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # the fork server inherits the environment at its start
+        # The fork server inherits the environment at its start.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
             for rank in range(MAX_RANKS):
@@ -233,9 +232,8 @@ def speed_up_interpreter() -> None:
 
     from shardmesh.kernels.symmetric.symmetric_triton import all_reduce
 
-    scopes = [
-        interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)
-    ]  # they import the language under different names
+    # They import the language under different names.
+    scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]
     interpreter._patch_lang = lambda fn: scopes[0] and type(scopes[0])()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -31,19 +31,16 @@ from tests.kernels.compiled import (
 
 pytestmark = pytest.mark.xdist_group("assembly")  # one worker of `pytest -n` compiles
 
-TABLES = {
-    "sm_90": {64},
-    "gfx942": {32, 64},
-}  # bits at a time in which what a table holds is loaded; the cache has it
+# Bits at a time in which what a table holds is loaded; the cache has it.
+TABLES = {"sm_90": {64}, "gfx942": {32, 64}}
 COPIES = {**ALIGNED, **BUCKETS, **WIDE}
 # of 65,536 for all threads: with 80, six programs of 128 threads are on a multiprocessor at a time
 MOST_REGISTERS = {
     **dict.fromkeys(CALLS, 128),
     **dict.fromkeys({**COPIES, **CASTS, **DRAWS}, 80),
     **dict.fromkeys(SUMS, 104),
-    **dict.fromkeys(
-        RECORDS, 160
-    ),  # 512 threads, of which an Nvidia GPU takes 128 and one of AMD 256 at most
+    # 512 threads, of which an Nvidia GPU takes 128 and one of AMD 256 at most.
+    **dict.fromkeys(RECORDS, 160),
 }
 
 
@@ -110,9 +107,8 @@ def test_uneven_rows_of_2_bytes_are_moved_8_bytes_at_a_time(target):
 def test_tiles_read_and_write_16_bytes(target, name):
     launch = only(target, name)
     assert set(launch.stores) == {128}
-    assert (
-        128 in launch.loads or name == "runs of 1 byte"
-    )  # of which 8 lie together where they are read
+    # Of which 8 lie together where they are read.
+    assert 128 in launch.loads or name == "runs of 1 byte"
     assert set(launch.loads) <= TABLES[target] | {64, 128}
 
 
@@ -142,9 +138,8 @@ def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
         if launch.kernel != "barrier":
             assert 128 in launch.loads
             assert set(launch.loads) <= {32, 64, 128}  # narrow ones: tables, epochs
-            assert set(launch.stores) <= {32, 128} | (
-                {64} if name in RECORDS else set()
-            )  # epochs and flags; codes
+            # Epochs and flags; codes.
+            assert set(launch.stores) <= {32, 128} | ({64} if name in RECORDS else set())
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -160,10 +155,8 @@ def test_codes_are_stored_8_at_a_time(target, name):
 def test_every_rounding_equals_torch(target, name):
     for launch in launched(target, name):
         assert not launch.fuses or launch.kernel == "barrier"  # which has no arithmetic
-        if target == "sm_90" and name not in {
-            **QUANTIZE,
-            **RECORDS,
-        }:  # where the kernel itself asks for one, which rounds nothing
+        # Where the kernel itself asks for one, which rounds nothing.
+        if target == "sm_90" and name not in {**QUANTIZE, **RECORDS}:
             assert launch.those(r"fma\..*") == []
 
 
@@ -194,9 +187,8 @@ def test_writes_before_a_barrier_are_visible_after_it(target, name):
         rounds = 2 if "two shots" in name else 1
         assert order.count("release") == rounds
         assert order.count("acquire") >= rounds
-        if (
-            target == "sm_90" or launch.kernel != "barrier"
-        ):  # which is one wave, and needs no barrier
+        # Which is one wave, and needs no barrier.
+        if target == "sm_90" or launch.kernel != "barrier":
             assert all(order[i - 1] == "barrier" for i, one in enumerate(order) if one == "release")
             assert order[-1] == "barrier"
 

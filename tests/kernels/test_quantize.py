@@ -27,9 +27,8 @@ from shardmesh.kernels.quantize import (
 from tests.kernels.device import DEVICE
 from tests.tiers import examples
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # the interpreter's numpy, of NaN
+# The interpreter's numpy, of NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 LAYOUTS = ("contiguous", "transposed", "strided", "inside another")
 BLOCKS = (32, 128, 256)

@@ -72,9 +72,8 @@ def check(draw: Draw, shape: Shape, box: Box, seed: int = 7, stream: int = 8) ->
 
 # -- any draw, anywhere ----------------------------------------------------------------------------
 
-positive = st.floats(1e-3, 1e3) | st.sampled_from(
-    [1.0, 1e-30, 1e30]
-)  # 16-bit numbers overflow, and vanish
+# 16-bit numbers overflow, and vanish.
+positive = st.floats(1e-3, 1e3) | st.sampled_from([1.0, 1e-30, 1e30])
 centers = st.integers(-(10**5), 10**5).map(lambda n: n / 1000) | st.just(0.0)
 floats = st.sampled_from(FLOATS)
 

@@ -260,15 +260,13 @@ def test_conjugate_and_negative_views(dtype):
     same_bytes(*both(lambda: unpack(packed.conj())))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered:RuntimeWarning"
-)  # numpy's, in Triton's interpreter
+# numpy's, in Triton's interpreter.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("to", FLOATS, ids=str)
 def test_non_finite_values_are_kept(dtype, to):
-    least = (
-        1e-37 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1e-40
-    )  # Triton's interpreter loses smaller ones
+    # Triton's interpreter loses smaller ones.
+    least = 1e-37 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1e-40
     special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, least, 65519.0, 65520.0, 3.3e38]
     special = torch.tensor(special, dtype=torch.float64)
     x = laid_out(special.repeat(16).to(dtype), (16, 10), "contiguous")

@@ -100,9 +100,8 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
         wanted = symmetric.reference_all_reduce(xs, out_dtype)
         for two_shot in (False, True):
             x = xs[peers.rank].clone()
-            out = (
-                x if out_dtype == dtype and seed % 2 else torch.empty(shape, dtype=out_dtype)
-            )  # in place, too
+            # In place, too.
+            out = x if out_dtype == dtype and seed % 2 else torch.empty(shape, dtype=out_dtype)
             if not same_bits(all_reduce(peers, two_shot, x, out), wanted):
                 wrong.append(f"{dtype} {shape} {out_dtype} two_shot={two_shot}")
     return wrong
@@ -279,11 +278,8 @@ def test_quantized_sum_equals_quantizing_the_sum(size):
 
 # -- pull ------------------------------------------------------------------------------------------
 
-WHOLE = (
-    7,
-    6,
-    9,
-)  # uneven on 4 ranks, with one that has nothing of 9 rows on 8, and runs of every length
+# Uneven on 4 ranks, with one that has nothing of 9 rows on 8, and runs of every length.
+WHOLE = (7, 6, 9)
 MOVED = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 
@@ -697,10 +693,8 @@ def test_pulls_on_a_stream_for_each_rank(monkeypatch):
     streams = [torch.cuda.Stream() for _ in xs]
     outs = [torch.empty(64, 24, dtype=torch.bfloat16, device="cuda") for _ in xs]
     torch.cuda.synchronize()
-    for spins in (
-        16,
-        1 << 20,
-    ):  # first to have the kernels compiled and loaded, which may wait for those that run
+    # First to have the kernels compiled and loaded, which may wait for those that run.
+    for spins in (16, 1 << 20):
         ranks = on_one_gpu(4, monkeypatch, spins)
         for peers, stream, x, out in zip(ranks, streams, xs, outs, strict=True):
             with torch.cuda.stream(stream):

@@ -18,7 +18,8 @@ LLAMA = {"*.q_proj": colwise(), "*.k_proj": colwise(), "*.v_proj": colwise(), "*
 SPLIT = {
     "llama": LLAMA | {"lm_head": colwise()},
     "gpt2": PLANS["gpt2"],
-}  # logits split by vocabulary, and whole
+    # Logits split by vocabulary, and whole.
+}
 CALLS = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 10, "num_return_sequences": 2},

@@ -26,9 +26,8 @@ _LINGER_S = 10.0
 
 def run_until_stopped(folder: str) -> None:
     """Communicate between hosts and inside them, until stopped."""
-    _run_steps(
-        folder, lambda step: _sum_all(Path(folder)), EXIT
-    )  # otherwise the store ends with the agent of its host
+    # Otherwise the store ends with the agent of its host.
+    _run_steps(folder, lambda step: _sum_all(Path(folder)), EXIT)
 
 
 def diverge(folder: str) -> None:
@@ -78,9 +77,8 @@ def _world() -> Any:
 
 def _run_steps(folder: str, run: Callable[[int], bool], *files: str) -> None:
     """Run steps, write their number and the final error to files, and exit once `files` exist."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # not the agent's handler, which a forked process inherits
+    # Not the agent's handler, which a forked process inherits.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, steps, error = int(os.environ["RANK"]), 0, None
     try:
         while run(steps):
@@ -96,10 +94,8 @@ def _run_steps(folder: str, run: Callable[[int], bool], *files: str) -> None:
         "ranks": getattr(error, "ranks", None),
     }
     write(Path(folder) / f"{rank}.json", json.dumps(result | {"steps": steps}))
-    for file in (
-        f"{rank ^ 1}.json",
-        *files,
-    ):  # the agent kills a rank soon after another rank of its host failed
+    # The agent kills a rank soon after another rank of its host failed.
+    for file in (f"{rank ^ 1}.json", *files):
         _wait_for(Path(folder) / file)
     atexit._run_exitfuncs()  # as in a program that is not a forked process
     if error is not None:

@@ -106,17 +106,15 @@ class HostSyncs(TorchDispatchMode):
         host = src if _is_device(dst.device) else dst
         if not host.numel():
             return dst
-        if not (
-            non_blocking and host.is_pinned() and src.dtype is dst.dtype
-        ):  # torch casts into pageable memory
+        # Torch casts into pageable memory.
+        if not (non_blocking and host.is_pinned() and src.dtype is dst.dtype):
             self.on_wait(
                 f"{'pageable' if non_blocking else 'blocking'} copy to the "
                 f"{'device' if host is src else 'host'}"
             )
         elif host is dst:
-            values = src.cpu().to(
-                dst.dtype
-            )  # of now: later writes come after the copy in the stream
+            # Of now: later writes come after the copy in the stream.
+            values = src.cpu().to(dst.dtype)
             _spoil(dst)
             device.delay_copy(lambda: dst.copy_(values))
             return dst
@@ -128,9 +126,8 @@ class HostSyncs(TorchDispatchMode):
         out = func(x, **options)
         non_blocking = kwargs.get("non_blocking", False)
         if non_blocking and _is_device(x.device):
-            out = torch.empty_strided(
-                out.shape, out.stride(), dtype=out.dtype, pin_memory=True
-            )  # as torch does on CUDA
+            # As torch does on CUDA.
+            out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, pin_memory=True)
         return self._copy(out, x, non_blocking)
 
     def on_wait(self, what: str) -> None:

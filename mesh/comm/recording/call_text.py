@@ -1,6 +1,4 @@
-"""The call of a record as text: operation, reduction, dtype, number of elements and layouts,
-separated by tabs.
-"""
+"""A record's call as text: operation, reduction, dtype, elements, layouts, between tabs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Record and compare each collective of a rank on one group, in about two microseconds.
 
     enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in
-            the group's row;
-            then read the rows of other ranks: publish before reading, so that on a mismatch at
+            the group's row; then read the rows of other ranks: publish before reading, so that on a
+            mismatch at least one rank detects it before moving data
             least one rank detects it before moving data
     leave   the record gets its end time
 
@@ -58,8 +58,7 @@ _HASH = (1 << 16) - 1
 
 
 class CommTag:
-    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared
-    between ranks.
+    """A collective's purpose, compared between ranks: `f32[1024, 4096] @ P('dp') -> P()`.
 
     Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder
     looks up its data on them.
@@ -272,9 +271,7 @@ class Recorder:
         self.buffer, self.words, self.monitor, self.others = buffer, buffer.words, None, []
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish and compare the splits of an all_to_all that no tag describes. Raises: WatchError
-        where ranks differ.
-        """
+        """Publish and compare the splits of an all_to_all without a tag. Raises: WatchError."""
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)

@@ -1,9 +1,7 @@
-"""Events of the streams of accelerators that wait for this rank's last collectives, in the order of
-the streams.
+"""Events of accelerators' streams that wait for this rank's last collectives, in order.
 
-host      G#4   G#5   H#7   x.item()      has called all of them, and stops
-stream    G#4 | G#5 ...                   the event behind G#5 is the first that is pending: the
-                                          stream has not come further
+host      G#4   G#5   H#7   x.item()   has called all of them, and stops
+stream    G#4 | G#5 ...                the first event that is pending is behind G#5: so far it came
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The trace buffer of a rank: its activity, in memory that other ranks of its host can read and
 that a file keeps when it dies.
 
-    header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
-    stack      its Python stack, when another rank has asked for it
-    groups     for each group: which, how many collectives it has called, and of
-               its last 64, or 1024, collectives                                    (fingerprint, lineage, number of the record, route)
-    ring       its last 4096 collectives                                            records of 8 words
+    header     who it is, its heartbeat, what it is blocked on    8-byte words, see `Header`; from
+                                                                  32 on, marked steps
+    stack      its Python stack, when another rank has asked
+    groups     for each group: which, how many collectives it     (fingerprint, lineage, number of
+               has called, and of its last 64, or 1024            the record, route)
+    ring       its last 4096 collectives                          records of 8 words
     splits     how much its last all_to_alls sent and expected
-    text       what records point to: calls, places, groups                         append-only
+    text       what records point to: calls, places, groups       append-only
 
 Only its own rank writes to a trace buffer (except for one word, with which others ask for its
 stack), so nothing is locked. A reader may see a half-written record; it compares the fingerprint,

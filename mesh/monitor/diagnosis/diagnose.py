@@ -1,13 +1,10 @@
 """Find out from the records of a group's ranks why one of its collectives cannot complete.
 
-mismatch   two ranks call different collectives          the smaller party is at fault; no rank if
-                                                         votes are equal
-left       one has ended its program                     the smaller of those that left and those
-                                                         that wait
+mismatch   two ranks call different collectives       the smaller party is at fault; none if equal
+left       one has ended its program                  the smaller of those that left and that wait
 lost       one has died
-deadlock   each waits for one that waits elsewhere       as for a mismatch
-messages   of a permute or an all_to_all do not fit      the rank with the largest share of messages
-                                                         that do not
+deadlock   each waits for one that waits elsewhere    as for a mismatch
+messages   of a permute or an all_to_all do not fit   the rank with the largest share of such
 stall      one keeps the others waiting too long
 """
 

@@ -1,9 +1,8 @@
 """Find the first call in which the histories of a job's ranks differ.
 
-rank 0   all_reduce dp    all_reduce dp     barrier ...
-rank 1   all_reduce dp    barrier ...
-rank 2   all_reduce dp    barrier ...            after the last call that all made, the first that
-                                                 differs: rank 0 is the outlier
+rank 0   all_reduce dp    all_reduce dp     barrier ...    rank 0 is the outlier, by the first call
+rank 1   all_reduce dp    barrier ...                      that differs after the last that all made
+rank 2   all_reduce dp    barrier ...
 """
 
 from __future__ import annotations

@@ -106,8 +106,7 @@ def parties(members: Iterable[Member]) -> list[list[Member]]:
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
     """Return each rank's word: of those that have marked no step, as in the step of most ranks that
-    call the same.
-    """
+    call the same."""
     marked = Counter(m.word for m in come if m.word & STEP_MARKED)
     words = {}
     for m in come:

@@ -91,9 +91,7 @@ def mismatch(
 
 
 def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
-    """Return advice on values that differ where the ranks' random numbers differ as well; "" if
-    they do not.
-    """
+    """Return advice on values that differ where random numbers do as well; "" if they do not."""
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:

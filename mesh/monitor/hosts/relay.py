@@ -1,8 +1,7 @@
-"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its
-store.
+"""Carry trace buffers, verdicts and requests for stacks between a job's hosts, by its store.
 
-    host-a   buffers of ranks 0, 1  --- publish --->   store   --- fetch --->   copies of ranks 0, 1    host-b
-             copies of ranks 2, 3   <--- fetch ----           <--- publish ---  buffers of ranks 2, 3
+    host-a   buffers of 0, 1   --- publish --->   store   --- fetch --->    copies of 0, 1    host-b
+             copies of 2, 3    <--- fetch ----            <--- publish ---  buffers of 2, 3
 
 One rank of each host publishes for it, the lowest that is alive, over a separate connection: a
 request to an unreachable store is never answered. Copies are read like the buffers of this host, so

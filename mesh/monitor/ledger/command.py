@@ -1,6 +1,4 @@
-"""The command `python -m shardmesh ledger`: show what the ranks of a job on this host have called,
-running or crashed.
-"""
+"""The command `python -m shardmesh ledger`: show what a job's ranks on this host have called."""
 
 from __future__ import annotations
 
@@ -33,7 +31,8 @@ _DAMAGE = (
 )
 EXAMPLE = """\
   python -m shardmesh ledger
-  python -m shardmesh ledger --last 5 --trace trace.json --flight-recorder dumps && torchfrtrace dumps
+  python -m shardmesh ledger --last 5 --trace trace.json --flight-recorder dumps \
+&& torchfrtrace dumps
 """
 
 
@@ -42,8 +41,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "ledger",
         help="what the ranks of a job call, or have called before they crashed",
-        description="Shows the ranks of a job on this host: what became of each, the collectives that it called last, the one that "
-        "it waits in, and why the job could not go on. The job may be running or have crashed; it notices nothing.",
+        description="Shows the ranks of a job on this host: what became of each, the collectives "
+        "that it called last, the one that it waits in, and why the job could not go on. The job "
+        "may be running or have crashed; it notices nothing.",
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,7 +82,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     folder = arguments.folder or newest_job()
     if folder is None:
         parser.error(
-            f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere"
+            f"no folder {parent_folder() / folder_prefix()}* of a job on this host; "
+            "pass the folder if it is elsewhere"
         )
     try:
         ledger = Ledger.read(folder)
@@ -93,7 +94,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(str(error))
     except _DAMAGE as error:
         parser.error(
-            f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})"
+            f"the trace buffers in {shortened(str(folder))} are damaged "
+            f"({type(error).__name__}: {shortened(str(error))})"
         )
     print(f"{printable(str(folder))}\n\n{report}")
     try:
@@ -107,7 +109,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     except _DAMAGE as error:
         parser.error(
-            f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})"
+            f"the trace buffers in {shortened(str(folder))} are damaged "
+            f"({type(error).__name__}: {shortened(str(error))})"
         )
     if ledger.damage:
         parser.exit(1, f"{parser.prog}: error: {ledger.damage}\n")

@@ -143,9 +143,7 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
 
 
 def _frame(entry: LedgerEntry) -> dict[str, Any]:
-    """Return the user's line. The function's name holds what torch's format has no field for:
-    reduction and layouts.
-    """
+    """Return the user's line. Its function holds what the format lacks: reduction and layouts."""
     file, _, line = entry.place.rpartition(":")
     return {"name": entry.text, "filename": file, "line": whole_number(line) or 0}
 

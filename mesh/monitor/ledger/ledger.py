@@ -93,8 +93,7 @@ class Ledger:
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
-        """rank -> its collectives, for all ranks whose trace buffers are on this host; read on
-        first access.
+        """rank -> its collectives, for ranks with trace buffers on this host; read on first access.
 
         Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives
         may be missing. In simulated and null worlds there is only the caller's rank.
@@ -110,9 +109,7 @@ class Ledger:
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """This rank's collectives, the oldest first; those of all ranks in a ledger that was read
-        from a folder.
-        """
+        """This rank's collectives, the oldest first; of all ranks if read from a folder."""
         if self._own is not None:
             return self._own.entries
         entries: list[LedgerEntry] = []
@@ -186,8 +183,7 @@ def ledger() -> Ledger:
 
 
 def mark_step(step: int | None = None, *, compare: bool = True) -> None:
-    """mark_step(step): mark the start of a step or request; later collectives of this rank belong
-    to it.
+    """mark_step(step): mark the start of a step or request, to which later collectives belong.
 
     Ranks that meet in a collective must be in the same step: if one of them skips a step, or leaves
     it by an error that it catches alone, all raise a `CollectiveMismatchError` that names the

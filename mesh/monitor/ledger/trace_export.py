@@ -1,6 +1,4 @@
-"""Export the ledger as a trace for ui.perfetto.dev and chrome://tracing: a process per rank, a
-thread per group.
-"""
+"""Export the ledger for ui.perfetto.dev and chrome://tracing: a process per rank."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class _RankTrace:
             self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
 
     def end(self, entry: LedgerEntry) -> float:
-        """Return when it ended, in seconds; a collective under way lasts until the rank's last sign
-        of life.
-        """
+        """Return when it ended, in seconds; if under way, the rank's last sign of life."""
         return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
 
     def events(self) -> Iterator[dict[str, Any]]:

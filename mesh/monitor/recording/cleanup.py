@@ -1,10 +1,9 @@
-"""Delete what jobs of this user have left whose processes are gone, while other processes do the
-same.
+"""Delete what ended jobs of this user have left, while other processes do the same.
 
-    a job ends well                 its last rank deletes the folder                  `JobDirectory.leave`
-    Ctrl-C, SIGTERM, SIGHUP         the same; under `launch` its parent does it       `remove_jobs_of`
-    a job fails, or is killed       its folder shows why: the newest is kept          `sweep`, at the start of every job
-    python -m shardmesh doctor --fix                                                  `remove_left`
+    a job ends well              its last rank deletes the folder               `JobDirectory.leave`
+    Ctrl-C, SIGTERM, SIGHUP      the same; under `launch` its parent does it    `remove_jobs_of`
+    a job fails, or is killed    its folder shows why: the newest is kept until `sweep`, in the next
+    python -m shardmesh doctor --fix                                            `remove_left`
 
 Containers may share a folder, and process ids of one mean nothing in another. So a process counts
 as gone only if it can be looked up from here: by its id, its start time and the namespace of its

@@ -1,5 +1,4 @@
-"""The monitor's files: which folder they are in, and memory for them that is allocated before it is
-mapped.
+"""The monitor's files: their folder, and memory for them that is allocated before it is mapped.
 
 Folders such as /dev/shm are shared with other users, so only files and folders that this user alone
 can write are used, and only those are deleted whose names are the monitor's.
@@ -130,9 +129,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a job's folder: the files that the monitor makes, one by one, then the folder if it is
-    empty. Raises: OSError.
-    """
+    """Remove a job's folder: the monitor's files, then the folder if empty. Raises: OSError."""
     if not is_own_folder(path):
         return
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
@@ -207,9 +204,7 @@ def make_file(path: Path, size: int) -> Path:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map a file of this user, which nobody else can cut. Raises: OSError, or ValueError where the
-    file is shorter.
-    """
+    """Map a file of this user, which nobody can cut. Raises: OSError, ValueError if it is short."""
     file = open_own(path, os.O_RDWR)
     try:
         return mmap.mmap(file, size)
@@ -218,9 +213,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a small file of this user. Raises: OSError, or ValueError where it is longer than `most`
-    bytes.
-    """
+    """Read a small file of this user. Raises: OSError, ValueError if longer than `most` bytes."""
     file = open_own(path)
     try:
         if os.fstat(file).st_size > most:

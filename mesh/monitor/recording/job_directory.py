@@ -1,5 +1,4 @@
-"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the
-job.
+"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends it.
 
 /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
     rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies
@@ -199,9 +198,7 @@ class JobDirectory:
         return True
 
     def leave(self, state: int) -> None:
-        """Set this rank's final state; the last rank on this host deletes the folder, unless the
-        job has failed.
-        """
+        """Set this rank's final state; the last rank deletes the folder, unless the job failed."""
         self.buffer.words[Header.STATE] = state
         verdict = self.verdict()
         if verdict is not None and not verdict.is_interruption:
@@ -279,9 +276,7 @@ def pid_space() -> int:
 
 @cache
 def boot_id() -> str:
-    """Return a text that is the same for all processes of this host, in whatever container, and of
-    no other host.
-    """
+    """Return a text that all processes of this host share, in any container, and no other host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

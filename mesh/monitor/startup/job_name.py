@@ -1,12 +1,11 @@
-"""Find a name for the job of a default process group in the group's store, without waiting for
-other ranks.
+"""Find a name for a default process group's job in its store, without waiting for others.
 
 shardmesh/job/0           the name, chosen by the first rank
 shardmesh/job/0/rank2     the rank info of the process that is rank 2
 shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, there: an earlier
-                          attempt of a restarted job
-shardmesh/job/1           left them, since torchrun keeps one store for all attempts. The next name
-                          is this attempt's
+                          attempt of a restarted job left them, since torchrun keeps one store for
+                          all attempts
+shardmesh/job/1           the next name, this attempt's
 """
 
 from __future__ import annotations

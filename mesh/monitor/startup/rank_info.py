@@ -1,6 +1,4 @@
-"""What a rank publishes at start-up: which process it is, and everything that must be the same on
-every rank.
-"""
+"""What a rank publishes at start-up: which process it is, and what must be equal on all ranks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
 rank 1   mesh 0 is (dp=2, tp=2)   the same
-rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks, and finds the outliers by
-                                  votes
+rank 2   mesh 0 is (dp=4)         differs: waits a moment for others, finds the outliers by votes
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Intercept collectives that torch calls from C++ on a process group, where wrapped Python methods
-are bypassed.
+"""Intercept collectives that torch calls from C++ on a process group, past wrapped methods.
 
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
     functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's
-                   functional collectives, DTensor's, and those
-                   in compiled graphs
+                   functional collectives, DTensor's, and those in compiled graphs
 
 Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU,
 which replaces the name of the group and calls torch's own; what is traced, or on another device,
@@ -168,9 +166,7 @@ def install(
 
 
 def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
-    """Let torch's functional collectives of tensors on the CPU run on the groups that stand in for
-    monitored ones.
-    """
+    """Let torch's functional collectives on the CPU run on the stand-ins of monitored groups."""
     global _kernels
     if not hasattr(dist, "_functional_collectives"):
         return

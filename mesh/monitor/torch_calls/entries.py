@@ -1,5 +1,4 @@
-"""Record a call on one of torch's process groups: what must be the same on all ranks of the group,
-and the bytes.
+"""Record a call on a process group of torch: what its ranks must agree on, and the bytes.
 
 What may differ between ranks is left out: the tensors of a scatter or gather, the splits of an
 all_to_all, what a rank that is not the root passes.

@@ -1,9 +1,10 @@
-"""Wrap torch.distributed so that the program's own calls are recorded and compared like the
-library's.
+"""Wrap torch.distributed to record and compare the program's calls like the library's.
 
-    dist.all_reduce(x)   FSDP2   object collectives   batch_isend_irecv      Python calls a method of ProcessGroup      wrapped here
-    DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see cpp_calls.py
-    work.wait()                                                              Python calls the method of Work            wrapped here
+    dist.all_reduce(x)   FSDP2     Python calls a method of ProcessGroup      wrapped here
+    object collectives   batch_isend_irecv
+    DDP's reducer                  C++ calls it, of the group it was given    see cpp_calls.py
+    functional collectives
+    work.wait()                    Python calls the method of Work            wrapped here
 
 Everything that torch.distributed does in Python goes through some twenty methods of one class:
 `dist.all_reduce(x, group=g)` is `g.allreduce([x], options)`. They are wrapped from the first mesh
@@ -119,9 +120,7 @@ def _refuse_in_child(
 
 
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch's for the library, which has recorded it, on a group that it shares
-    with the program.
-    """
+    """Call a function of torch's for the library, recorded already, on a group that it shares."""
     global _has_shared
     _has_shared = thread_context.own_torch_call = True
     try:
@@ -364,9 +363,7 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which
-    blocks in C++.
-    """
+    """Wait until all ranks arrive, or for the timeout, before the barrier that blocks in C++."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         recorder = _recorder_of(group)

@@ -1,5 +1,4 @@
-"""Record where the program makes groups of torch: `dist.new_group([0, 1])`, torch's
-`init_device_mesh`.
+"""Record where the program makes torch's groups: `dist.new_group`, torch's `init_device_mesh`.
 
 Gloo connects the ranks of a new group inside of C++, where nothing can be checked or interrupted.
 So a rank records that it makes a group, waits until all ranks of it have come, and calls torch
@@ -63,8 +62,7 @@ class CreationRecorders:
 def waiting_for_members(
     original: Callable[..., Any], recorders: CreationRecorders
 ) -> Callable[..., Any]:
-    """Return torch's function that makes a group, as one that waits until all members of the group
-    have called it.
+    """Return torch's function that makes a group, as one that waits for all members to call it.
 
     Raises: WatchError where one of them never will.
     """

@@ -1,5 +1,4 @@
-"""Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`,
-`dist.recv(x, 0)`, `batch_isend_irecv`.
+"""Record messages between two ranks by torch: `dist.send`, `dist.recv`, `batch_isend_irecv`.
 
 Torch delivers the messages of one sender, receiver and tag in order, so each such channel is
 counted separately: number 3 of the sender is number 3 of the receiver. A receiver that takes

@@ -156,9 +156,7 @@ class TorchRecorder(Recorder):
             self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Record on an error of torch's that other ranks had not arrived, as when torch's own
-        timeout has expired.
-        """
+        """Record on an error of torch's, such as a timeout, that other ranks had not arrived."""
         if self.monitor is not None and any(
             m.came is False for m in read_members(self.monitor, self, sequence)
         ):

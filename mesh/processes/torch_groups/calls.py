@@ -82,9 +82,7 @@ def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
 
 
 def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
-    """Start the barrier of the group's backend for this device, which `dist.barrier` does not let
-    its caller choose.
-    """
+    """Start the backend's barrier for this device, which `dist.barrier` does not let one choose."""
     options = distributed_c10d.BarrierOptions()
     options.asyncOp, options.device = async_op, device
     if device.index is not None:

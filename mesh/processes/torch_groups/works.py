@@ -1,6 +1,4 @@
-"""Works of torch.distributed, and how the host waits for them while the monitor checks the other
-ranks.
-"""
+"""Works of torch.distributed, and how the host waits for them while the monitor checks others."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 
-_POLYNOMIAL = (
-    0xEDB88320  # of zlib and zip, bits reversed: the highest bit is the coefficient of x**0
-)
+# Of zlib and zip, bits reversed: the highest bit is the coefficient of x**0.
+_POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 

@@ -54,9 +54,8 @@ class Sink:
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
         self._error: OSError | MemoryError | None = None
-        self._elements: int | None = (
-            None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
-        )
+        # Bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes.
+        self._elements: int | None = None
         self._waiting: Any = None  # these bytes, until the CRC-32 after them is written
 
     def __enter__(self) -> Sink:

@@ -1,16 +1,12 @@
-"""The folder of checkpoints: one folder per step, renamed when complete; newest, retired and
-unfinished ones.
+"""The folder of checkpoints: a folder per step, renamed when complete; newest, retired, unfinished.
 
     checkpoints/
       step-00000100/                   complete: renamed when everything in it was on disk
-        __0_0.distcp  __1_0.distcp     the files of ranks 0 and 1, in the format of
-                                       torch.distributed.checkpoint
+        __0_0.distcp  __1_0.distcp     of ranks 0 and 1, in torch.distributed.checkpoint's format
         .metadata                      that format's index
-        manifest.json                  step, files, sizes, a CRC-32 of every piece; the last file to
-                                       be renamed
+        manifest.json                  step, files, sizes, a CRC-32 of every piece; renamed last
       step-00000200.tmp-5f3a91c2/      being written, or left by a crash; the next save removes it
-      step-00000100.old-5f3a91c2/      replaced by a newer save of its step; valid until that is
-                                       renamed
+      step-00000100.old-5f3a91c2/      replaced by a newer save of its step; valid until its rename
       step-00000000.gone-5f3a91c2/     being removed, a share of its files by each rank
       .owner-00000001.json             the process that saves here (lease.py)
 

@@ -1,9 +1,8 @@
-"""Check what an index of torch.distributed.checkpoint says: the boxes of each tensor, and where
-their bytes are.
+"""Check what an index of torch.distributed.checkpoint says: each tensor's boxes, and their places.
 
-    Metadata    state_dict_metadata    "w": shape, dtype, chunks at their offsets     inside of the shape
-                storage_data  ("w", offset): file, offset, length   a plain name; no two share bytes
-                planner_data  "w": its path in the tree
+    Metadata    state_dict_metadata   "w": shape, dtype, chunks at their offsets inside of the shape
+                storage_data          ("w", offset): file, offset, length: no two share bytes
+                planner_data          "w": its path in the tree
 
 An index may come from anyone, so nothing in it is believed. What a tensor's boxes leave out or have
 twice is an error once it is loaded (`check_tiling`); part of a checkpoint can be loaded.

@@ -1,8 +1,7 @@
 """The lease of a folder: one job at a time saves into it; a file in it has the owner's process.
 
     checkpoints/
-      .owner-00000007.json     host, process, start time and job of its rank 0; the highest number
-                               counts
+      .owner-00000007.json     host, process, start and job of its rank 0; the highest number counts
 
 A lease is taken by creating the file of the next number, which only one process can do; so two jobs
 that find a dead owner at the same time cannot both replace it. On the same machine an owner is

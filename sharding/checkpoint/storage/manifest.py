@@ -1,6 +1,4 @@
-"""The index of a checkpoint in torch.distributed.checkpoint's format, and the manifest with
-checksums.
-"""
+"""A checkpoint's index in torch.distributed.checkpoint's format, and its manifest of checksums."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's leaves by name, their structure and the sizes of its files; `step` is None if
-    torch wrote it.
-    """
+    """A checkpoint's leaves by name, structure and sizes of files; `step` is None from torch."""
 
     folder: Path
     entries: dict[str, StoredLeaf]

@@ -1,9 +1,8 @@
-"""Read the pickle of an index as data: no class is imported, made or called, and no attribute of
-one is set.
+"""Read the pickle of an index as data: no class is imported, made or called, no attribute set.
 
-    torch.Size((4, 2))                   PickledObject("torch.Size", args=((4, 2),))
-    MetadataIndex, state {"fqn": "w"}    PickledObject("torch...MetadataIndex", state=Pairs([("fqn", "w")]))
-    {"w": 1}                             Pairs([("w", 1)])
+    torch.Size((4, 2))      PickledObject("torch.Size", args=((4, 2),))
+    MetadataIndex("w")      PickledObject("torch...MetadataIndex", state=Pairs([("fqn", "w")]))
+    {"w": 1}                Pairs([("w", 1)])
 
 Time and memory are proportional to the length of the pickle.
 """

@@ -1,8 +1,7 @@
-"""Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their
-CRC-32 is checked.
+"""Reading one piece of a file, directly into the tensor's memory if possible; CRC-32s are checked.
 
-torch.save's container      | data.pkl, byteorder, ... | the elements, in memory order         | version, directory |
-                              head, to a buffer          to the loaded tensor                    tail, to a buffer
+torch.save's container   | data.pkl, byteorder, ... | elements, in memory order | version, ... |
+                           head, to a buffer          to the loaded tensor        tail, to a buffer
 """
 
 from __future__ import annotations

@@ -210,9 +210,7 @@ def _read_own(
     sends: list[list[Tensor]],
     failure: Exception | None,
 ) -> None:
-    """Read this rank's pieces: its own part goes to its memory, those of others to `sends`. Raise
-    an earlier failure.
-    """
+    """Read this rank's pieces: its part into memory, others to `sends`. Raise earlier failures."""
     if failure is not None:
         raise failure
     for reading in these:

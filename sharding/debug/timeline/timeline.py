@@ -83,9 +83,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long operators wait for collectives, and collectives go on after the last
-        operator.
-        """
+        """How long operators wait for collectives, and collectives go on after the last of them."""
         return self.seconds - self.seconds_of("operator")
 
     def seconds_of(self, kind: str, lane: str | None = None) -> float:
@@ -145,8 +143,7 @@ class Timeline:
             self.picture(path)
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Return a matplotlib figure with a row for each lane, and write it to a file if a path is
-        given.
+        """Return a matplotlib figure with a row per lane, and write it to a file if path is given.
 
         Raises: ImportError without matplotlib; ValueError for a file format that matplotlib does
         not know.
@@ -186,8 +183,7 @@ def timeline(
     measure: Callable[[], Any] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Timeline:
-    """timeline(compiled) -> Timeline: when the operators and collectives of one graph run on this
-    rank.
+    """timeline(compiled) -> Timeline: when a graph's operators and collectives run on this rank.
 
     Operators run one after the other, collectives over the same axes too; collectives over other
     axes run next to them, and a wait lasts until its collective has completed. Durations are

@@ -1,10 +1,9 @@
 """Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and
 meaning are JAX's.
 
-    S  varies: each rank along the axis has different data         gradient: S
-    R  replicated: the same on every rank                          gradient: pending, the ranks'
-                                                                   shares add up
-    U  pending: the value is the sum over the ranks                gradient: R
+    S  varies: each rank along the axis has different data    gradient: S
+    R  replicated: the same on every rank                     gradient: pending, a share per rank
+    U  pending: the value is the sum over the ranks           gradient: R
 
 An axis name is that of one axis, or a tuple of several, which are flattened major to minor in the
 order given. Every `x` may be a tree of tensors (tuples, lists, dicts). If only some axes are
@@ -111,8 +110,9 @@ def psum(
     Communication: all_reduce; backward the same.
 
     Example:
-        >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"),
-        ...     out_specs=P())(x)
+        >>> total = sm.shard_map(
+        ...     lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+        ... )(x)
     """
     axes, rule = resolve_axes(axis_name, _PSUM, axis_index_groups)
     return map_bucketed(

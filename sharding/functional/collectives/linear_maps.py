@@ -3,14 +3,12 @@
 The transpose of each is again one of them, so they can be differentiated any number of times:
 
     Reduce      [a] [b]  ->  [a+b] [a+b]          transpose: Reduce
-    Gather      [a] [b]  ->  [a b] [a b]          transpose: Scatter (the gradient of a replicated
-                                                  value is pending)
+    Gather      [a] [b]  ->  [a b] [a b]          transpose: Scatter (of a pending gradient)
     Scatter     [a b] [c d]  ->  [a+c] [b+d]      transpose: Gather
     AllToAll    [a b] [c d]  ->  [a c] [b d]      transpose: AllToAll with the dims swapped
     AllToAllRows  the same of rows, one for each rank
     Permute     [a] [b]  ->  [0] [a]              transpose: Permute with the pairs swapped
-    Broadcast   [a] [b]  ->  [a] [a]              transpose: ReduceTo (the sum on the source, zeros
-                                                  elsewhere)
+    Broadcast   [a] [b]  ->  [a] [a]              transpose: ReduceTo (zeros but on the source)
     KeepFirst   [a] [a]  ->  [a] [0]              transpose: KeepFirst
 
 All count dims from the front, so that a batch dim of `torch.func.vmap` may follow at the end.

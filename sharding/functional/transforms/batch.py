@@ -1,7 +1,7 @@
 """The mesh axes over which `vmap` has split its examples, while the function of one example runs.
 
-mesh (dp=2, tp=2), examples split over dp        one example is on the mesh (tp=2); ranks of
-                                                 different dp have different ones
+mesh (dp=2, tp=2), examples split over dp    one example is on the mesh (tp=2), and ranks of
+                                             different dp have different ones
 """
 
 from __future__ import annotations

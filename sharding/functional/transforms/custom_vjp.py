@@ -4,8 +4,8 @@
     def log1pexp(x): ...                                          the function
 
     log1pexp.defvjp(lambda x: (log1pexp(x), x),                   forward, and what backward needs
-                    lambda x, g: (g * (1 - 1 / (1 + x.exp())),))  backward: a gradient for each
-                                                                  argument
+                    lambda x, g: (g * (1 - 1 / (1 + x.exp())),))  backward: a gradient per argument
+
 Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside, of
 local parts, and types are tracked through `bwd` as through the backward of any custom function
 (`types/custom_functions.py`). Second derivatives are those of `fwd` and `bwd`: if the first are to

@@ -1,8 +1,9 @@
 """`vmap`: run a function of one example on a whole batch at once.
 
-x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
-x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has
-                                               different examples
+x: [batch, 8, 16] @ P(None, None, "tp")    one example: [8, 16] @ P(None, "tp"), its part batched by
+                                           torch.func.vmap
+x: [batch, 8, 16] @ P("dp", None, "tp")    the same on the mesh (tp,): each rank of dp has examples
+                                           of its own
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ def vmap(
     Arguments and results are trees of plain and sharded tensors. Communication inside `f`
     (redistributions, mapped functions, collectives by axis name) is done once for the whole batch.
 
-        rank 0   x = [x0 x1]        f(x0) f(x1)
-        rank 1   x = [x2 x3]   ->   f(x2) f(x3)        where the mapped dim is split, each rank has
-                                                       its own examples
+        rank 0   x = [x0 x1]   ->   f(x0) f(x1)     where the mapped dim is split, each rank has its
+        rank 1   x = [x2 x3]   ->   f(x2) f(x3)     own examples
 
     Args:
         fun: a function of one example. If the mapped dim is split over some axes, an example is on

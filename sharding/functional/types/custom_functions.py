@@ -1,6 +1,7 @@
 """Check the gradients of custom functions (`torch.autograd.Function`) inside mapped functions.
 
-    forward    x: S  ->  y = psum(x): R          backward    g: U (the dual of R)  ->  must return S, the dual of x
+    forward     x: S  ->  y = psum(x): R
+    backward    g: U (the dual of R)  ->  must return S, the dual of x
 
 The gradient of an operator of torch has the right type. A custom function may return one of another
 type: the identity as the backward of a psum returns each rank's share of a gradient as if it were

@@ -2,8 +2,7 @@
 sees each repeated part once.
 
     run     a b | c d e f | c d e f | c d e f | g
-    parts   a b   c d e f   c d e f   c d e f   g        three of them equal: compiled once, called
-                                                         three times
+    parts   a b   c d e f   c d e f   c d e f   g     three are equal: compiled once, called 3 times
 
 An operator is a letter: what is called, constants, shapes, strides and dtypes. The part that saves
 most letters is cut out first, at the offset where the fewest values cross; what is left on both

@@ -1,11 +1,11 @@
 """Cast and scale where fewer elements are handled, and in the copies that collectives need anyway.
 
-    all_gather(x).to(bf16)                  ->   all_gather(x.to(bf16))                  half the bytes
-    all_gather(x.to(f32))                   ->   all_gather(x).to(f32)                   half the bytes
-    all_gather(x) * 0.5                     ->   all_gather(x * 0.5)                     fewer elements
-    (all_reduce(x) * 0.5)[part]             ->   all_reduce(x)[part] * 0.5               fewer elements; `reduce_scatter` can follow
-    buffer.copy_(y); buffer.to(bf16)        ->   bf16 buffer.copy_(y)                    one kernel: `copy_` casts
-    buffer.copy_(x.to(bf16))                ->   buffer.copy_(x)                         one kernel
+    all_gather(x).to(bf16)             ->   all_gather(x.to(bf16))       half the bytes
+    all_gather(x.to(f32))              ->   all_gather(x).to(f32)        half the bytes
+    all_gather(x) * 0.5                ->   all_gather(x * 0.5)          fewer elements
+    (all_reduce(x) * 0.5)[part]        ->   all_reduce(x)[part] * 0.5    may be a `reduce_scatter`
+    buffer.copy_(y); buffer.to(bf16)   ->   bf16 buffer.copy_(y)         one kernel: `copy_` casts
+    buffer.copy_(x.to(bf16))           ->   buffer.copy_(x)              one kernel
 
 All bits stay: what is done to each element alone may be done before elements are moved or after. A
 scale does not change places with a sum, not even a power of two: the sum of the larger numbers

@@ -1,8 +1,8 @@
 """Gather again instead of saving: less memory, more bytes.
 
-    before    w = gather(x); f(w); ...          ...; g(w)         w is kept, which is large
-    after     w = gather(x); f(w); ...; v = gather(x); g(v)       x is kept, which is small, or is
-                                                                  there anyway: a parameter
+    before    w = gather(x); f(w); ...         ...; g(w)         w is kept, which is large
+    after     w = gather(x); f(w); ...; v = gather(x); g(v)      x is kept, which is small, or is
+                                                                 there anyway: a parameter
 
 Activations that sequence parallelism gathers for forward are needed again for the gradients of
 weights, and so are the parameters of `fully_shard(reshard_after_forward=False)`. What is copied

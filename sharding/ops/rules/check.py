@@ -1,9 +1,9 @@
 """Tests of a rule: every combination of placements in a simulated world, compared with a single
 process.
 
-    sample args --> func ---------------------------------> value, gradients       the single process
-         |                                                       ||
-         +-- each combination of placements --> func --> full_tensor, gradients     2, 3 and 2 x 2 simulated ranks
+    sample args --> func ------------------------> value, gradients          a single process
+         |                                            ||
+         +-- each combination of placements --> func --> full_tensor, gradients  2, 3, 2 x 2 ranks
 
 Pending inputs are contributions that differ from rank to rank and add up to the sample exactly, so
 that an operator that uses one of them as the value fails.
@@ -86,8 +86,8 @@ def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any
     Communication: in the simulated world only.
 
     Example:
-        >>> sm.ops.check_rule(torch.matmul, torch.randn(4, 3, dtype=torch.float64),
-        ...     torch.randn(3, 5, dtype=torch.float64))
+        >>> x, w = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+        >>> sm.ops.check_rule(torch.matmul, x, w)
         236
     """
     return prove(func, sample_args, sample_kwargs)

@@ -13,17 +13,18 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .registry import handler, unique
 
 _ON_THE_WRAPPER = """
-    is_floating_point is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
-    dim size result_type can_cast is_sparse storage_offset has_names is_distributed dense_dim sparse_dim
+    is_floating_point is_signed is_conj is_neg element_size stride is_contiguous nelement numel
+    ndimension dim size result_type can_cast is_sparse storage_offset has_names is_distributed
+    dense_dim sparse_dim
 """
 _ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
 
 
 # These read or change memory, of which one rank has only a part.
 _REFUSED = """
-    as_strided_scatter set_ resize_ resize_as_
-    _typed_storage apply_ map_ map2_ share_memory_ record_stream pin_memory __dlpack__ __dlpack_device__ to_sparse
-    to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn const_data_ptr resize resize_as
+    as_strided_scatter set_ resize_ resize_as_ _typed_storage apply_ map_ map2_ share_memory_
+    record_stream pin_memory __dlpack__ __dlpack_device__ to_sparse to_sparse_coo to_sparse_csr
+    to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn const_data_ptr resize resize_as
 """
 
 

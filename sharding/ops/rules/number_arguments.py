@@ -17,7 +17,8 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .registry import functions
 
 _SCALED = """
-    add add_ sub sub_ subtract subtract_ rsub addmm addmm_ addmv addmv_ addr addr_ addbmm addbmm_ baddbmm baddbmm_ index_add index_add_
+    add add_ sub sub_ subtract subtract_ rsub addmm addmm_ addmv addmv_ addr addr_ addbmm addbmm_
+    baddbmm baddbmm_ index_add index_add_
 """
 _NAMES: dict[Callable[..., Any], tuple[str, ...]] = dict.fromkeys(
     functions(*_SCALED.split()), ("alpha", "beta")

@@ -258,12 +258,10 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
     """Return the axes over which a linear operator's result is pending if each of its operands is,
     over whichever axes.
 
-        x pending over a, y over a and b: x + y is pending over a and b     x is first kept on one
-                                                                            rank of b, which moves
-                                                                            nothing
-        x pending over a, y replicated:   x + y is replicated               the one reduction would
-                                                                            have to be made later
-                                                                            anyway
+        x pending over a, y over a and b: x + y is pending over a and b, and x is first kept on one
+                                          rank of b, which moves nothing
+        x pending over a, y replicated:   x + y is replicated: the one reduction would have to be
+                                          made later anyway
 
     Returns:
         axis -> kind; empty if an operand is not pending at all, or they are pending with several

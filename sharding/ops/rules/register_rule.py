@@ -44,8 +44,8 @@ def register_rule(
     Communication: none.
 
     Example:
-        >>> sm.ops.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n",
-        ...     linear=((0,), (1,)))
+        >>> scaled_matmul = torch.ops.mine.scaled_matmul
+        >>> sm.ops.register_rule(scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
     """
     if "->" not in pattern:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Context parallelism: attention over a sequence that is split over an axis of the mesh.
 
-    method         forward moves                             backward moves                 a rank holds at a time
-    "ring"         keys and values, n - 1 hops               the same, and gradients        two blocks of keys and values
-    "all_gather"   keys and values, once                     their gradients, once          all keys and values
-    "all_to_all"   q, k, v and the output, a share of each   their gradients                its heads of the whole sequence
+    method         forward moves                   backward moves            a rank holds at a time
+    "ring"         keys and values, n - 1 hops     the same, and gradients   two blocks of them
+    "all_gather"   keys and values, once           their gradients, once     all keys and values
+    "all_to_all"   a share of q, k, v and output   their gradients           its heads, whole length
 
 "ring" hides its hops behind the computation and needs the least memory; "all_to_all" (Jacobs et al.
 2023, "DeepSpeed Ulysses") moves the least, 4/n of the parts, and needs as many heads of keys as
@@ -57,9 +57,8 @@ def context_parallel_attention(
     """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l):
     `F.scaled_dot_product_attention` of sequences split over an axis.
 
-        rank 0   q0 k0 v0        softmax(q0 [k0 k1]') [v0 v1]
-        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query attends to the keys of
-                                                                   all ranks
+        rank 0   q0 k0 v0   ->   softmax(q0 [k0 k1]') [v0 v1]     each query attends to the keys of
+        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]     all ranks
 
     Differentiable; "ring" and "all_gather" once, "all_to_all" as often as torch's own attention.
 
@@ -95,8 +94,8 @@ def context_parallel_attention(
         all_gathers of shapes.
 
     Example:
-        >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh,
-        ...     placements=P("dp", "tp", "cp")) for _ in range(3))
+        >>> layout = {"device_mesh": mesh, "placements": P("dp", "tp", "cp")}
+        >>> q, k, v = (sm.randn(2, 8, 4096, 64, **layout) for _ in range(3))
         >>> out = sm.parallel.context_parallel_attention(q, k, v, is_causal=True)
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)

@@ -1,8 +1,7 @@
-"""Blockwise attention with an online softmax: the state is the weighted output so far and its
-log-sum-exp.
+"""Blockwise attention by an online softmax: the state is the output so far and its log-sum-exp.
 
-    scores          block 1   block 2                            (out, lse) of block 1
-    queries         q k1'     q k2'        merged one by one     (out, lse) of block 2  ->  both weighted by exp(lse - total lse)
+    scores    block 1   block 2    (out, lse) of block 1, (out, lse) of block 2, merged one by one:
+    queries   q k1'     q k2'      both weighted by exp(lse - total lse)
 
 A softmax over all keys then needs one block at a time (Milakov and Gimelshein 2018, "Online
 normalizer calculation for softmax"), and its gradients need the final output and lse only (Dao et

@@ -1,5 +1,4 @@
-"""torch's fused attention kernels, with the log-sum-exp: the operators under
-`F.scaled_dot_product_attention`.
+"""torch's fused attention kernels with the log-sum-exp, under `F.scaled_dot_product_attention`.
 
 They do not materialise the scores. They are private in torch; the public operator neither returns
 the log-sum-exp nor takes one for backward. If torch lacks them, or they do not support the tensors,
@@ -70,9 +69,8 @@ def _operators(name: str) -> _Operators:
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")
 _CUDA = _operators("_scaled_dot_product_flash_attention")
 _CUDNN = _operators("_scaled_dot_product_cudnn_attention")
-_CUDNN_WIDTH = (
-    128  # wider heads are for inference, and torch's choice does not know that a backward follows
-)
+# Wider heads are for inference, and torch's choice does not know that a backward follows.
+_CUDNN_WIDTH = 128
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""Load balance of causal attention: the order of a sequence over ranks, and the blocks that each
-rank computes.
+"""Load balance of causal attention: a sequence's order over ranks, and each rank's blocks.
 
-    10 positions over 2 ranks, contiguous      0 1 2 3 4 | 5 6 7 8 9      rank 1 computes 40 of the
-                                                                          55 pairs
-    in 4 pieces, balanced                      0 1 2 8 9 | 3 4 5 6 7      rank i has the pieces i
-                                                                          and 3 - i: 25 and 30 pairs
+    10 positions over 2 ranks, contiguous   0 1 2 3 4 | 5 6 7 8 9   rank 1 computes 40 of 55 pairs
+    in 4 pieces, balanced                   0 1 2 8 9 | 3 4 5 6 7   rank i has the pieces i and
+                                                                    3 - i: 25 and 30 pairs
 
 Queries of piece p attend to p + 1 pieces, so the pieces i and 2n-1-i of n ranks cost 2n + 1
 together for every i.
@@ -49,8 +47,7 @@ def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
     """Return the blocks that a causal mask leaves: keys up to each query's own position.
 
     queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
-                                       3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2
-                                                          whole
+                                       3 | x x x \\     4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
                                        4 | x x x x
                                        5 | x x x x
     """
@@ -140,11 +137,9 @@ def _inverse(order: Sequence[Interval]) -> list[Interval]:
 def balance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every
-    rank the same.
+    """balance_sequence(x, dim, "cp") -> x reordered so that causal attention costs ranks the same.
 
-        x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9      in 2n pieces; rank i gets the pieces i and
-                                                    2n-1-i
+        x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9    2n pieces; rank i gets the pieces i and 2n-1-i
                          0 1 2 8 9 | 3 4 5 6 7
 
     Balance everything that depends on the position: tokens, labels, and the positions for rotary or

@@ -1,5 +1,4 @@
-"""Ring attention: queries stay, keys and values are passed to the next rank until every rank has
-processed every block.
+"""Ring attention: queries stay, keys and values pass from rank to rank until all had all.
 
                hop 0      hop 1        hop 2        hop 3
     rank 0   q0: k0 v0    q0: k3 v3    q0: k2 v2    q0: k1 v1      the next block is received

@@ -1,6 +1,4 @@
-"""Strategies of context-parallel attention: layouts of query, key and value, and the computation on
-local parts.
-"""
+"""Strategies of context-parallel attention: layouts of q, k and v, and the local computation."""
 
 from __future__ import annotations
 
@@ -225,8 +223,7 @@ def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> La
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
-    """Return the number of key heads of each rank: those of ranks that share a sequence, split as
-    evenly as possible.
+    """Return each rank's number of key heads: those of ranks that share a sequence, split evenly.
 
     Raises:
         ValueError: a rank would get none.

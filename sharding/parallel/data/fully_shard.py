@@ -36,9 +36,8 @@ def fully_shard(
     """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split
     over the ranks (FSDP, ZeRO-3).
 
-        sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      so that all_gather and
-                                                                         reduce_scatter need no
-                                                                         copies
+        sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]   so that nothing is copied for
+                                                                      all_gather and reduce_scatter
         in use    all_gather -> w_0, w_1 -> forward -> free              again before backward
         backward  gradients of w_0, w_1 -> reduce_scatter -> `.grad`, split as the parameters are
 

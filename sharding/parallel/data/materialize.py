@@ -24,10 +24,9 @@ _NAMED = 4  # modules listed in a message
 def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = None) -> nn.Module:
     """materialize(module) -> the module, with memory and initial values for its tensors on "meta".
 
-        with torch.device("meta"): model = Model()      no memory
-        fully_shard(model, mesh, units=Block)           assigns rows to ranks
-        materialize(model)                              each rank makes its rows: the same values on
-                                                        every mesh
+        with torch.device("meta"): model = Model()    no memory
+        fully_shard(model, mesh, units=Block)         assigns rows to ranks
+        materialize(model)                            makes its rows: the same values on every mesh
 
     Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner
     modules first, as in construction; within a Hugging Face model by the model's

@@ -1,10 +1,9 @@
 """A unit: the parameters of a module that are gathered together before its forward and freed after
 it.
 
-    forward     all_gather -> set the unsharded parameters -> module -> set the sharded ones again
-                -> free
-    backward    autograd unpacks a saved parameter -> all_gather -> ... -> reduce the gradients over
-                ranks -> free
+    forward     all_gather -> set the unsharded parameters -> module -> set the sharded ones -> free
+    backward    autograd unpacks a saved parameter -> all_gather -> ... -> reduce the gradients ->
+                free
 
 The first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and
 when. Hooks on the outputs of the model only launch the first gather earlier.

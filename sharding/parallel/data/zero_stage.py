@@ -1,15 +1,12 @@
 """Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer
 state.
 
-                parameter       gradient        optimizer        what a step moves, for p bytes of
-                                                                 parameters and n ranks
-DDP             ()              ()              ()               all_reduce p
-ZeRO-1          ()              ()              dp               reduce_scatter p, all_gather p
-ZeRO-2          ()              dp              dp               the same, for each micro-batch a
-                                                                 reduce_scatter
-FSDP, ZeRO-3    dp              dp              dp               two all_gathers p, reduce_scatter p
-HSDP            fsdp            fsdp            fsdp             the same inside fsdp, and
-                                                                 all_reduce p / fsdp over dp
+               parameter   gradient   optimizer   a step of p bytes of parameters on n ranks moves
+DDP            ()          ()         ()          all_reduce p
+ZeRO-1         ()          ()         dp          reduce_scatter p, all_gather p
+ZeRO-2         ()          dp         dp          the same, per micro-batch a reduce_scatter
+FSDP, ZeRO-3   dp          dp         dp          two all_gathers p, reduce_scatter p
+HSDP           fsdp        fsdp       fsdp        the same in fsdp, and all_reduce p / fsdp over dp
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def moe(
 
     Example:
         >>> routing = sm.parallel.top_k_routing(x @ router, 2)
-        >>> y = sm.parallel.moe(x, routing, lambda rows, p: F.silu(rows @ p["up"]) @ p["down"],
-        ...     {"up": up, "down": down})
+        >>> expert = lambda rows, p: F.silu(rows @ p["up"]) @ p["down"]
+        >>> y = sm.parallel.moe(x, routing, expert, {"up": up, "down": down})
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     leaves = {

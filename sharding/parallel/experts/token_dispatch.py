@@ -1,10 +1,9 @@
-"""Token dispatch: send rows to the experts that tokens choose, and combine their results, with one
-all_to_all each way.
+"""Token dispatch: send rows to the experts chosen, and combine the results, by two all_to_all.
 
-    rank 0   tokens   a b c d     by expert  [ b | a d |   | c ]     arrived  [b e | a d f]  for the experts 0 and 1
-             choose   1 0 3 1     of expert    0    1    2   3
-    rank 1   tokens   e f g       by expert  [ e |  f  | g |   ]     arrived  [g | c]        for the experts 2 and 3
-             choose   0 1 2
+    rank 0  tokens  a b c d    by expert  [ b | a d |   | c ]    arrived  [b e | a d f]  experts 0 1
+            choose  1 0 3 1    of expert    0    1    2   3
+    rank 1  tokens  e f g      by expert  [ e |  f  | g |   ]    arrived  [g | c]        experts 2 3
+            choose  0 1 2
 
 Ranks exchange how many of their tokens chose each expert; all sizes follow from these counts, the
 same on every rank.
@@ -59,9 +58,7 @@ class ExpertGroup:
 
     @property
     def order(self) -> list[int]:
-        """The order in which rows are sorted by expert: the experts of the group's first rank
-        first.
-        """
+        """The order in which rows are sorted by expert: those of the group's first rank first."""
         return [e for start, stop in self.experts for e in range(start, stop)]
 
 
@@ -101,8 +98,7 @@ class TokenDispatch:
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """[source, expert]: the number of rows that each rank of the group sends to each expert, on
-        all ranks.
+        """[source, expert]: the number of rows that each rank sends to each expert, on all ranks.
 
         Raises:
             ValueError: see `make_dispatch`.
@@ -131,9 +127,7 @@ class TokenDispatch:
         return arrived.index_select(0, self._by_expert)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Send the experts' results back; return them in the order of `slots`. Communication: one
-        all_to_all.
-        """
+        """Send experts' results back, in the order of `slots`. Communication: one all_to_all."""
         by_source = rows.index_select(0, self._by_expert.argsort())
         return all_to_all_v(by_source, self.peers, self._send_sizes, self._recv_sizes)
 

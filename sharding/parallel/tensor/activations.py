@@ -1,5 +1,4 @@
-"""Layouts of activations: hooks that redistribute a module's inputs before and its outputs after
-forward.
+"""Layouts of activations: hooks that redistribute a module's inputs and outputs.
 
 A hook specifies layouts along some axes; along the others a tensor keeps its own:
 
@@ -280,8 +279,7 @@ def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout 
 
 
 def along(layout: Layout, where: P | Placement, axis: str) -> P:
-    """Return the spec of a layout changed to `where` along `axis` and the axes in `where`, and
-    unchanged along others.
+    """Return a layout's spec changed to `where` along `axis` and its axes, unchanged on others.
 
     Other axes that split the same dim stay major. If the same axes split the dim already, their
     order does not change.

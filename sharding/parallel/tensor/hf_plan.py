@@ -30,9 +30,7 @@ _WHOLE = P()
 
 
 class _AsItComes(Style):
-    """Whole parameters, unchanged activations: gradients are summed if each rank has a part of the
-    activations.
-    """
+    """Whole parameters, unchanged activations: ranks with parts of them sum the gradients."""
 
     def __repr__(self) -> str:
         return "Style()"

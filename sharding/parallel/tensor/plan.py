@@ -44,11 +44,10 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by
-    the plan.
+    """parallelize(module, mesh, plan) -> the module, its parameters and activations laid out.
 
-        "*.up": colwise()      x [b, k] whole      -> [b, n/tp]            weight [n/tp, k]
-        "*.down": rowwise()    [b, n/tp]           -> [b, k] pending -> summed      weight [k, n/tp]
+        "*.up": colwise()      x [b, k] whole  ->  [b, n/tp]                     weight [n/tp, k]
+        "*.down": rowwise()    [b, n/tp]       ->  [b, k] pending  ->  summed    weight [k, n/tp]
 
     Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no
     pattern matches are replicated. Tied ones stay tied. A style concerns one axis of the mesh;
@@ -110,8 +109,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's name,
-    arguments and semantics.
+    """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's semantics.
 
     It differs from `parallelize` as torch does: each part of a pattern between dots is matched by
     itself, a single style is for the module itself, and parameters that no pattern matches stay

@@ -1,8 +1,9 @@
 """Styles of tensor and sequence parallelism: layouts of a module's parameters, inputs and outputs.
 
-    colwise()        weight [n/tp, k]    x whole  -> y split by output features           nothing moves
-    rowwise()        weight [n, k/tp]    x split by input features -> y pending -> out    all_reduce, or reduce_scatter
-    sequence_parallel(1)      parameters whole    x split along dim 1 -> y split along dim 1       nothing moves
+    colwise()              weight [n/tp, k]     x whole -> y split by output features; nothing moves
+    rowwise()              weight [n, k/tp]     x split by input features -> y pending -> out, by an
+                                                all_reduce, or reduce_scatter
+    sequence_parallel(1)   parameters whole     x split along dim 1 -> y as well; nothing moves
 
 A style concerns its own axis, "tp"; along all others layouts do not change.
 """
@@ -32,8 +33,7 @@ _WHOLE = P()
 
 
 class Style:
-    """The entry of a plan for a module. Subclass it and override these methods for a style of your
-    own.
+    """The entry of a plan for a module. Subclass it, and override these, for your own style.
 
     Attributes:
         axis: its mesh axis; None for "tp", or the mesh's only axis.
@@ -42,9 +42,7 @@ class Style:
     axis: str | None = None
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        """Return the layouts of the module's own parameters and buffers, by name; a placement is on
-        the style's axis.
-        """
+        """Return the layouts of the module's parameters and buffers; a placement is on the axis."""
         return {}
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
@@ -91,8 +89,7 @@ def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
 
 @dataclass(frozen=True, repr=False)
 class colwise(_StyleWithRepr):
-    """colwise(out=None) -> Style: each rank computes some of the output features (for an embedding,
-    of each row).
+    """colwise(out=None) -> Style: each rank computes some output features (of embeddings: of rows).
 
         x [b, k]        weight [n/tp, k]        y [b, n/tp]           nothing moves
         backward: the gradient of x is pending over tp
@@ -115,7 +112,8 @@ class colwise(_StyleWithRepr):
     of `out`.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": sm.parallel.colwise(units=32), "*.o_proj": sm.parallel.rowwise(units=32)})
+        >>> heads, sums = sm.parallel.colwise(units=32), sm.parallel.rowwise(units=32)
+        >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": heads, "*.o_proj": sums})
     """
 
     out: AxisLayout = None
@@ -158,7 +156,8 @@ class rowwise(_StyleWithRepr):
     input is split differently.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise(out=P(None, "tp", None))})
+        >>> down = sm.parallel.rowwise(out=P(None, "tp", None))
+        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": down})
     """
 
     out: AxisLayout = _WHOLE
@@ -243,8 +242,8 @@ class prepare_inputs(Style):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()),
-        ...     "*.q_proj": colwise()})   # one gather for q, k and v
+        >>> # one gather for q, k and v
+        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()), "*.q_proj": colwise()})
     """
 
     def __init__(self, *where: AxisLayout, axis: str | None = None, **named: AxisLayout) -> None:
@@ -262,7 +261,8 @@ class prepare_inputs(Style):
         )
 
     def __repr__(self) -> str:
-        return f"prepare_inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
+        named = [f"{name}={where!r}" for name, where in self._named.items()]
+        return f"prepare_inputs({', '.join([*map(repr, self._where), *named])})"
 
 
 class prepare_outputs(Style):
@@ -299,8 +299,7 @@ class prepare_outputs(Style):
 
 @dataclass(frozen=True, repr=False)
 class shard_params(_StyleWithRepr):
-    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each
-    parameter.
+    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: each parameter's layout.
 
     Args:
         specs: for a module, a `P` or a placement for each parameter or buffer by name, the others
@@ -316,7 +315,9 @@ class shard_params(_StyleWithRepr):
     Communication: that of `in_` and `out`.
 
     Example:
-        >>> sm.parallel.parallelize(model, mesh, {"*.attn": sm.parallel.shard_params({"w_qkv": P("tp"), "w_out": P(None, "tp")}, out=P())})
+        >>> specs = {"w_qkv": P("tp"), "w_out": P(None, "tp")}
+        >>> attention = sm.parallel.shard_params(specs, out=P())
+        >>> sm.parallel.parallelize(model, mesh, {"*.attn": attention})
     """
 
     specs: Any

@@ -10,8 +10,10 @@ A program's own styles derive from `ParallelStyle`, or from one of these and ove
 that torch's style has:
 
     _apply(module, mesh)    distribute_module(module, mesh, partition_fn, input_fn, output_fn)
-    partition_fn            _partition_linear_fn, _partition_embedding_fn, _replicate_module_fn    (name, module, mesh)
-    input_fn, output_fn     _prepare_input_fn, _prepare_output_fn                      (layouts ..., module, values, mesh)
+    partition_fn            _partition_linear_fn, _partition_embedding_fn or _replicate_module_fn,
+                            of (name, module, mesh)
+    input_fn, output_fn     _prepare_input_fn, _prepare_output_fn, of (layouts ..., module, values,
+                            mesh)
 
 A class that overrides none of them is applied as part of the plan, whose layouts are checked
 together before any is changed.
@@ -303,8 +305,7 @@ class RowwiseParallel(_LinearStyle):
 
 
 class SequenceParallel(_TorchStyle):
-    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's name and
-    arguments.
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's arguments.
 
     Args:
         sequence_dim: the dim of positions; a plain input is taken as split along it.
@@ -384,8 +385,9 @@ class PrepareModuleInput(_TorchStyle):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleInput(input_layouts=Shard(1),
-        ...     desired_input_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleInput(
+        ...     input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ... )
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"attn": style})
     """
 
@@ -507,8 +509,9 @@ class PrepareModuleOutput(_TorchStyle):
     Communication: that of the layouts, for all results together.
 
     Example:
-        >>> style = sm.compat.PrepareModuleOutput(output_layouts=Shard(1),
-        ...     desired_output_layouts=Replicate())
+        >>> style = sm.compat.PrepareModuleOutput(
+        ...     output_layouts=Shard(1), desired_output_layouts=Replicate()
+        ... )
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"layers": style})
     """
 
@@ -560,8 +563,7 @@ class PrepareModuleOutput(_TorchStyle):
 
 
 class PrepareModuleInputOutput(_TorchStyle):
-    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput` of one
-    module.
+    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput`.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as
@@ -573,8 +575,8 @@ class PrepareModuleInputOutput(_TorchStyle):
 
     Example:
         >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        >>> sm.compat.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(),
-        ...     desired_output_layouts=Shard(1))
+        >>> split = dict(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        >>> sm.compat.PrepareModuleInputOutput(**gathered, **split)
     """
 
     def __init__(

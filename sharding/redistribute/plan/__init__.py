@@ -4,8 +4,7 @@
 the same result on every rank. Read the files in this order:
 
     steps.py                  the steps of a plan, as data
-    intermediate_layouts.py   layouts between two others, and which collective leads from one to the
-                              next
+    intermediate_layouts.py   layouts between two others, and the collectives that lead through them
     overlap.py                which ranks hold a part of a given box
     routes.py                 which rank sends which box to which in an all_to_all_v
     nodes.py, traffic.py      bytes between nodes, and per rank

@@ -1,6 +1,4 @@
-"""How few bytes any plan must move: what a rank, or a node, does not hold before and must hold
-after.
-"""
+"""How few bytes any plan must move: what a rank, or a node, lacks before and must hold after."""
 
 from __future__ import annotations
 

@@ -38,12 +38,10 @@ Steps = tuple[Step, ...]
 # how many times fewer bytes a reduction must move if idle replicas take a share and a gather
 # follows
 _WORTH_SHARING = 1.5
-_MAX_OUTSIDE = (
-    1024  # ranks along the moving axes, up to which hierarchical routes are computed by arithmetic
-)
-_MAX_MEMBERS = (
-    128  # ranks of a group, up to which it is searched rank by rank for idle replicas or nodes
-)
+# Ranks along the moving axes, up to which hierarchical routes are computed by arithmetic.
+_MAX_OUTSIDE = 1024
+# Ranks of a group, up to which it is searched rank by rank for idle replicas or nodes.
+_MAX_MEMBERS = 128
 
 
 def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
@@ -223,9 +221,7 @@ def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
 
 
 def _is_balanced(step: Step, topology: Topology) -> bool:
-    """Return whether no rank sends more than another must receive, so that sends by idle replicas
-    would save nothing.
-    """
+    """Return whether no rank sends more than another must receive: idle replicas save nothing."""
     if step.op == "permute" or not step.src.replicated_axes:
         return True
     moved = traffic(step, topology)

@@ -1,5 +1,4 @@
-"""Plans from one mesh to another of the same world: to other ranks, or to the same ranks arranged
-in another way.
+"""Plans from one mesh to another of the same world: to other ranks, or to another order.
 
     source mesh                              both                             destination mesh
     src -- reduce pending values --> source -- all_to_all_v --> target -- make pending --> dst
@@ -104,8 +103,7 @@ class CrossMeshPlan:
 
 
 def plan_cross_mesh(src: Layout, dst: Layout, topology: Topology | None = None) -> CrossMeshPlan:
-    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to layout `dst` on another
-    mesh.
+    """plan_cross_mesh(src, dst) -> how a tensor goes from layout `src` to `dst` on another mesh.
 
     Every pair of a rank and a box is compared: milliseconds for 64 ranks, two seconds for 2,000.
 

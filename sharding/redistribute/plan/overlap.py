@@ -1,6 +1,4 @@
-"""Which ranks hold a part of a given box: found by arithmetic, in time proportional to the number
-of such ranks.
-"""
+"""Which ranks hold a part of a box: found by arithmetic, in time proportional to their number."""
 
 from __future__ import annotations
 

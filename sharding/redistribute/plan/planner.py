@@ -202,8 +202,7 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
 
 def _quantized_steps(steps: Steps, transport: str) -> Steps:
     """Return the steps with quantized transfers. A ring would quantize again at every rank, a
-    hierarchical step twice.
-    """
+    hierarchical step twice."""
     return tuple(
         s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
         for s in steps

@@ -1,5 +1,4 @@
-"""Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts
-of the results.
+"""Backward passes and `torch.autograd.grad` of sharded tensors: seeds, and the results' layouts.
 
 loss    replicated on n ranks: each starts from 1/n, which sums to 1     pending: each starts from 1
 """

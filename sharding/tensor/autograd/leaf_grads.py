@@ -115,8 +115,7 @@ class _GradReducer:
 
 @contextmanager
 def accumulate_grads() -> Iterator[None]:
-    """Keep gradients pending over several backward passes; they are reduced once, at the end of the
-    block.
+    """Keep gradients pending over several backward passes; reduce them once, at the block's end.
 
     Until then `.grad` reads as a tensor with the sum still pending.
 
@@ -195,8 +194,7 @@ def start(
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its
-    gradient accumulator.
+    """Return True if `start` may reduce this leaf's gradient now; `node` is its accumulator.
 
     Hooks of the leaf get its gradient from autograd, before it is reduced.
     """
@@ -406,9 +404,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No
-    communication.
-    """
+    """Return the gradient of `x`, pending as a sum over axes not yet reduced. No communication."""
     done, fresh = x._reduced_grad, x._local.grad
     if fresh is None:
         return done
@@ -459,9 +455,7 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
 
 
 def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
-    """Call `hook` with the gradient when it is computed; the hook gets it in the layout dual to
-    this tensor's.
-    """
+    """Call `hook` with the gradient, when it is computed, in the layout dual to this tensor's."""
     dual = x._layout.dual
 
     def on_local(local: Tensor) -> Tensor | None:

@@ -19,8 +19,7 @@ _number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 
 
 def check_gradient_known(x: Any) -> None:
-    """Transfer the gradient history of the wrapper, if it has one, to the local tensor: see
-    `ops/custom_function.py`.
+    """Give the wrapper's gradient history, if any, to the local tensor (`ops/custom_function.py`).
 
     Raises:
         RuntimeError: a history that cannot be transferred; the gradient would be lost silently.

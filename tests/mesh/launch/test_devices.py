@@ -99,9 +99,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False
-    )  # of MIG: a process sees one part of a device
+    # Of MIG: a process sees one part of a device.
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
     return state
 
 
@@ -188,9 +187,8 @@ def test_devices_that_a_process_sees(
 def test_which_of_several_is_unknown_without_a_local_rank(
     visible, text, machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(
-        monkeypatch, BY_HAND | DAEMON, visible
-    )  # a launcher with other numbers says nothing about these ranks
+    # A launcher with other numbers says nothing about these ranks.
+    start(monkeypatch, BY_HAND | DAEMON, visible)
     with pytest.raises(
         LaunchEnvironmentError, match=f"LOCAL_RANK is not set and this process {text}"
     ):

@@ -194,9 +194,8 @@ def harmless() -> float:
     rank_zero(lambda: current_world().group([0]).all_reduce(torch.ones(1)))()
     with main_process_first():
         if rank:
-            current_world().group([1, 2]).all_reduce(
-                torch.ones(1)
-            )  # these two run the block together
+            # These two run the block together.
+            current_world().group([1, 2]).all_reduce(torch.ones(1))
     return 0.0 if inner is None else inner[0]
 
 

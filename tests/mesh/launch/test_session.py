@@ -445,9 +445,8 @@ def test_an_interrupted_job_says_one_line_and_leaves_nothing(
 
 
 def _listen_to_ctrl_c() -> None:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # shells make background processes ignore it
+    # Shells make background processes ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does
 
 

@@ -31,10 +31,8 @@ from shardmesh.mesh import settings
 from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
 
 START_S = 40.0
-_UNSHARE = (
-    ["unshare", "--mount"],
-    ["unshare", "--map-root-user", "--mount"],
-)  # as root, and as another user
+# As root, and as another user.
+_UNSHARE = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 
 
 def unshared() -> list[str]:

@@ -350,9 +350,8 @@ def restarted(port: int, env: dict[str, str]) -> None:
     os.environ.update(env)
     attempt = env["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    own = dist.PrefixStore(
-        attempt, store
-    )  # gloo alone would often connect to addresses of the first attempt
+    # Gloo alone would often connect to addresses of the first attempt.
+    own = dist.PrefixStore(attempt, store)
     dist.init_process_group(
         "gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"])
     )

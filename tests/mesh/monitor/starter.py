@@ -24,9 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 50.0
-VOTE_S = (
-    3.0  # how long ranks that differ wait for the others: on a busy machine they arrive far apart
-)
+# How long ranks that differ wait for the others: on a busy machine they arrive far apart.
+VOTE_S = 3.0
 
 
 def is_readable(file: Any, seconds: float) -> bool:

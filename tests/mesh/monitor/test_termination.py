@@ -44,12 +44,10 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> 
             rf"here:",
             output,
         )
-        words = re.sub(
-            r"(\ncaught)+\s*\Z", "", output
-        )  # the program may go on until its process is ended
-        assert words.rstrip().endswith(
-            "ValueError: no more data"
-        )  # the verdict is the library's last word
+        # The program may go on until its process is ended.
+        words = re.sub(r"(\ncaught)+\s*\Z", "", output)
+        # The verdict is the library's last word.
+        assert words.rstrip().endswith("ValueError: no more data")
 
 
 def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
@@ -161,9 +159,8 @@ def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: 
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
-    assert (
-        said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3
-    )  # later attempts do not repeat it
+    # Later attempts do not repeat it.
+    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
     assert "rank 2 does not react and is killed" in said
 

@@ -216,9 +216,8 @@ class OperatorWatch(TorchDispatchMode):
             self.memory.touch(str(func), _touched(uses, args, kwargs))
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
-        if (
-            func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
-        ):  # torch does not count their writes here
+        # Torch does not count their writes here.
+        if func._schema.name.startswith("aten::_foreach_") and not func._schema.returns:
             torch.autograd.graph.increment_version([x for x in args[0] if not x.is_inference()])
         if (
             func._schema.name.removeprefix("aten::") in _EMPTY

@@ -191,9 +191,8 @@ class LateWork(Work):
         self.group, self.call, self.place = group, call, called_at()
         self.waited, self.error = False, None
         given, written, read = call.buffers, *_roles(call, group.rank)
-        used = {
-            i: i == written for i in (read, written) if i is not None
-        }  # by number of a buffer: whether it is written
+        # By number of a buffer: whether it is written.
+        used = {i: i == written for i in (read, written) if i is not None}
         group.memory.touch(str(call), [(given[i], writes) for i, writes in used.items()])
         with own_operators():
             found = {i: Buffer(given[i], writes) for i, writes in used.items()}
@@ -271,10 +270,8 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
     """
     if not ahead:
         rules = importlib.import_module("torch._dynamo.trace_rules")
-        for name in (
-            __name__,
-            Memory.__module__,
-        ):  # Dynamo runs them as Python, as it does the library
+        # Dynamo runs them as Python, as it does the library.
+        for name in (__name__, Memory.__module__):
             rules.add(name)
 
     def run_late(n: int, prints: str, fn: Callable[[], Any]) -> Any:
@@ -285,9 +282,8 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         patch.object(simulate, "Scheduler", LateScheduler),
         patch.object(SimulatedWorld, "_make_group", _make_group),
         patch.object(pytest.RaisesExc, "__exit__", _noting_exceptions(pytest.RaisesExc.__exit__)),
-        patch.object(
-            call_site, "_INNER", (*call_site._INNER, *TOOL)
-        ),  # in messages the program's line is the one above the tool's
+        # In messages the program's line is the one above the tool's.
+        patch.object(call_site, "_INNER", (*call_site._INNER, *TOOL)),
         host_reads_wait(_memory) if ahead else nullcontext(),
     ):
         yield

@@ -4,8 +4,7 @@ write, before or halfway.
     save|replace|async  a new step, the existing step saved again, or a new step by async_save
     one|all             the rank alone, or all four
     0                   the rank whose calls are counted
-    17 before|half      at its 17th call that changes the disk; half: after half of the data is
-                        written
+    17 before|half      at its 17th call that changes the disk; half: after half of the data
     0.013 after         13 ms after the start of the save
 
 Each writes to a folder of its name in the folder given by the environment variable

@@ -123,9 +123,8 @@ def test_a_step_is_replaced(tmp_path):
 
 def test_remains_of_crashes_are_removed(tmp_path):
     saved(tmp_path, 1, 2)
-    os.rename(
-        tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa"
-    )  # killed between two renames
+    # Killed between two renames.
+    os.rename(tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa")
     (tmp_path / "step-00000003.tmp-bb").mkdir()
     (tmp_path / "step-00000000.gone-cc").mkdir()
     assert loaded(tmp_path) == 2

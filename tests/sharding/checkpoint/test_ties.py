@@ -53,9 +53,8 @@ def test_file_stores_tied_weights_once(tmp_path):
         sm.checkpoint.load_safetensors(path, model)
         assert model.head.weight is model.embed.weight
         assert torch.equal(model.last.weight.full_tensor(), torch.full((5, 3), 4.0))
-        like = {
-            "last": {"weight": Layout.of(mesh, P("a"), (5, 3), torch.float32)}
-        }  # no module: the file knows the name
+        # No module: the file knows the name.
+        like = {"last": {"weight": Layout.of(mesh, P("a"), (5, 3), torch.float32)}}
         return sm.checkpoint.load_safetensors(path, like)["last"]["weight"].full_tensor()
 
     assert all(torch.equal(found, torch.full((5, 3), 4.0)) for found in on_mesh((3,), program))

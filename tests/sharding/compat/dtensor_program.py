@@ -298,9 +298,8 @@ def sharded_model(api: Any, mesh: Any) -> nn.Module:
         return output.redistribute(placements=[api.Shard(0), api.Replicate()])
 
     model = api.distribute_module(make_model(), mesh, partition, place_inputs, place_outputs)
-    model.embed.register_forward_hook(
-        place_activations
-    )  # which torch's cannot add to anything before
+    # Which torch's cannot add to anything before.
+    model.embed.register_forward_hook(place_activations)
     return model
 
 

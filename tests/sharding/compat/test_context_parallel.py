@@ -151,7 +151,8 @@ def test_buffers_are_restored(mesh: sm.DeviceMesh) -> None:
         assert column[:, 0].tolist() == ([1.0, 25.0] if index == 0 else [9.0, 17.0])
         assert long.tolist() == (
             [0.0, 3.0] if index == 0 else [1.0, 2.0]
-        )  # the first positions of a longer one
+            # The first positions of a longer one.
+        )
         column.fill_(-1)
         1 / 0
     assert column.data_ptr() == address

@@ -197,7 +197,8 @@ def test_modules_of_a_list_that_do_not_run_are_freed(mesh):
             made(part(mesh, rows()), head=False)
     assert (
         launched(records).count("all_gather") == 3
-    )  # all but that of the root, whose parameters are current
+        # All but that of the root, whose parameters are current.
+    )
 
 
 @every_rank(2)
@@ -597,9 +598,8 @@ def test_divide_factor(form):
         check_equal(gradients(made), expected_gradients(scale=3))
         made.zero_grad()
         x = sm.distribute_tensor(rows(), mesh, P(mesh.axis_names), src_data_rank=None)
-        loss_of(
-            made, x
-        ).backward()  # the loss of the global batch: summed, as with a factor of 1 and a sum over all rows
+        # The loss of the global batch: summed, as with a factor of 1 and a sum over all rows.
+        loss_of(made, x).backward()
         check_equal(gradients(made), expected_gradients())
 
     on_mesh(shape, main)
@@ -763,8 +763,10 @@ def test_a_registered_method_gathers(mesh):
         check_equal(gradients(one), gradients(plain))
         assert isinstance(one.weight, ShardedTensor)
         torch.testing.assert_close(
-            one(part(mesh, x)), plain(part(mesh, x))
-        )  # `forward` calls the method
+            one(part(mesh, x)),
+            plain(part(mesh, x)),
+            # `forward` calls the method.
+        )
 
 
 # -- where parameters are split --------------------------------------------------------------------

@@ -73,7 +73,8 @@ def test_the_names_of_fsdp2_are_those_that_torch_exports():
     assert parameters(torch_fsdp.fully_shard)[:2] == [
         "module",
         "mesh",
-    ]  # the decorator shows the function's own signature
+        # The decorator shows the function's own signature.
+    ]
 
 
 def test_nothing_is_unlisted_and_nothing_listed_is_not_torchs():

@@ -190,10 +190,8 @@ def test_mapped_functions():
     x, w = layout(BIG, P("fsdp", "tp"), 4096, 64), layout(BIG, P("tp"), 64, 64)
     found = eval_shape(f, x, w)
     assert found.result == (layout(BIG, P("fsdp"), 4096, 64), w)
-    assert found.report.by_axis["tp"] == (
-        2,
-        2 * 14 * (32 * 64 * F32) // 8,
-    )  # forward, and its dual: an all_reduce each
+    # Forward, and its dual: an all_reduce each.
+    assert found.report.by_axis["tp"] == (2, 2 * 14 * (32 * 64 * F32) // 8)
 
 
 # -- modules and optimizers ------------------------------------------------------------------------
@@ -265,9 +263,8 @@ def test_modules_and_optimizers_pass_between_evaluations():
     x = layout(SMALL, P("dp"), 4, 8)
     first = eval_shape(train, model, optimizer, x)
     assert first.argument_bytes == parameters + 8 * F32
-    assert (
-        first.result_bytes == 3 * parameters
-    )  # the optimizer holds the parameters and two moments of each
+    # The optimizer holds the parameters and two moments of each.
+    assert first.result_bytes == 3 * parameters
     second = eval_shape(
         train, *eval_shape(lambda m, o: (train(m, o, x_of(m)), m), model, optimizer).result[::-1], x
     )

@@ -235,9 +235,8 @@ def test_a_training_step_for_1024_ranks():
     )
     assert parameters["norm.weight"] is layout(BIG, P(), size.d)
     held = sum(at.largest_local_numel for at in parameters.values()) * F32
-    inputs = (
-        2 * 64 * 8 + 2 * 64 // 8 * 8
-    )  # int64 ids of two sequences; targets of an eighth of their tokens
+    # int64 ids of two sequences; targets of an eighth of their tokens.
+    inputs = 2 * 64 * 8 + 2 * 64 // 8 * 8
     buffers = 2 * size.s * size.d // size.heads // 2 * F32
     assert found.argument_bytes == held + inputs + buffers
     assert found.result_bytes == 3 * held + F32
@@ -276,9 +275,8 @@ def test_memory_of_a_training_step_equals_real_tensors(rank):
             sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
         )
     assert said == really
-    assert said_peak == pytest.approx(
-        peak, rel=0.03
-    )  # on "meta", attention is another kernel than on a CPU
+    # On "meta", attention is another kernel than on a CPU.
+    assert said_peak == pytest.approx(peak, rel=0.03)
 
 
 def test_bytes_of_a_training_step_equal_real_ranks():

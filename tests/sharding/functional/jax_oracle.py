@@ -29,7 +29,8 @@ from tests.sharding.functional.table import CASES, MappedCase, loss, weights
 
 ROOT = Path(__file__).parents[3]
 TOGETHER = 12  # cases compiled as one program
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # small programs: compile fast
+# Small programs: compile fast.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
 @dataclass

@@ -14,31 +14,38 @@ from torch import Tensor
 
 # What a pending sum goes through.
 LINEAR = """
-{x} * 0.7 | -{x} | {x}.sum({d}) | {x}.sum() | {x}.mean({d}, keepdim=True) | {x}.transpose(0, -1) | {x}.reshape(-1) |
-{x}[None].flip({d}) | {x}[..., :1] | {x}[0] | {x}[..., -1] | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) |
-{x}.unsqueeze({d}) | {x} + {x} | {x} * K[:{n}] | {x} @ K[:{n}] | {x}.narrow({d}, 0, 1) | {x}.expand(2, *{x}.shape) | {x} / 3 |
-{x}.unbind({d})[0] | {x}.clone() | {x}.cumsum({d}) | {x}.chunk(2, {d})[-1] | torch.einsum('...i->...', {x}) | {x}.roll(1, {d}) |
-{x}.contiguous() | {x}.double() | {x}.detach() | {x}.view_as({x}) | {x}.mT | {x}[None].movedim(0, -1) | {x}.diagonal() | {x}.flatten() |
-{x}.detach().clone() | torch._foreach_mul([{x}], 0.9)[0] | {x}.data * 1.0 | {x}.split(1, {d})[0] | {x}.squeeze({d})
+{x} * 0.7 | -{x} | {x}.sum({d}) | {x}.sum() | {x}.mean({d}, keepdim=True) | {x}.transpose(0, -1) |
+{x}.reshape(-1) | {x}[None].flip({d}) | {x}[..., :1] | {x}[0] | {x}[..., -1] |
+torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) | {x}.unsqueeze({d}) | {x} + {x} |
+{x} * K[:{n}] | {x} @ K[:{n}] | {x}.narrow({d}, 0, 1) | {x}.expand(2, *{x}.shape) | {x} / 3 |
+{x}.unbind({d})[0] | {x}.clone() | {x}.cumsum({d}) | {x}.chunk(2, {d})[-1] |
+torch.einsum('...i->...', {x}) | {x}.roll(1, {d}) | {x}.contiguous() | {x}.double() | {x}.detach() |
+{x}.view_as({x}) | {x}.mT | {x}[None].movedim(0, -1) | {x}.diagonal() | {x}.flatten() |
+{x}.detach().clone() | torch._foreach_mul([{x}], 0.9)[0] | {x}.data * 1.0 | {x}.split(1, {d})[0] |
+{x}.squeeze({d})
 """
 UNARY = """
-{x}.sin() | {x}.tanh() | torch.relu({x} + 0.3137) | {x}.softmax({d}) | F.layer_norm({x}, {x}.shape[-1:]) | {x} ** 2 |
-torch.exp({x} * 0.3) | {x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 0.177).abs() | torch.sqrt({x} * {x} + 1) |
-{x}.amax({d}) | F.gelu({x}) | {x}.clamp(-0.91, 0.83) | {x} + 1 | {x} + K[:{n}] | {x}.detach() * {x} |
-{x} / ({x}.square().sum() + 1) | F.softplus({x}) | torch.where({x} > 0.2137, {x}, 0.5 * {x}) | {x}.cumprod({d}) |
-{x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() | {x} * {x}.shape[0] | torch.zeros_like({x}) |
-torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.to(torch.float64).sigmoid() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
-torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1) |
-Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) | Halved.apply({x} * {x}) |
-sm.stop_gradient({x}) | {x}.detach() * {x}
+{x}.sin() | {x}.tanh() | torch.relu({x} + 0.3137) | {x}.softmax({d}) |
+F.layer_norm({x}, {x}.shape[-1:]) | {x} ** 2 | torch.exp({x} * 0.3) | {x}.logsumexp({d}) |
+{x}.var({d}, correction=0) | ({x} - 0.177).abs() | torch.sqrt({x} * {x} + 1) | {x}.amax({d}) |
+F.gelu({x}) | {x}.clamp(-0.91, 0.83) | {x} + 1 | {x} + K[:{n}] | {x}.detach() * {x} |
+{x} / ({x}.square().sum() + 1) | F.softplus({x}) | torch.where({x} > 0.2137, {x}, 0.5 * {x}) |
+{x}.cumprod({d}) | {x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() |
+{x} * {x}.shape[0] | torch.zeros_like({x}) | torch.ones({n}, dtype=torch.float64) * 0.5 |
+{x}.to(torch.float64).sigmoid() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
+torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() |
+1 / ({x} * {x} + 1) | Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) |
+Halved.apply({x} * {x}) | sm.stop_gradient({x}) | {x}.detach() * {x}
 """
 BINARY = """
-{x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) | torch.cat([{x}, {y}], {d}) |
-F.linear({x}, {y}) | torch.stack([{x}, {y}], {d}) | torch.einsum('...i,...i->...', {x}, {y}) | {x} * {y}.sum() |
-{x} + {y}.mean() | {x} * {y}.sin() | torch.maximum({x}, {y} + 0.1171) | {x}.expand_as({y}) | torch.lerp({x}, {y}, 0.3) |
-torch.addcmul({x}, {y}, {y}) | {x} @ {y}.transpose(0, -1) | F.layer_norm({x}, {x}.shape[-1:], {y}) | {y}.detach() * {x} |
-torch.outer({x}.reshape(-1), {y}.reshape(-1)) | {x}.masked_fill({y} > 0.2137, 0.5) | torch._foreach_mul([{x}], [{y}])[0] |
-{y} * {x}.shape[0] | {y} / {x}.numel() | {x}.new_full({y}.shape, 0.5) * {y} | {y}.view_as({x})
+{x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) |
+torch.cat([{x}, {y}], {d}) | F.linear({x}, {y}) | torch.stack([{x}, {y}], {d}) |
+torch.einsum('...i,...i->...', {x}, {y}) | {x} * {y}.sum() | {x} + {y}.mean() | {x} * {y}.sin() |
+torch.maximum({x}, {y} + 0.1171) | {x}.expand_as({y}) | torch.lerp({x}, {y}, 0.3) |
+torch.addcmul({x}, {y}, {y}) | {x} @ {y}.transpose(0, -1) | F.layer_norm({x}, {x}.shape[-1:], {y}) |
+{y}.detach() * {x} | torch.outer({x}.reshape(-1), {y}.reshape(-1)) |
+{x}.masked_fill({y} > 0.2137, 0.5) | torch._foreach_mul([{x}], [{y}])[0] | {y} * {x}.shape[0] |
+{y} / {x}.numel() | {x}.new_full({y}.shape, 0.5) * {y} | {y}.view_as({x})
 """
 WRITES = [
     "{z} = {x}.clone()\n{z}.add_({y})",

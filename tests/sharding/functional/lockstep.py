@@ -1,14 +1,11 @@
 """Mapped programs as data, and their meaning in one process: every step runs for all ranks before
 the next one begins.
 
-    step                      rank 0      rank 1              a variable is a list of tensors, one
-                                                              for each rank, and all of
-    v0 = x0.sin()             sin(.)      sin(.)              them hang in one graph of
-                                                              torch.autograd, whose leaves are the
-    v1 = sm.psum(v0, "a")     +-----------+                   global tensors: so results and
-                                                              gradients are those of a
-                              same    same    function of global tensors, with no library in between
-
+    step                     rank 0    rank 1      a variable is a list of tensors, one for each
+    v0 = x0.sin()            sin(.)    sin(.)      rank, and all of them hang in one graph of
+    v1 = sm.psum(v0, "a")    +---------------+     torch.autograd, whose leaves are the global
+                             same      same        tensors: so results and gradients are those of a
+                                                   function of global tensors, without a library
 A pending sum is cut here into unequal shares, and in the library the first rank has all of it:
 whoever reads a share as a value is found out.
 """

@@ -525,9 +525,8 @@ def in_groups() -> Iterator[MappedCase]:
             ),
         }
         for what, (program, local) in programs.items():
-            grad = (
-                what != "all_to_all"
-            )  # whose gradient in groups has another shape than its operand in JAX, which is an error there
+            # In groups the gradient of all_to_all has another shape than its operand: JAX's error.
+            grad = what != "all_to_all"
             yield case_of(
                 f"{what} in groups",
                 mesh,

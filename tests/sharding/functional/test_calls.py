@@ -99,9 +99,8 @@ def test_redistribution_of_arguments_is_implicit(mesh):
             assert words in str(caught.value)
         mapped(x, w)
     with sm.ops.implicit_comm("forbid"):
-        same(
-            mapped(put(mesh, X, P("a")), w), (X @ W).square().sum()
-        )  # what f itself calls is explicit
+        # What f itself calls is explicit.
+        same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())
 
 
 # -- errors ----------------------------------------------------------------------------------------

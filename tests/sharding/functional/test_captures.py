@@ -390,7 +390,8 @@ X, W = np.load(sys.argv[1]).values()
 mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 P = jax.P
 def loss(w, x):
-    return jax.shard_map(lambda x: jax.lax.psum(jnp.sin(x @ w).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
+    f = lambda x: jax.lax.psum(jnp.sin(x @ w).sum(), "a")
+    return jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P())(x)
 first = jax.grad(loss)(W, X)
 second = jax.grad(lambda w: (jax.grad(loss)(w, X) ** 2).sum())(W)
 np.savez(sys.argv[2], loss=loss(W, X), first=first, second=second)

@@ -119,7 +119,8 @@ def test_plain_tensors_are_sharded_inside_too(mesh):
 def test_pending_over_either_kind_of_axis(mesh):
     both = over_a(mesh, P("a", None), P(unreduced="a"))(
         lambda x: x.sum(0)
-    )  # rows over a, columns whole, x split over b by rows
+        # Rows over a, columns whole, x split over b by rows.
+    )
     x, px = put(mesh, values(8, 4), P(("a", "b")), grad=True), leaf(values(8, 4))
     for _ in range(2):
         x.grad = px.grad = None

@@ -68,9 +68,8 @@ def test_a_function_as_backend_gets_segments_with_collectives_in_them() -> None:
             step(*pair(mesh, i))
         return len(sizes), sizes[0] > 10
 
-    assert (
-        sm.simulate(2)(main)() == [(1, True)] * 2
-    )  # the draw comes first, then all in one segment
+    # The draw comes first, then all in one segment.
+    assert sm.simulate(2)(main)() == [(1, True)] * 2
 
 
 def test_draws_stay_outside_of_what_a_backend_may_replay() -> None:

@@ -137,11 +137,8 @@ def run(
 @pytest.mark.parametrize(
     ("code", "values", "count"),
     [
-        (
-            lambda w, d: w * 2 if d > 0.25 else w * d,
-            [0.5, 0.4, 0.3, 0.2, 0.1, 0.5],
-            3,
-        ),  # a comparison: once for each answer
+        # A comparison: once for each answer.
+        (lambda w, d: w * 2 if d > 0.25 else w * d, [0.5, 0.4, 0.3, 0.2, 0.1, 0.5], 3),
         (lambda w, d: w * d if d else w, [0.5, 0.4, 0.3, 0.0, 0.2, 0.0], 3),
         (lambda w, d: w * float(d), [0.5, 0.4, 0.4, 0.3, 0.5], 3),  # read: once for each value
         (lambda w, d: w * (1 - d * 2) ** 2, [0.5, 0.4, 0.3, 0.2], 2),

@@ -51,9 +51,8 @@ def test_programs_of_the_loud_tests(name: str) -> None:
             sm.simulate(4)(main)(jit)
         return
     found = sm.simulate(4)(main)(jit)
-    assert_same(
-        found, expected, 1e-15 if "matrix norms" in name else 0
-    )  # under a dispatch mode torch's svdvals computes vectors, too
+    # Under a dispatch mode torch's svdvals computes vectors, too.
+    assert_same(found, expected, 1e-15 if "matrix norms" in name else 0)
 
 
 @pytest.mark.parametrize("name", DRAWN)

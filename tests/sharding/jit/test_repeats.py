@@ -197,7 +197,9 @@ def main():
     x = sm.ones(4, 6, device_mesh=mesh, placements=P("x"))
     return [f(x).to_local().sum().item() for _ in range(3)]
 
-print(json.dumps([sm.simulate(2)(main)()[0], {name: n for name, n in counters["inductor"].items() if "fxgraph" in name}]))
+result = sm.simulate(2)(main)()[0]
+counts = {name: n for name, n in counters["inductor"].items() if "fxgraph" in name}
+print(json.dumps([result, counts]))
 """
 
 

@@ -57,10 +57,8 @@ def test_calls_unsupported_on_the_device():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (
-            lambda x: torch.split(x, [8, 8]),
-            "split_with_sizes expects",
-        ),  # fits 48 rows where they are taken as 16
+        # Fits 48 rows where they are taken as 16.
+        (lambda x: torch.split(x, [8, 8]), "split_with_sizes expects"),
         (lambda x: x[:, :40] @ x[:, :39].T, "cannot be multiplied|mat2 must|a and b must"),
     ],
 )

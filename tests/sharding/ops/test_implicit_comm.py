@@ -117,9 +117,8 @@ def test_a_warning_for_each_operator_and_line():
         return [(str(c.message), c.filename, c.lineno) for c in caught]
 
     found = on_mesh((2,), program)
-    texts = [
-        entry for rank in found for entry in rank
-    ]  # warnings are caught for all threads, by whoever catches
+    # Warnings are caught for all threads, by whoever catches.
+    texts = [entry for rank in found for entry in rank]
     assert len({line for _, _, line in texts}) == 2
     assert all(
         "linear" in text and "Write " in text and file == __file__ for text, file, _ in texts

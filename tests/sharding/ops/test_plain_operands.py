@@ -191,9 +191,8 @@ class _PlainWeight(nn.Module):
 @every_rank(3)
 def test_the_gradient_of_a_plain_operand_is_reduced(mesh):
     made = PREPARED["distribute_module"](_PlainWeight(), mesh)
-    made.weight = nn.Parameter(
-        torch.ones(4, 2, dtype=X.dtype, device=DEVICE)
-    )  # after it was prepared, so they are plain
+    # After it was prepared, so they are plain.
+    made.weight = nn.Parameter(torch.ones(4, 2, dtype=X.dtype, device=DEVICE))
     made.factor = nn.Parameter(torch.tensor(2.0, dtype=X.dtype, device=DEVICE))
     made(place(mesh, X.to(DEVICE), sm.Shard(0))).sum().backward()
     torch.testing.assert_close(
@@ -275,9 +274,8 @@ def test_forms_of_operands(mesh):
     for found, wanted in zip(
         PREPARED["distribute_module"](_Forms(), mesh)(x), expected, strict=True
     ):
-        whole = (
-            found.full_tensor() if isinstance(found, sm.ShardedTensor) else found
-        )  # what was written in place is plain
+        # What was written in place is plain.
+        whole = found.full_tensor() if isinstance(found, sm.ShardedTensor) else found
         torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12)
 
 

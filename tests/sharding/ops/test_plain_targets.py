@@ -202,10 +202,8 @@ NO_GRADIENT = {
     "foreach copy",
 }
 REFUSED = {"map_", "map2_", "set_", "resize_as_", "bernoulli_"}
-OTHERS = {
-    "embedding_renorm_",
-    "resize_as_sparse_",
-}  # see `test_functions_that_write_an_operand`; for sparse tensors only
+# See `test_functions_that_write_an_operand`; for sparse tensors only.
+OTHERS = {"embedding_renorm_", "resize_as_sparse_"}
 
 
 def _augmented(t, x):
@@ -239,10 +237,8 @@ def test_the_table_has_every_in_place_operator_of_torch():
             or not schemas
         ):
             wanted.add(name)
-    assert wanted - set(WRITES) - REFUSED - OTHERS == {
-        "apply_",
-        "share_memory_",
-    }  # which take no tensor
+    # Which take no tensor.
+    assert wanted - set(WRITES) - REFUSED - OTHERS == {"apply_", "share_memory_"}
     assert {name for name in WRITES if not _is_in_place(name)} == set()
 
 

@@ -154,9 +154,8 @@ def test_what_is_saved_and_what_is_recomputed(form, saves):
     def program(mesh):
         policies = [Policy(saves) for _ in range(2)]
         model = FORMS[form](_model(policies), mesh)
-        for _ in range(
-            3
-        ):  # strategies are chosen, and plain operands compared, in the first step only
+        # Strategies are chosen, and plain operands compared, in the first step only.
+        for _ in range(3):
             for policy in policies:
                 policy.seen.clear()
             model.zero_grad()
@@ -179,9 +178,8 @@ def test_operators_of_a_policy_are_on_local_tensors():
         _step(_tensor_parallel(_model([policy]), mesh), _input("parallelize", mesh))
         return {tuple(shapes): count for (op, *shapes), count in policy.seen.items() if op == MM}
 
-    assert (
-        on_mesh((1, 2), program) == [{((8, 4), (4, 4)): 2}] * 2
-    )  # up is [8, 4] and down [4, 8] in one process
+    # `up` is [8, 4] and down [4, 8] in one process.
+    assert on_mesh((1, 2), program) == [{((8, 4), (4, 4)): 2}] * 2
 
 
 @pytest.mark.parametrize("form", ["fully_shard", "both"])

@@ -69,7 +69,8 @@ from shardmesh import P
 
 def main():
     mesh = sm.init_device_mesh("cpu", (1,), axis_names=("a",))
-    mapped = sm.shard_map(lambda x: sm.psum(x.sin(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    f = lambda x: sm.psum(x.sin(), "a")
+    mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P())
     gradient = sm.grad(lambda x: (x * x).sum())
     program = {FIRST[first]}
     assert "torch._dynamo" not in sys.modules

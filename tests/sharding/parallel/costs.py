@@ -140,9 +140,8 @@ class StepCosts:
             return [(n - 1) * piece for piece in pieces]
         if form == "ddp":
             return []
-        kept = (
-            self.size(self.shards[0]) if form == "hybrid" else n
-        )  # over so many ranks parameters stay split between steps
+        # Over so many ranks parameters stay split between steps.
+        kept = self.size(self.shards[0]) if form == "hybrid" else n
         once = [(n // kept - 1) * piece for piece in pieces]
         return once + micro_batches * [
             (kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)
@@ -201,9 +200,8 @@ class StepCosts:
         times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
-        mine = (
-            whole // S * chunk(S, self.tp, self.coordinate["tp"])
-        )  # uneven: exchanges take the places of both collectives
+        # Uneven: exchanges take the places of both collectives.
+        mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])
         return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
 
     def with_torch_styles(self, first: bool) -> Used:

@@ -80,16 +80,13 @@ def test_fsdp_and_context_parallelism(method, axes, config, s):
     close(on_axes((2, 2), ("fsdp", "cp"), program), losses_of(gpt(config).to(DEVICE), alone))
 
 
-PART = (
-    B // 2 * EVEN.heads * S // 2 * EVEN.head_dim * 8
-)  # bytes of a rank's part of q, k, v or the output
+# Bytes of a rank's part of q, k, v or the output.
+PART = B // 2 * EVEN.heads * S // 2 * EVEN.head_dim * 8
 ATTENTION = {  # forward and backward of a layer on 2 ranks of "cp"
-    "ring": {
-        "permute": (3, 3 * 2 * PART)
-    },  # keys and values come; in backward again, and their gradients
-    "all_to_all": {
-        "all_to_all": (4, 2 * 4 * PART // 2)
-    },  # half of q, k and v comes, half of the output, and of their gradients
+    # Keys and values come; in backward again, and their gradients.
+    "ring": {"permute": (3, 3 * 2 * PART)},
+    # Half of q, k and v comes, half of the output, and of their gradients.
+    "all_to_all": {"all_to_all": (4, 2 * 4 * PART // 2)},
 }
 COUNT_OF_TARGETS = {"all_reduce": (1, 2 * 3 * 8 // 4)}
 

@@ -139,9 +139,10 @@ def test_float32():
 
 
 HALF = torch.bfloat16
+# The logits, no block.
 MIXED = sm.parallel.MixedPrecisionPolicy(
     param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32
-)  # the logits, no block
+)
 
 
 def _mixed_by_hand(case, ranks):

@@ -192,9 +192,10 @@ def options(folder):
         low._local, (2 * t.bfloat16())[sm.typeof(low).box[0][0] : sm.typeof(low).box[0][1]]
     )
     large = sm.Layout.of(shared, P("s"), (1 << 13, 1 << 13), torch.float32)
+    # Too large to stage.
     assert all(
         step.symmetric is None for step in sm.debug.plan(large, large.replace(P(None, "s"))).steps
-    )  # too large to stage
+    )
     return True
 
 
@@ -204,9 +205,8 @@ def test_options(world4, folder):
 
 def calibrated(folder):
     share_cpu_memory(folder)
-    sys.modules[sm.topology.calibrate.__module__]._LARGEST["cpu"] = (
-        1 << 14
-    )  # the interpreter is slow
+    # The interpreter is slow.
+    sys.modules[sm.topology.calibrate.__module__]._LARGEST["cpu"] = 1 << 14
     again = sm.init_device_mesh("cpu", (2, 2), axis_names=("u", "v"))
     assert again.topology.symmetric is None
     sm.topology.calibrate(again, seconds=0.05)

@@ -17,9 +17,8 @@ from tests.sharding import reference
 from tests.sharding.ranks import every_rank, on_mesh
 from tests.sharding.tensor.test_redistribute import layouts, lists
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:invalid value:RuntimeWarning:triton"
-)  # inf - inf in the interpreter's numpy
+# inf - inf in the interpreter's numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")
 KINDS = ("sum", "max")
 
 
@@ -111,14 +110,15 @@ def test_launches(launches):
 
     assert count(launches, (4,), move(P("a"), P())) == 0  # arrives where it belongs
     assert count(launches, (2,), move(P(None, "a"), P())) == 1  # unpacked
-    assert (
-        count(launches, (2,), move(P(None, "a"), P(), forward_dtype=torch.bfloat16)) == 1
-    )  # (cast alone, by torch, as nothing is packed)
+    # Cast alone, by torch, as nothing is packed.
+    assert count(launches, (2,), move(P(None, "a"), P(), forward_dtype=torch.bfloat16)) == 1
     assert count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"))) == 1  # packed
+    # And cast.
     assert (
         count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"), forward_dtype=torch.bfloat16))
         == 1
-    )  # and cast
+    )
+    # And scaled.
     assert (
         count(
             launches,
@@ -126,13 +126,11 @@ def test_launches(launches):
             move(P(unreduced={"a": "avg"}), P(None, "a"), forward_dtype=torch.bfloat16),
         )
         == 1
-    )  # and scaled
-    assert (
-        count(launches, (4,), move(P(unreduced={"a"}), P(None, "a"), (8, 118))) == 2
-    )  # uneven: packed, and added up on arrival
-    assert (
-        count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2
-    )  # quantized, and back
+    )
+    # Uneven: packed, and added up on arrival.
+    assert count(launches, (4,), move(P(unreduced={"a"}), P(None, "a"), (8, 118))) == 2
+    # Quantized, and back.
+    assert count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2
 
 
 def test_one_launch_for_a_bucket(launches):
@@ -147,9 +145,8 @@ def test_one_launch_for_a_bucket(launches):
         whole = sm.redistribute_many(shards, [P()] * len(shards))
         sum((w * w).sum() for w in whole).backward()
 
-    assert (
-        count(launches, (2,), backward) == 2
-    )  # what was gathered is unpacked, the gradients are packed
+    # What was gathered is unpacked, the gradients are packed.
+    assert count(launches, (2,), backward) == 2
 
 
 @every_rank(2)

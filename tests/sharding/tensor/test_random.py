@@ -123,9 +123,8 @@ def test_replicas_are_equal_and_draws_differ(name):
     for first, second in results:
         assert not torch.equal(first, second)
     for rank in range(6):
-        assert torch.equal(
-            results[rank][0], results[rank % 2][0]
-        )  # ranks that differ on axis a hold the same rows
+        # Ranks that differ on axis a hold the same rows.
+        assert torch.equal(results[rank][0], results[rank % 2][0])
     assert not torch.equal(results[0][0], results[1][0])
 
 

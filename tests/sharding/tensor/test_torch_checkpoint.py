@@ -145,7 +145,8 @@ def _save_later(folder: Path) -> None:
     state = _tensors(mesh, SPECS)
     parameter = nn.Parameter(
         _place(X, mesh, P("a"))
-    )  # with hooks, a gradient and one of the user's hooks
+        # With hooks, a gradient and one of the user's hooks.
+    )
     parameter.register_post_accumulate_grad_hook(lambda x: None)
     (parameter * parameter).sum().backward()
     saving = dcp.async_save({**state, "parameter": parameter}, checkpoint_id=folder)
@@ -328,7 +329,8 @@ def _from_rank_0() -> None:
     )
     one = (
         {"weight": 2 * state["0.weight"]} if rank == 0 else {}
-    )  # as Lightning Fabric loads: parameter by parameter
+        # As Lightning Fabric loads: parameter by parameter.
+    )
     set_model_state_dict(
         sharded[0],
         one,

@@ -79,9 +79,8 @@ def test_on_processes(world4, kind):
 
 
 def test_converted_modules(monkeypatch):
-    monkeypatch.setattr(
-        torch.distributed, "is_initialized", lambda: False
-    )  # or the plain module would want a GPU
+    # Or the plain module would want a GPU.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     model = nn.Sequential(
         nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.SyncBatchNorm(3, affine=False))
     )

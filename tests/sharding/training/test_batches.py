@@ -53,9 +53,8 @@ def test_equals_torch_except_for_repeated_samples(shuffle, drop_last):
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
             samples = list(theirs)
-            mine = (
-                samples if drop_last or rank == 0 else samples[:3]
-            )  # torch repeats two of ten samples, to make them twelve
+            # Torch repeats two of ten samples, to make them twelve.
+            mine = samples if drop_last or rank == 0 else samples[:3]
             assert (list(ours), len(ours)) == (mine, len(mine))
 
 

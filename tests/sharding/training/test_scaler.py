@@ -90,9 +90,8 @@ def test_one_collective_for_all_meshes_and_dtypes(how):
             p.grad = sm.ones((4, 3), mesh, P("a"), dtype=dtype)
             params.append(p)
         counts = []
-        for scaler in [GradScaler(DEVICE)] + [torch.amp.GradScaler(DEVICE)] * (
-            "fused" not in how
-        ):  # torch's cannot fuse here
+        # torch's cannot fuse here.
+        for scaler in [GradScaler(DEVICE)] + [torch.amp.GradScaler(DEVICE)] * ("fused" not in how):
             scaler.scale(torch.ones(1, device=DEVICE))
             optimizer = torch.optim.AdamW(params, lr=0.1, **how)
             with collectives() as records:

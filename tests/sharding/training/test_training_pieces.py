@@ -53,9 +53,8 @@ class Pieces:
             "adamw": ["embed*", "lm_head*"],
             "adamw_lr": 0.01,
         }
-        self.optimizer = Muon(
-            model.named_parameters(), **options
-        )  # whole matrices by torch's own: see test_muon
+        # Whole matrices by torch's own: see test_muon.
+        self.optimizer = Muon(model.named_parameters(), **options)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.2, 1.0, STEPS)
         self.average = EMA(model, 0.7)
 

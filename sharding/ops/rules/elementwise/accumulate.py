@@ -4,8 +4,7 @@ communication for that.
     x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
     x += 10                            [11 12] | [3 4]        on the first rank alone
     x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
-    x += 10                            [11 12] | [13 14]      on every rank, as for an average and a
-                                                              minimum
+    x += 10                            [11 12] | [13 14]      on every rank; avg and min as well
 
 The added value is redistributed to the layout of x: a replicated y is used on one rank, a split one
 padded with zeros, a sum that is pending over the same axes added part by part. Two maxima do not

@@ -14,24 +14,27 @@ from ..registry import handler, rule
 
 # Any function of the elements: pending operands are reduced first.
 _NONLINEAR = """
-    abs absolute acos arccos acosh arccosh angle arcsin asin asinh arcsinh atan arctan atanh arctanh atan2 arctan2
-    bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil clamp clip clamp_min
-    clamp_max copysign cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor floor_divide fmax fmin fmod frac gcd
-    heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp lgamma log log10
-    log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit maximum minimum mvlgamma
-    nan_to_num nextafter polygamma pow float_power reciprocal remainder round rsqrt sgn sigmoid sign signbit sin sinc
-    sinh sqrt square tan tanh trunc xlogy eq ne lt le gt ge not_equal less less_equal greater greater_equal
-    relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardtanh hardsigmoid hardswish hardshrink softshrink
-    tanhshrink softsign logsigmoid threshold addcmul addcdiv entr ndtr ndtri expit xlog1py erfcx i0e i1 i1e zeta log_ndtr
-    psi gammaln gammainc gammaincc multigammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
-    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
-    spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
-    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
-    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
-    shifted_chebyshev_polynomial_w polar
-    __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
-    __rtruediv__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ __rand__ __ror__ __rxor__
-    __rlshift__ __rrshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __imod__ __ifloordiv__
+    abs absolute acos arccos acosh arccosh angle arcsin asin asinh arcsinh atan arctan atanh arctanh
+    atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift
+    bitwise_right_shift ceil clamp clip clamp_min clamp_max copysign cos cosh digamma erf erfc
+    erfinv exp exp2 expm1 fix floor floor_divide fmax fmin fmod frac gcd heaviside hypot i0 igamma
+    igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp lgamma log log10 log1p
+    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit maximum minimum
+    mvlgamma nan_to_num nextafter polygamma pow float_power reciprocal remainder round rsqrt sgn
+    sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc xlogy eq ne lt le gt ge not_equal
+    less less_equal greater greater_equal relu relu6 leaky_relu elu selu celu gelu silu mish
+    softplus hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink softsign logsigmoid
+    threshold addcmul addcdiv entr ndtr ndtri expit xlog1py erfcx i0e i1 i1e zeta log_ndtr psi
+    gammaln gammainc gammaincc multigammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
+    modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t
+    chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
+    hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+    polar __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __rpow__ __floordiv__
+    __rfloordiv__ __mod__ __rmod__ __pow__ __rtruediv__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__
+    __ge__ __abs__ __rand__ __ror__ __rxor__ __rlshift__ __rrshift__ __iand__ __ior__ __ixor__
+    __ilshift__ __irshift__ __ipow__ __imod__ __ifloordiv__
 """
 # f(x + y) = f(x) + f(y) in the one operand.
 _LINEAR = """
@@ -75,9 +78,9 @@ def _nonlinear(*args: Any, **kwargs: Any) -> Rule:
 
 # The gradients of such functions as aten computes them, for torch.func.grad.
 _GRADIENTS = """
-    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
-    log_sigmoid_backward logit_backward mish_backward sigmoid_backward silu_backward softplus_backward
-    softshrink_backward tanh_backward threshold_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward logit_backward mish_backward sigmoid_backward
+    silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
 """
 
 

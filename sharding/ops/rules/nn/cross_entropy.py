@@ -2,8 +2,7 @@
 
     logits, 6 classes over 2 ranks   [a b c | d e f]      target of this row: 4
     maximum, sum of exponentials      m, s    m, s        two small reductions
-    logit of the target               0       e - m       pending: each rank looks up the targets
-                                                          among its classes
+    logit of the target               0       e - m       pending: each rank looks among its classes
     loss                              log(s) - (e - m)    one reduction of the sum over all rows
 
 A rank receives a few numbers for each row, whatever the number of classes.

@@ -2,9 +2,8 @@
 result is computed from.
 
 x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
-fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
-result                         [0 1 2 3 | 4 5 6 7]        padded with one element at either end of
-                                                          the whole
+fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1: a halo of one element
+result                         [0 1 2 3 | 4 5 6 7], padded with one element at either end
 """
 
 from __future__ import annotations

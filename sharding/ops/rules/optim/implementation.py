@@ -3,8 +3,7 @@ none.
 
     device            plain parameters     sharded parameters
     accelerators      foreach              foreach
-    CPU               the loop             fused where torch has it and the memory is contiguous,
-                                           else foreach
+    CPU               the loop             fused if torch has it for contiguous memory, else foreach
 
 Torch uses the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs
 more, and the fused kernels read each element once instead of eight times. `foreach=False` still

@@ -434,7 +434,7 @@ def _rectified(local: Tensor, slopes: Tensor) -> Tensor:
 # Functions that draw from torch's own generator: they run on gathered operands, with that generator
 # in the same state on every rank, so that replicas agree and results do not depend on the mesh.
 _DRAWING = """
-    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-    multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices multi_head_attention_forward lstm gru rnn_tanh rnn_relu
 """
 RANDOM.update(functions(*_DRAWING.split()))

@@ -1,8 +1,9 @@
 """Reshapes of dims that are cut into uneven parts: where every part is whole rows of the new shape,
 nothing moves.
 
-    x [b, 40] in parts of 12 12 12 4      x.view(b, 10, 4)      [b, 10, 4] in parts of 3 3 3 1      heads, over more ranks than divide them
-    y [b, 10, 4] in parts of 3 3 3 1      y.flatten(1)          [b, 40] in parts of 12 12 12 4
+    x [b, 40] in parts of 12 12 12 4     x.view(b, 10, 4)   [b, 10, 4] in parts of 3 3 3 1: heads,
+                                                            over more ranks than divide them
+    y [b, 10, 4] in parts of 3 3 3 1     y.flatten(1)       [b, 40] in parts of 12 12 12 4
 
 A part of the first of the dims that are merged, or of a dim that is unflattened, is an interval of
 the elements of all of them. Reshapes that the rule runs without moving anything, and those that

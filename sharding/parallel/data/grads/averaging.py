@@ -5,8 +5,7 @@ a parameter in use on each rank and the average of its gradients are a pair of l
 transpose of the other for the average over ranks of products:
 
     parameter     ---- use ---->     value on each rank
-    mean of g_r   <- average ---     g_r                      the factor is in this direction only,
-                                                              at every order
+    mean of g_r   <- average ---     g_r                      the factor is in this direction only
     c             ---- use ---->     c
 """
 

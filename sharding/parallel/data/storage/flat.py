@@ -1,8 +1,8 @@
 """Parameters in one flat buffer: gathered together, their gradients reduced together, without
 packing.
 
-    rank 0   shard [piece]  \\  gather    whole [pieces * piece]  =  | w_1 | w_2 |  ...  views, where the parameters are used
-    rank 1   shard [piece]  /             gradients in the same places  --- reduce --->  shard of the gradients
+    rank 0   shard [piece]  \\  gather   whole [pieces * piece] = | w_1 | w_2 | ...  views, in use
+    rank 1   shard [piece]  /            gradients in the same places -- reduce --> shard of them
 
 The shard and the whole are one 1-d tensor in two layouts, so `plan` chooses the collectives. The
 parameters that the optimizer sees are views of the shard: rows of each, in ragged layouts. See

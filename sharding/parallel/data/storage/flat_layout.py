@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _TRIES = 4096  # lengths of a piece to try before no tensor is split
-_ALIGNMENTS = (
-    64,
-    8,
-)  # elements, the first that fits: 128 and 16 bytes of the smallest dtype that is common, more of others
+# Elements, the first that fits: 128 and 16 bytes of the smallest dtype that is common, more of
+# others.
+_ALIGNMENTS = 64, 8
 _PADDING = 256  # alignment adds at most this part of the shortest buffer
 
 

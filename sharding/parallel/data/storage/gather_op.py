@@ -1,9 +1,8 @@
 """The autograd nodes between sharded parameters and the values that a unit computes with.
 
-    parameter --- _WaitForGrads ----------- _GatherParams ---------------- a view per parameter --->
-    unsharded values
-                    |                          |                              |
-    backward:       wait for the reduction <-- launch the reduction           write the gradient to its buffer
+    parameter --- _WaitForGrads ----------- _GatherParams ------ a view per parameter ---> unsharded
+                    |                          |                      |
+    backward:     wait for the reduction <-- launch the reduction   write the gradient to its buffer
 
 `_WaitForGrads` is created in forward before the nodes of later units, so autograd runs it after
 their backward: the reduction overlaps with them. It is left out if nothing is to be waited for, as

@@ -1,11 +1,11 @@
 """The copies that a rank has of a bucket's parameters, from the shard to the gathered buffer.
 
-    shard          split over all axes of the optimizer      what the optimizer steps: a flat
-                                                             buffer, parameters are views of it
-    kept           split over the axes of the parameter      ZeRO-1 and ZeRO-2 keep the whole from
-                                                             step to step
-    after forward  split over one axis                       between forward and backward, if asked
-                                                             for
+    shard          split over all axes of the optimizer   what the optimizer steps: a flat buffer,
+                                                          parameters are views of it
+    kept           split over the axes of the parameter   ZeRO-1 and ZeRO-2 keep the whole from step
+                                                          to step
+    after forward  split over one axis                    between forward and backward, if asked for
+    whole          not split                              in use
     whole          not split                                 in use
 
 Each copy has the versions of the parameters that it was made from; if the optimizer has stepped

@@ -427,9 +427,8 @@ def test_ranks_that_may_still_arrive_are_waited_for(four: list[DrivenRank]) -> N
 
 def test_worst_correspondent_by_share_then_count() -> None:
     worst = worst_correspondent
-    assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (
-        2,
-    )  # all of rank 2's, a third of rank 0's
+    # All of rank 2's, a third of rank 0's.
+    assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (2,)
     assert worst([4, 5, 6, 7], [(0, 1, False), (0, 2, False), (0, 3, False)]) == (4,)
     assert worst([0, 1, 2, 3], [(0, 1, False), (2, 3, True)]) == ()
 

@@ -52,9 +52,8 @@ LIMIT_S = 60.0
                 "/proc/self/cgroup": (
                     "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n2:pids:/docker/x\n"
                 ),
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": (
-                    "400000\n"
-                ),  # a container sees its own group as the root
+                # A container sees its own group as the root.
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
                 "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
                 "/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
                 "/sys/fs/cgroup/pids/pids.max": "max\n",
@@ -131,10 +130,11 @@ def test_process_that_listens_on_a_port_is_found():
 
 
 def test_only_listening_sockets_of_that_port_count():
-    table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 00000000:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1054 1 0 100 0 0 10 0
-   1: 0100007F:733C 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 1055 1 0 100 0 0 10 0
-   2: 00000000:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1056 1 0 100 0 0 10 0
+    table = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 00000000:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1054 1 0
+   1: 0100007F:733C 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 1055 1 0
+   2: 00000000:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1056 1 0
 """
     assert list(listening(table, 29500)) == ["1054"]
 
@@ -283,10 +283,11 @@ def test_in_a_job_it_uses_its_ranks_and_one_prints(world4):
         (axis, op) for axis in ("dp", "tp") for op in ("all_reduce", "all_to_all")
     ]
     assert checks["collectives"]["status"] == checks["clocks"]["status"] == "ok"
+    # As the pool starts it.
     assert (
         checks["process group"]["found"]
         == "cpu: gloo, 300 s; cuda: gloo, 300 s; device bound: none"
-    )  # as the pool starts it
+    )
     assert checks["device of each rank"]["found"] == "none: no GPU"
     assert checks["hosts"]["found"] == f"{socket.gethostname()}: ranks 0, 1, 2, 3"
 

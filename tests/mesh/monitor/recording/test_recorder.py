@@ -236,9 +236,8 @@ def test_ranks_that_say_it_is_for_something_else(op: str) -> None:
     def fn() -> None:
         group = current_world().group(range(4))
         CALLS[op](group, CommTag.of("the same"))
-        CALLS[op](
-            group, CommTag("the same") if group.rank == 2 else CommTag.of("the same")
-        )  # an equal text
+        # An equal text.
+        CALLS[op](group, CommTag("the same") if group.rank == 2 else CommTag.of("the same"))
         CALLS[op](group, CommTag.of("the other" if group.rank == 2 else "the one"))
 
     with pytest.raises(

@@ -64,9 +64,8 @@ def test_a_default_group_can_be_started_again(start: Starter, launcher: dist.TCP
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int, start: Starter) -> None:
     envs = by_hand(3)
-    outcomes = start(
-        [*envs[:2], Rank(envs[2], delay=1.0), dict(envs[rank])]
-    )  # not all ranks are there before the second
+    # Not all ranks are there before the second.
+    outcomes = start([*envs[:2], Rank(envs[2], delay=1.0), dict(envs[rank])])
     text = the_error(outcomes)
     assert text.startswith(
         f"two processes are RANK={rank} at MASTER_ADDR=127.0.0.1, "
@@ -272,9 +271,8 @@ def test_file_store_of_a_killed_job(tmp_path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
     assert file_store_fault(store, 0) == ""
     assert file_store_fault(store, 0) == ""  # this process, again
-    other = RankInfo(
-        1, "host", 2**22 + 5, info(0).machine, 1, 0, "", {}
-    )  # no process has that number
+    # No process has that number.
+    other = RankInfo(1, "host", 2**22 + 5, info(0).machine, 1, 0, "", {})
     store.set("shardmesh/file/1", other.to_json())
     assert (
         "process 4194309 on host host has ended, so the file was left by a job that was killed"

@@ -98,31 +98,20 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
     [
         (["ar:x ar:x", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), (0,)),
         (["ar:x ar:x", "ar:x ar:x", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),
-        (
-            ["send:m ar:x ar:x", "recv:m ar:x b:d", "ar:x b:d", "ar:x b:d"],
-            (2, 2, 1, 1),
-            (0,),
-        ),  # messages are left out
-        (
-            ["ar:half1 ar:x ar:x", "ar:half1 ar:x b:d", "ar:x b:d", "ar:x b:d"],
-            (2, 2, 1, 1),
-            (0,),
-        ),  # as are groups of some ranks
-        (
-            ["ar:x recv:m", "ar:x b:d", "ar:x b:d", "ar:x b:d"],
-            (1, 1, 1, 1),
-            (),
-        ),  # who sends, who receives: nobody can tell
-        (
-            ["send:a recv:a", "send:a recv:a", "b:d", "send:a recv:a"],
-            (1, 1, 0, 1),
-            (2,),
-        ),  # all but one do
+        # Messages are left out.
+        (["send:m ar:x ar:x", "recv:m ar:x b:d", "ar:x b:d", "ar:x b:d"], (2, 2, 1, 1), (0,)),
+        # As are groups of some ranks.
+        (["ar:half1 ar:x ar:x", "ar:half1 ar:x b:d", "ar:x b:d", "ar:x b:d"], (2, 2, 1, 1), (0,)),
+        # Who sends, who receives: nobody can tell.
+        (["ar:x recv:m", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),
+        # All but one do.
+        (["send:a recv:a", "send:a recv:a", "b:d", "send:a recv:a"], (1, 1, 0, 1), (2,)),
+        # Too long ago.
         (
             ["b:d ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x"],
             (3, 2, 2, 2),
             (),
-        ),  # too long ago
+        ),
     ],
 )
 def test_rank_that_left_the_order(

@@ -18,10 +18,8 @@ from tests.sharding.functional.table import CASES
 needs_jax = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle"
 )
-pytestmark = [
-    needs_jax,
-    pytest.mark.xdist_group("jax"),
-]  # one worker of `pytest -n` has the JAX process
+# One worker of `pytest -n` has the JAX process.
+pytestmark = [needs_jax, pytest.mark.xdist_group("jax")]
 
 
 @pytest.fixture(scope="session")

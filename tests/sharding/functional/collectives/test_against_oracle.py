@@ -153,9 +153,8 @@ def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.
     rank, with gaps between slices.
     """
     n = size(mesh, axis)
-    sent = torch.randint(
-        0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices)
-    )  # [from, to, slice]
+    # [from, to, slice]
+    sent = torch.randint(0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices))
     offsets = (sent + 1).reshape(n, -1).cumsum(1).reshape(sent.shape) - sent
     arriving = sent.transpose(0, 1)  # [to, from, slice]
     places = (arriving + 1).reshape(n, -1).cumsum(1).reshape(sent.shape) - arriving

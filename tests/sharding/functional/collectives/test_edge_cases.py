@@ -152,9 +152,8 @@ def test_pending_inputs(mesh, axis, what):
     """The parts are contributions to a sum; its gradient is the same for each, and replicated."""
     program, out = pending_programs(axis)[what]
     parts, n = all_ranks(mesh, (6, 2)), math.prod(mesh)
-    leaf = (
-        torch.stack(parts).sum(0).requires_grad_()
-    )  # contributions with the same sum: all of it on rank 0
+    # Contributions with the same sum: all of it on rank 0.
+    leaf = torch.stack(parts).sum(0).requires_grad_()
     by_definition = program(Oracle(mesh), Everyone([leaf, *[torch.zeros_like(leaf)] * (n - 1)]))
     value = oracle.put_together(by_definition, out, Oracle(mesh))
     ((grad,), (again,)) = oracle.derivatives([value], [leaf], second=True)

@@ -40,9 +40,8 @@ FUNCTIONS: dict[str, Function] = {
     "roll": lambda x, w: x.roll(1, 0) @ w,
     "diff": lambda x, w: (x @ w).square().diff(1, 0),
     "mean and var": lambda x, w: (x @ w).mean(0) + x.var() + w.std(),
-    "rms_norm": lambda x, w: F.rms_norm(
-        x @ w, (w.shape[1],)
-    ),  # torch 2.13 has a wrong grad of the jvp of layer_norm
+    # Torch 2.13 has a wrong grad of the jvp of layer_norm.
+    "rms_norm": lambda x, w: F.rms_norm(x @ w, (w.shape[1],)),
     "norm": lambda x, w: x.norm(dim=1) + w.norm(),
     "slice": lambda x, w: x[1:] @ w.t()[1:].t(),
     "transpose": lambda x, w: (w.t() @ x.t()).sigmoid(),

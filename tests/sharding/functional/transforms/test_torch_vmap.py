@@ -175,9 +175,8 @@ def test_as_sm_vmap(mesh):
         x, w = put(mesh, X, spec), put(mesh, W)
         f = lambda r, w: (r @ w).sin()  # noqa: E731
         one, other = torch.vmap(f, in_dims=(0, None))(x, w), sm.vmap(f, in_axes=(0, None))(x, w)
-        assert one.spec == other.spec or spec == P(
-            None, "a"
-        )  # torch merges the batch with the dim that is split
+        # Torch merges the batch with the dim that is split.
+        assert one.spec == other.spec or spec == P(None, "a")
         assert torch.equal(one.full_tensor(), other.full_tensor())
 
 

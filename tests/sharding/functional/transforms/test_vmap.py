@@ -116,9 +116,8 @@ def test_plain_and_sharded_together(mesh):
     same(sm.vmap(lambda x, s: (x * s).sum(0))(xs, scale), (X * scale[:, None, None]).sum(1))
     torch.testing.assert_close(sm.vmap(f, (0, None))(X, W), WANTED)  # plain in, plain out
     w = leaf(W)
-    y = sm.vmap(f, (0, None))(
-        put(mesh, X, P("a")), w
-    )  # split: the plain argument is one value of all ranks
+    # Split: the plain argument is one value of all ranks.
+    y = sm.vmap(f, (0, None))(put(mesh, X, P("a")), w)
     y.sum().backward()
     pw = leaf(W)
     vmap(f, (0, None))(X, pw).sum().backward()

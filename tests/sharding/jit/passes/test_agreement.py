@@ -116,9 +116,8 @@ def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("kind", ["collectives", "none"])
 def test_a_rank_that_records_alone_says_so(kind: str) -> None:
     check_who_records(sm.simulate(3)(records_alone)(kind))
-    assert (
-        sm.simulate(3)(records_alone)(kind, False) == [("", [])] * 3
-    )  # what is sent is what eager code sends
+    # What is sent is what eager code sends.
+    assert sm.simulate(3)(records_alone)(kind, False) == [("", [])] * 3
 
 
 def check_who_records(found: list[tuple[str, list[str]]]) -> None:

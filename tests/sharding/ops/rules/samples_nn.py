@@ -113,9 +113,8 @@ samples(
 )
 
 LOGITS, LABELS = f(5, 3), i(5, high=3)
-IGNORED = torch.tensor(
-    [-100, -100, -100, 1, 0]
-)  # the first rank of two has nothing but ignored targets
+# The first rank of two has nothing but ignored targets.
+IGNORED = torch.tensor([-100, -100, -100, 1, 0])
 # More options of these are in test_loss.py.
 samples(
     "cross_entropy",

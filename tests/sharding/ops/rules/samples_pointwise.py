@@ -12,10 +12,11 @@ ROW, COLUMN, NUMBER = f(3, seed=1), f(4, 1, seed=2), f(seed=3)
 # -- one operand -----------------------------------------------------------------------------------
 
 samples(
-    """abs absolute arctan atan asinh arcsinh ceil cos cosh erf erfc exp exp2 expm1 fix floor frac i0 round sgn sigmoid sign
-    signbit sin sinc sinh square tan tanh trunc neg negative positive pos deg2rad rad2deg relu relu6 leaky_relu elu selu
-    celu gelu silu mish softplus hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink softsign logsigmoid ndtr
-    expit erfcx i0e i1 i1e nan_to_num isfinite isinf isnan isneginf isposinf isreal resolve_conj resolve_neg contiguous
+    """abs absolute arctan atan asinh arcsinh ceil cos cosh erf erfc exp exp2 expm1 fix floor frac
+    i0 round sgn sigmoid sign signbit sin sinc sinh square tan tanh trunc neg negative positive pos
+    deg2rad rad2deg relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardtanh hardsigmoid
+    hardswish hardshrink softshrink tanhshrink softsign logsigmoid ndtr expit erfcx i0e i1 i1e
+    nan_to_num isfinite isinf isnan isneginf isposinf isreal resolve_conj resolve_neg contiguous
     cfloat cdouble""",
     call(X),
 )
@@ -119,9 +120,8 @@ samples(
     call(f(4, 3, dtype=torch.float32), f()),
     call(i(4, 3), f(3)),
 )
-for name in (
-    "add sub subtract mul multiply".split()
-):  # what writes into X cannot become complex, nor larger
+# What writes into X cannot become complex, nor larger.
+for name in "add sub subtract mul multiply".split():
     samples(
         f"Tensor.{name}_",
         *BOTH,
@@ -228,8 +228,9 @@ samples("prelu", call(X, pos(3)), call(X, pos(1)), call(f(2, 3, 4), pos(3)), cal
 # -- special functions -----------------------------------------------------------------------------
 
 samples(
-    """log_ndtr psi gammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
-    modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0""",
+    """log_ndtr psi gammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+    scaled_modified_bessel_k1 spherical_bessel_j0""",
     call(pos(4, 3)),
 )
 samples("multigammaln", call(2 + pos(4, 3), 2))

@@ -76,9 +76,8 @@ def _recorded() -> dict[Any, list[Any]]:
             try:
                 with recorder, torch.no_grad():
                     func(*args, **sample.kwargs)
-            except (
-                Exception
-            ):  # a sample for another function of the same name, or one that is refused
+            except Exception:
+                # A sample for another function of the same name, or one that is refused.
                 continue
     return {
         func: calls

@@ -144,12 +144,8 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
 @pytest.mark.parametrize(
     ("call", "shapes", "specs", "result"),
     [
-        (
-            torch.add,
-            [(8, 4), (8, 4)],
-            [ROWS, P("a", sizes={"a": (0, 8, 0)})],
-            ROWS,
-        ),  # the first of equals stays
+        # The first of equals stays.
+        (torch.add, [(8, 4), (8, 4)], [ROWS, P("a", sizes={"a": (0, 8, 0)})], ROWS),
         (
             torch.add,
             [(8, 1), (8, 4)],
@@ -158,12 +154,8 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
         ),
         (torch.add, [(8, 4), (8, 1)], [P("a"), ROWS], P("a")),
         (torch.add, [(8, 4), (8, 1)], [ROWS, P("a")], ROWS),
-        (
-            lambda x: x.unflatten(0, (4, 2)),
-            [(8, 4)],
-            [P("a", sizes={"a": (3, 5)})],
-            P("a"),
-        ),  # a cut inside a row
+        # A cut inside a row.
+        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (3, 5)})], P("a")),
     ],
 )
 def test_one_operand_is_moved(call, shapes, specs, result):

@@ -105,9 +105,8 @@ def test_equals_full_attention(case, method):
     shape, of_q, of_k, axis = CASES[case]
     even = not of_q.sizes and "features" not in case
     for causal, balanced in ORDERS if even else ORDERS[:2]:
-        v, pull = (
-            (VALUE, PULL) if causal else (K + 1, Q + 1)
-        )  # as wide as keys: then torch has a kernel
+        # As wide as keys: then torch has a kernel.
+        v, pull = (VALUE, PULL) if causal else (K + 1, Q + 1)
         expected = whole(Q, K, v, pull, is_causal=causal, scale=0.3)
         options = {
             "is_causal": causal,
@@ -120,10 +119,8 @@ def test_equals_full_attention(case, method):
         def program(mesh, v=v, pull=pull, options=options):
             return ours(mesh, (Q, K, v), (of_q, of_k, of_k), pull, **options)
 
-        if method == "all_to_all" and shape == (
-            2,
-            3,
-        ):  # 4 heads of keys over 3 ranks leave one for 2
+        # 4 heads of keys over 3 ranks leave one for 2.
+        if method == "all_to_all" and shape == (2, 3):
             assert "of the 4 key heads" in same_error(
                 shape, program, ValueError, silent=not balanced
             )
@@ -221,9 +218,8 @@ def test_low_precision_is_rounded_once():
     ):
         assert {x.dtype for x in found} == {torch.bfloat16}
         close([x.double() for x in found[:1]], expected[:1], 2**-8)
-        close(
-            [x.double() for x in found[1:]], expected[1:], 2**-6
-        )  # they go through the rounded output
+        # They go through the rounded output.
+        close([x.double() for x in found[1:]], expected[1:], 2**-6)
 
 
 def test_autocast():

@@ -68,9 +68,8 @@ def test_buffers_of_a_model_with_tensor_parallelism(plan_on, inputs, split):
             made.zero_grad()
             made(x).square().mean().backward()
             same(gradients(made), expected)
-        for name in at_rest.keys() - (
-            {"last"} if split else set()
-        ):  # which the module has replaced by a split one
+        # Which the module has replaced by a split one.
+        for name in at_rest.keys() - ({"last"} if split else set()):
             assert made.get_buffer(name)._layout is at_rest[name], name
         assert made.calls.item() == 2
         torch.testing.assert_close(

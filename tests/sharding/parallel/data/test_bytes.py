@@ -85,12 +85,8 @@ def _summed(n, elements=ALL):
 N = 4
 TABLE = {
     # form: all_gathers, reduce_scatters, all_reduces as (calls, elements)
-    "ddp": (
-        {},
-        (0, 0),
-        (0, 0),
-        (2, ALL),
-    ),  # what is around the blocks, which are small and are summed together
+    # What is around the blocks, which are small and are summed together.
+    "ddp": ({}, (0, 0), (0, 0), (2, ALL)),
     "zero1": ({"optimizer": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
     "zero2": ({"optimizer": "dp", "gradient": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
     "fsdp": (

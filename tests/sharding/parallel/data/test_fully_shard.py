@@ -118,9 +118,8 @@ def test_parameters_gradients_and_state_are_sharded_tensors(form):
     found = on_ranks((4,), program)
     total = found[0][1]
     split = form != "ddp"
-    assert sum(held for held, _ in found) == (
-        total + 3 * 2 if split else 4 * total
-    )  # two scalars, on each rank
+    # Two scalars, on each rank.
+    assert sum(held for held, _ in found) == (total + 3 * 2 if split else 4 * total)
 
 
 def test_more_ranks_than_rows():

@@ -220,8 +220,7 @@ def test_uninitialized_tensor_raises():
         made = fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
         with pytest.raises(ValueError, match=r"no initialiser writes 0\.bias, which were on meta"):
             materialize(made)
-        materialize(
-            fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None
-        )  # to be loaded
+        # To be loaded.
+        materialize(fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)
 
     on_ranks((3,), program)

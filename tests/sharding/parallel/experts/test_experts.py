@@ -209,9 +209,8 @@ def _moved(capacity):
     """Return, by rank, the communication of forward and backward, and the number of rows sent and
     received.
     """
-    experts = torch.tensor(
-        [[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]]
-    )  # 8 tokens, 2 on each of 4 ranks
+    # 8 tokens, 2 on each of 4 ranks.
+    experts = torch.tensor([[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]])
     keep = kept(experts, 4, capacity)
 
     def program(mesh):
@@ -245,9 +244,8 @@ def _moved(capacity):
     found = on_mesh((4,), program)
     here = torch.arange(8)[:, None] // 2
     away = [int(((here == rank) & (experts != rank) & keep).sum()) for rank in range(4)]
-    coming = [
-        int(((here != rank) & (experts == rank) & keep).sum()) for rank in range(4)
-    ]  # expert i is on rank i
+    # Expert i is on rank i.
+    coming = [int(((here != rank) & (experts == rank) & keep).sum()) for rank in range(4)]
     return list(zip(found, away, coming, strict=True))
 
 

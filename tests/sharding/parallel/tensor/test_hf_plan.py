@@ -107,9 +107,8 @@ def test_model_with_its_own_plan(plan, tied):
         for name, spec in specs.items()
         if name.startswith("layers.0.")
     }
-    assert layer["attention.q_proj.weight"] == P(
-        "tp", None, sizes={"tp": (8, 4)}
-    )  # heads stay whole: two of three, and one
+    # Heads stay whole: two of three, and one.
+    assert layer["attention.q_proj.weight"] == P("tp", None, sizes={"tp": (8, 4)})
     assert layer["attention.o_proj.weight"] == P(None, "tp", sizes={"tp": (8, 4)})
     assert layer["attention.q_norm.weight"] == P(None)
     assert layer["experts.gate_up_proj"] == P(None, "tp", None)

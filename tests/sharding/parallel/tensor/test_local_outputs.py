@@ -209,9 +209,8 @@ def beside_torch() -> None:
             torch_parallel.parallelize_module(seeded(make), theirs, plan),
         )
         for _ in range(2):
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # of the hooks by which it follows modules
+            # Of the hooks by which it follows modules.
+            with warnings.catch_warnings(action="ignore"):
                 with CommDebugMode() as forward:
                     loss = torchs(given).square().mean()
                 with CommDebugMode() as backward:
@@ -251,9 +250,8 @@ def test_accumulated_gradients():
                 model.zero_grad()
                 counts, found = total(model, accumulating)
                 check_same(found, expected)
-            biases = {
-                ("all_reduce", 4 * WIDTH * 8 * 2 * 3 // 4): 1
-            }  # in the block they are summed once, at its end
+            # In the block they are summed once, at its end.
+            biases = {("all_reduce", 4 * WIDTH * 8 * 2 * 3 // 4): 1}
             assert counts == {ACTIVATION: 3 * (4 + 3), **(biases if accumulating else {})}
 
     on_mesh((4,), program)

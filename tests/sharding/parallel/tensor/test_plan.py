@@ -26,13 +26,8 @@ from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, check_equal, expected, megatron, on_axes, step_on
 from tests.sharding.ranks import collectives, launched, on_mesh
 
-UNEVEN = {
-    "heads": 10,
-    "head_dim": 4,
-    "d": 40,
-    "f": 250,
-    "vocabulary": 30,
-}  # over 4 ranks: 3 3 3 1 heads, 63 63 63 61 features
+# Over 4 ranks: 3 3 3 1 heads, 63 63 63 61 features.
+UNEVEN = {"heads": 10, "head_dim": 4, "d": 40, "f": 250, "vocabulary": 30}
 
 
 CONFIGS = {

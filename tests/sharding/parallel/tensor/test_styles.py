@@ -378,11 +378,8 @@ MESH = sm.AbstractMesh((2, 3, 2), ("a", "b", "c"))
         (P("a"), P("b"), P(("a", "b"), None, None)),  # the axis of the style is the minor one
         (P(("b", "a")), P("b"), P(("b", "a"), None, None)),  # the same axes: their order stays
         (P(("b", "a")), P(None, "b"), P("a", "b", None)),
-        (
-            P("a", "c"),
-            P(None, None, ("b", "c")),
-            P("a", None, ("b", "c")),
-        ),  # a spec may name further axes
+        # A spec may name further axes.
+        (P("a", "c"), P(None, None, ("b", "c")), P("a", None, ("b", "c"))),
         (P("a", sizes={"a": (1, 11)}), P(None, "b"), P("a", "b", None, sizes={"a": (1, 11)})),
         (
             P(("a", "b"), sizes={("a", "b"): (1, 2, 3, 4, 2, 0)}),

@@ -83,9 +83,8 @@ def shortest(layouts, topology):
     for a, b in product(layouts, repeat=2):
         steps = list(single_steps(a, b, topology)) if a is not b else []
         least = min((seconds(step, topology) for step in steps), default=float("inf"))
-        for before, after in product(
-            (False, True), repeat=2
-        ):  # whether one arrives, and leaves, by a reduction
+        # Whether one arrives, and leaves, by a reduction.
+        for before, after in product((False, True), repeat=2):
             if all(step.is_local for step in steps):
                 possible = before is after
             else:

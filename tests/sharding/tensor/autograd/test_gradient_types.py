@@ -70,9 +70,8 @@ def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
             if strategy.decomposition_for(sample.func, args, kwargs)
             else strategy.rule_for(sample.func, args, kwargs, metas)
         )
-    except (
-        TypeError
-    ):  # a function of torch.nn.functional, which passes its arguments on in another way
+    except TypeError:
+        # A function of torch.nn.functional, which passes its arguments on in another way.
         return []
     if made is None:
         return []

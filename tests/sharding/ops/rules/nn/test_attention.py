@@ -55,13 +55,14 @@ MASKS = {
     & PADDING[:, None, None],
     "of each head, [h, 1, k]": torch.arange(6) < torch.tensor([3, 4, 5, 6])[:, None, None],
 }
+# Of sequences, heads, queries.
 SPLITS = [
     ("a", None, None),
     (None, "a", None),
     (None, None, "a"),
     ("a", "b", None),
     ("b", None, "a"),
-]  # of sequences, heads, queries
+]
 
 
 @pytest.mark.one_in(5, each=["name", "split"])

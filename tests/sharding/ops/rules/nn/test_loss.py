@@ -188,9 +188,8 @@ def test_weight_of_l1_loss_is_used(reduction):
         torch.testing.assert_close(
             F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want
         )
-        with torch.device(
-            "cpu"
-        ):  # a mode: torch calls the function twice, the second time without the weight
+        # A mode: torch calls the function twice, the second time without the weight.
+        with torch.device("cpu"):
             torch.testing.assert_close(
                 F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want
             )

@@ -79,9 +79,8 @@ def test_any_window(data, pool, ranks):
     dilation = data.draw(st.integers(1, 2)) if 2 * (options["kernel_size"] - 1) < length else 1
     include = data.draw(st.booleans())
     x = numbers(2, 1, length)
-    x[0, 0, : length // 2] = data.draw(
-        st.sampled_from([0.5, -torch.inf, torch.nan])
-    )  # ties, and what padding must not win over
+    # Ties, and what padding must not win over.
+    x[0, 0, : length // 2] = data.draw(st.sampled_from([0.5, -torch.inf, torch.nan]))
 
     def program(mesh):
         check(
@@ -228,9 +227,8 @@ def test_interpolation_is_rounded_once(dtype):
             torch.testing.assert_close(
                 ours, whole, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6
             )
-            assert (
-                dtype is torch.float32 or (ours != whole).float().mean() < 0.01
-            )  # sums that lie between two numbers
+            # Sums that lie between two numbers.
+            assert dtype is torch.float32 or (ours != whole).float().mean() < 0.01
 
     on_mesh((3,), program)
 

@@ -51,12 +51,8 @@ def laid_out(mesh, shape, spec, **options):
             lambda x: torch.reshape(x, (20, 2, 3)),
             P("a", sizes={"a": (6, 6, 6, 2)}),
         ),
-        (
-            (8, 3, 2),
-            P("a"),
-            lambda x: x.reshape(12, 4),
-            P("a", None),
-        ),  # parts are even, and the shapes have no common factors
+        # Parts are even, and the shapes have no common factors.
+        ((8, 3, 2), P("a"), lambda x: x.reshape(12, 4), P("a", None)),
         (
             (6, 1, 4),
             P("a", sizes={"a": (1, 2, 3, 0)}),

@@ -97,9 +97,8 @@ def test_starts_are_aligned_after_a_scale_of_one_element():
     for i, (count, row) in enumerate(shapes):
         for part in range(8):
             start, stop = found.rows_of(i, part, count)
-            assert (
-                start == stop or (found.offsets[i] + start * row - part * found.piece) % 64 == 0
-            )  # in the piece of a rank
+            # In the piece of a rank.
+            assert start == stop or (found.offsets[i] + start * row - part * found.piece) % 64 == 0
 
 
 def test_small_buffers_are_aligned_to_16_bytes_or_not_padded():
