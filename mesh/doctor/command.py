@@ -142,11 +142,13 @@ def _mesh_of_job(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts: 
     size = facts.place.size
     if nprocs is not None:
         raise ValueError(
-            f"--nprocs {nprocs}: this process is rank {facts.place.rank} of a job of {size} already; leave --nprocs out"
+            f"--nprocs {nprocs}: this process is rank {facts.place.rank} of a job of {size} "
+            f"already; leave --nprocs out"
         )
     if abstract_mesh is not None and abstract_mesh.size() != size:
         raise ValueError(
-            f"--mesh {abstract_mesh!r} has {abstract_mesh.size()} ranks, but the job has {size}: make their product {size}"
+            f"--mesh {abstract_mesh!r} has {abstract_mesh.size()} ranks, but the job has {size}: "
+            f"make their product {size}"
         )
     return _mesh_of_size(abstract_mesh, size, facts)
 
@@ -156,7 +158,8 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
     size = nprocs if abstract_mesh is None else abstract_mesh.size()
     if nprocs not in (None, size):
         raise ValueError(
-            f"--mesh {abstract_mesh!r} has {size} ranks, but --nprocs is {nprocs}: leave one of them out"
+            f"--mesh {abstract_mesh!r} has {size} ranks, but --nprocs is {nprocs}: leave one of "
+            f"them out"
         )
     if size is None:
         count = len(facts.devices.found)

@@ -129,7 +129,8 @@ def gloo_interface(facts: Facts) -> Finding:
         fix = f"export GLOO_SOCKET_IFNAME={_suggestion(have)}"
         if name not in by_name:
             return fault(
-                f"GLOO_SOCKET_IFNAME={setting}: there is no interface {name!r}, only {_names_text(have)}",
+                f"GLOO_SOCKET_IFNAME={setting}: there is no interface {name!r}, only "
+                f"{_names_text(have)}",
                 fix,
             )
         if not by_name[name].up or not by_name[name].addresses:
@@ -142,7 +143,8 @@ def gloo_interface(facts: Facts) -> Finding:
                 f"GLOO_SOCKET_IFNAME={setting}, which does not lead to the job's other hosts", fix
             )
     return ok(
-        f"{', '.join(str(by_name[name]) for name in setting.split(','))}, as GLOO_SOCKET_IFNAME says"
+        f"{', '.join(str(by_name[name]) for name in setting.split(','))}, as GLOO_SOCKET_IFNAME "
+        f"says"
     )
 
 
@@ -261,7 +263,8 @@ def master_address(facts: Facts) -> Finding:
         return fault(f"MASTER_ADDR={host} does not resolve", fix)
     if place.has_other_hosts and all(map(is_loopback, addresses)):
         return fault(
-            f"MASTER_ADDR={host} is {', '.join(addresses)}: other hosts look for rank 0 on themselves",
+            f"MASTER_ADDR={host} is {', '.join(addresses)}: other hosts look for rank 0 on "
+            f"themselves",
             fix,
         )
     if place.rank == 0 and not place.agent_store and facts.network.local.isdisjoint(addresses):

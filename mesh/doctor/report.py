@@ -91,7 +91,10 @@ class Report:
 
     def _summary(self) -> str:
         faults, warnings = self.count("fault"), self.count("warning")
-        return f"{_count_text(faults, 'fault')}, {_count_text(warnings, 'warning')}, {self.count('ok')} ok"
+        return (
+            f"{_count_text(faults, 'fault')}, {_count_text(warnings, 'warning')}, "
+            f"{self.count('ok')} ok"
+        )
 
 
 def _row(one: Bandwidth) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Resharding: a tensor that is still communicated, and that waits when it is used, as the tensors do
-that torch's `async_op` returns.
+"""Resharding: a tensor that is still communicated, and that waits when it is used, as the tensors
+do that torch's `async_op` returns.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     )
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        has = f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
+        has = (
+            f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}"
+        ).strip()
         raise CheckpointError(
             _damage_text(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
         )
@@ -156,7 +158,8 @@ def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryvie
 def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
     return (
-        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read ({shortened(error)}); load "
+        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read "
+        f"({shortened(error)}); load "
         "another step"
     )
 

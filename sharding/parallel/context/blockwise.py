@@ -177,8 +177,8 @@ def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
-    """Return the scores of some query rows, grouped as by `_group_heads`, with the keys up to the last
-    that they attend to.
+    """Return the scores of some query rows, grouped as by `_group_heads`, with the keys up to the
+    last that they attend to.
     """
     scores = _group_heads(q, k) @ k.mT * scale
     if not diagonal:

@@ -186,9 +186,10 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None 
 
 def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     batch = results[0].local_shape[0]
-    local = lambda theta, size, *args, **kwargs: F.affine_grid(
-        theta, [batch, *size[1:]], *args, **kwargs
-    )
+
+    def local(theta: Tensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+        return F.affine_grid(theta, [batch, *size[1:]], *args, **kwargs)
+
     return unless_empty(local, True)(targets, results)
 
 
