@@ -286,7 +286,7 @@ class InputMutationCheck:
             self.tags, self.versions, self.parts, self.inputs, strict=True
         ):
             if version is not None and (
-                _version_of(part) != version or checker.was_written(_local_of(part))
+                _version_of(part) != version or checker.written.get(_local_of(part)) is not None
             ):
                 spec = None if arg.dst is None else arg.dst.spec
                 return ShardingTypeError(

@@ -209,10 +209,8 @@ class _Linear:
         env = current_axis_env()
         if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
-                env.checker.set_tag(
-                    cotangent,
-                    env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)),
-                )
+                tag = env.checker.grad_tag(env.checker.tag_of(out).type)
+                env.checker.set_tag(cotangent, tag)
         found = (
             backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._options)
             if linked

@@ -389,7 +389,7 @@ class GradTypes(NamedTuple):
     Attributes:
         outs: for each result, the manual axes on which it is replicated.
         inputs: for each input, those on which it is replicated.
-        types: the types of the inputs' gradients, in a tracked call.
+        types: the types of the inputs, in a tracked call.
     """
 
     outs: tuple[tuple[str, ...], ...]
@@ -456,7 +456,7 @@ def _reduced(env: AxisEnv, record: GradTypes, found: Iterable[Tensor]) -> list[T
     out = list(found)
     if env.checker is not None:
         for g, type_ in zip(out, record.types, strict=True):
-            env.checker.set_tag(g, env.checker.grad_tag(type_))
+            env.checker.set_tag(g, env.checker.grad_tag(type_, frozenset(env.names)))
     for axes in dict.fromkeys(record.inputs):
         mine = [i for i, own in enumerate(record.inputs) if own == axes]
         if axes:
@@ -480,10 +480,9 @@ def _grad_types(
     types = [tag.type for tag in tags]
     if is_loss:
         _check_loss_type(tags[0], [env.checker.tag_of(x).type for x in inputs])
-    given = [env.checker.tag_of(x).type for x in inputs]
-    duals = tuple(type_.dual_over(frozenset(env.names)) for type_ in given)
+    given = tuple(env.checker.tag_of(x).type for x in inputs)
     record = GradTypes(
-        tuple(_replicated(env, t) for t in types), tuple(_replicated(env, t) for t in given), duals
+        tuple(_replicated(env, t) for t in types), tuple(_replicated(env, t) for t in given), given
     )
     if env.recording:
         env.type_log.append(record)

@@ -52,13 +52,23 @@ class CustomFunctionCalls:
 
     Attributes:
         nodes: the tags of results of operators, by autograd node.
-        found: the calls of custom functions, by autograd node.
+        calls: the calls of custom functions, by autograd node.
     """
 
     def __init__(self, checker: TypeChecker) -> None:
         self.checker = weakref.ref(checker)
         self.nodes: dict[Any, Tag] = {}
-        self.found: dict[Any, CustomFunctionCall] = {}
+        self.calls: dict[Any, CustomFunctionCall] = {}
+
+    def note(self, x: Tensor, tag: Tag) -> Tag:
+        """Return the tag for a result, and remember it by autograd node; without a node it may
+        still get one, so the tag is provisional.
+        """
+        node = x.grad_fn
+        if node is None:
+            return tag if torch.is_grad_enabled() else tag.provisional
+        self.nodes[node] = tag
+        return tag
 
     def result(self, node: Any, x: Tensor, tag: Tag | None) -> Tag:
         """Return the tag of a result of a custom function; `tag` is what its forward gave, if that
@@ -70,13 +80,12 @@ class CustomFunctionCalls:
         return call.add(x.output_nr, tag, x.untyped_storage()._cdata)
 
     def _call_of(self, node: Any) -> CustomFunctionCall:
-        found = self.found.get(node)
-        if found is None:
+        call = self.calls.get(node)
+        if call is None:
             checker: Any = self.checker()
-            found = self.found[node] = CustomFunctionCall(
-                node, checker, [self._of_edge(*edge) for edge in node.next_functions]
-            )
-        return found
+            operands = [self._of_edge(*edge) for edge in node.next_functions]
+            call = self.calls[node] = CustomFunctionCall(node, checker, operands)
+        return call
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
         """Return the tag of the value that an edge of the graph leads to; None if it does not
@@ -94,9 +103,9 @@ class CustomFunctionCalls:
 
     def finish(self) -> list[CustomFunctionCall]:
         """Return the calls and drop all references to the graph."""
-        found = list(self.found.values())
-        self.nodes, self.found = {}, {}
-        return found
+        calls = list(self.calls.values())
+        self.nodes, self.calls = {}, {}
+        return calls
 
 
 class CustomFunctionCall:
@@ -126,7 +135,7 @@ class CustomFunctionCall:
         self.outs: dict[int, Tag] = {}
         self.memory: dict[int, Tag] = {}
         self.names, self.is_checked = checker.names, False
-        self.make_checker = partial(checker.for_backward, self.names, checker.owner, self.memory)
+        self.make_checker = partial(type(checker), self.names, checker.owner, self.memory)
         self.env: Any = checker.env
         reference = weakref.ref(node)
         node.apply = lambda *grads: self.backward(reference(), grads)
