@@ -22,7 +22,7 @@ from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
 from .hyperparameters import Hyperparameter, traced
-from .passes.clean import clean
+from .passes.dead_code import clean
 from .program import Program
 from .recorder import Captured, GraphRecorder
 from .scalars import Condition, TracedFloat
