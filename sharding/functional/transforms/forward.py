@@ -73,7 +73,7 @@ _NO_FORWARD_DERIVATIVE = ("setup_context staticmethod", "forward AD", "forward m
 def _in_forward_mode(
     f: Any, leaves: list[Any], directions: list[Any], tree: Any, has_aux: bool
 ) -> tuple[Any, ...]:
-    kept: list[Results] = []
+    results: list[Results] = []
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [
@@ -82,19 +82,20 @@ def _in_forward_mode(
         ]
         out = f(*tree.unflatten(fresh))
         out, *more = out if has_aux else (out,)
-        kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
-        if not kept[0].at:
+        results[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
+        if not results[0].at:
             raise TypeError(f"jvp: the function returned {out!r}, which contains no tensor")
-        return sum((each.parts for each in kept), ())
+        return sum((each.parts for each in results), ())
 
     with forward_mode():
         parts = tuple(map(_in_own_memory, Results.of(leaves).parts))
-        found: Any = torch.func.jvp(
+        derivatives: Any = torch.func.jvp(
             partial(on_own_level, inside), parts, Results.of(directions).parts
         )
-    count = len(kept[0].at)
-    aux = [each.with_parts(found[0][count:]) for each in kept[1:]]
-    return (kept[0].with_parts(found[0][:count]), kept[0].with_parts(found[1][:count]), *aux)
+    (values, tangents), (out, *more) = derivatives, results
+    count = len(out.at)
+    aux = [each.with_parts(values[count:]) for each in more]
+    return (out.with_parts(values[:count]), out.with_parts(tangents[:count]), *aux)
 
 
 def _in_own_memory(part: Tensor) -> Tensor:

@@ -76,17 +76,18 @@ class Pullback:
 
     def _run_inside(self, run: Run) -> None:
         """Run inside a transform."""
-        kept: list[Results] = []
+        results: list[Results] = []
 
         def inside(*parts: Tensor) -> Any:
             outs, value = run([with_part(x, p) for x, p in zip(self._leaves, parts, strict=True)])
-            kept[:] = Results.of([backward.summable(out) for out in outs]), Results.of(value)
-            return kept[0].parts, kept[1].parts
+            results[:] = Results.of([backward.summable(out) for out in outs]), Results.of(value)
+            return results[0].parts, results[1].parts
 
         parts = Results.of(self._leaves).parts
-        results: Any = torch.func.vjp(partial(on_own_level, inside), *parts, has_aux=True)
-        outs, self._back, values = results
-        self.outs, self.value = kept[0].with_parts(outs), kept[1].with_parts(values)
+        outs, self._back, values = torch.func.vjp(  # type: ignore[misc]
+            partial(on_own_level, inside), *parts, has_aux=True
+        )
+        self.outs, self.value = results[0].with_parts(outs), results[1].with_parts(values)
 
     def __call__(self, cotangents: Sequence[Any] | None = None) -> list[Tensor]:
         """Return the gradients of the leaves, in their layouts.
@@ -141,8 +142,8 @@ def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]
     """Yield the leaves as new tensors that require grad. Inside another function that is being
     differentiated, and if something in the arguments requires grad, they stay part of its graph."""
     depth = thread_context.grad_depth
-    given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
-    nested = torch.is_grad_enabled() and (given or depth > 0)
+    needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    nested = torch.is_grad_enabled() and (needs_grad or depth > 0)
     with thread_context.setting(grad_is_nested=nested, grad_depth=depth + 1), torch.enable_grad():
         yield [
             _copy_with_type(x, _attached if nested and x.requires_grad else _fresh) for x in leaves
