@@ -22,7 +22,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten_without_none
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
-from .pullback import detach_unless_nested, differentiated
+from .pullback import detached, differentiating, fresh_leaves
 
 
 def jvp(
@@ -170,14 +170,12 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
         result, *aux = value if has_aux else (value,)
         first = (lambda *xs: f(*xs)[0]) if has_aux else f
         return (result, lambda *tangents: jvp(first, primals, tangents)[1], *aux)
-    with differentiated(leaves, primals) as fresh:
+    with thread_context.setting(**differentiating(primals)), torch.enable_grad():
+        fresh, nested = fresh_leaves(leaves), thread_context.grad_is_nested
         value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        result, nested = (
-            pytree.tree_map(detach_unless_nested, result),
-            thread_context.grad_is_nested,
-        )
+        result = result if nested else detached(result)
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)

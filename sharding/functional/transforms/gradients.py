@@ -13,17 +13,17 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from ....mesh.comm.call_site import DESCRIBERS
+from ....mesh.comm.thread_context import thread_context
 from ...autograd.named_axes import AxisEnv, current_axis_env, current_captures
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.random import replay_random
 from ..captures import Captures, ReplayCaptures
 from ..trees import flatten_without_none
 from .parts import replace_args
-from .pullback import Pullback
+from .pullback import Pullback, detached, differentiating
 
 
 def value_and_grad(
@@ -79,8 +79,9 @@ def _evaluated(
         value = f(*replace_args(args, nums, tree.unflatten(fresh)), **kwargs)
         return [_checked_loss(value[0] if has_aux else value)], value
 
-    pullback = Pullback(run, leaves, (args, kwargs), is_loss=True)
-    branches = tree.unflatten(pullback())
+    with thread_context.setting(**differentiating((args, kwargs))):
+        pullback = Pullback(run, leaves, is_loss=True)
+        branches = tree.unflatten(pullback())
     return pullback.value, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
@@ -135,7 +136,9 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         numbers[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and _is_floating(x)]
         return [outs[i] for i in numbers], value
 
-    pullback = Pullback(run, leaves, primals)
+    fields = differentiating(primals)
+    with thread_context.setting(**fields):
+        pullback = Pullback(run, leaves)
     result, *aux = pullback.value if has_aux else (pullback.value,)
     out_tree = flatten_without_none(result)[1]
 
@@ -146,14 +149,15 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
                 f"vjp: cotangents {given_tree} for results {out_tree}; pass a tree like that of "
                 "the results"
             )
-        return tuple(tree.unflatten(pullback([given[i] for i in numbers])))
+        with thread_context.setting(**fields):  # recomputation runs as the forward did
+            return tuple(tree.unflatten(pullback([given[i] for i in numbers])))
 
     return (result, back, *aux)
 
 
 def stop_gradient(x: Any) -> Any:
     """stop_gradient(x) -> the same values, detached; any tree. Communication: none."""
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+    return detached(x)
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,7 @@ calls know the types; later calls with the same signature read them from the log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,14 +36,13 @@ Run = Callable[[list[Tensor]], tuple[Sequence[Tensor], Any]]
 
 
 class Pullback:
-    """A function that has run once, and its gradients.
+    """A function that has run once, and its gradients. Both are computed inside of
+    `thread_context.setting(**differentiating(args))`.
 
     Args:
         run: takes tensors in place of the leaves, and returns the outputs to differentiate and the
             value, any tree.
         leaves: the tensors to differentiate with respect to.
-        args: all arguments of the program's function: if one requires grad, the results can be
-            differentiated again.
         is_loss: whether the only output is a scalar, which must be replicated inside a mapped
             function.
 
@@ -53,8 +51,8 @@ class Pullback:
         value: the value, detached unless it is to be differentiated again.
     """
 
-    def __init__(self, run: Run, leaves: list[Tensor], args: Any, is_loss: bool = False) -> None:
-        self._leaves, self._is_nested = leaves, False
+    def __init__(self, run: Run, leaves: list[Tensor], is_loss: bool = False) -> None:
+        self._leaves = leaves
         self._types: GradTypes | None = None
         self._back: Callable[[tuple[Tensor, ...]], Any] | None = None  # that of a transform
         self.outs: list[Tensor] = []
@@ -69,10 +67,10 @@ class Pullback:
         if transforms_active():
             self._run_inside(typed)
             return
-        with differentiated(leaves, args) as fresh:
-            self.outs, value = typed(fresh)
-            self._leaves, self._is_nested = fresh, thread_context.grad_is_nested
-            self.value = pytree.tree_map(detach_unless_nested, value)
+        with torch.enable_grad():
+            self._leaves = fresh_leaves(leaves)
+            self.outs, value = typed(self._leaves)
+            self.value = value if thread_context.grad_is_nested else detached(value)
 
     def _run_inside(self, run: Run) -> None:
         """Run inside a transform."""
@@ -114,18 +112,15 @@ class Pullback:
         linked = [(out, seed) for out, seed in pairs if out.requires_grad]
         if not linked:
             return [torch.zeros_like(x) for x in self._leaves]
-        # Recomputation runs as the forward did.
-        depth = thread_context.grad_depth + 1
-        with thread_context.setting(grad_is_nested=self._is_nested, grad_depth=depth):
-            gradients = backward.grad(
-                [out for out, _ in linked],
-                self._leaves,
-                [seed for _, seed in linked],
-                retain_graph=retain_graph or None,
-                create_graph=self._is_nested,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+        gradients = backward.grad(
+            [out for out, _ in linked],
+            self._leaves,
+            [seed for _, seed in linked],
+            retain_graph=retain_graph or None,
+            create_graph=thread_context.grad_is_nested,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         return list(gradients)
 
 
@@ -137,22 +132,30 @@ def _start(out: Any, seed: Any) -> Tensor:
 # -- leaves ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """Yield the leaves as new tensors that require grad. Inside another function that is being
-    differentiated, and if something in the arguments requires grad, they stay part of its graph."""
+def differentiating(args: Any) -> dict[str, Any]:
+    """Return the fields of the thread's context for differentiating a function of these arguments.
+
+    Gradients are to be differentiated again inside of another such function, and if an argument
+    requires grad.
+    """
     depth = thread_context.grad_depth
     needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
-    nested = torch.is_grad_enabled() and (needs_grad or depth > 0)
-    with thread_context.setting(grad_is_nested=nested, grad_depth=depth + 1), torch.enable_grad():
-        yield [
-            _copy_with_type(x, _attached if nested and x.requires_grad else _fresh) for x in leaves
-        ]
+    is_nested = torch.is_grad_enabled() and (needs_grad or depth > 0)
+    return {"grad_is_nested": is_nested, "grad_depth": depth + 1}
 
 
-def detach_unless_nested(x: Any) -> Any:
-    """Return a result, detached unless an outer `grad` differentiates it."""
-    return x.detach() if isinstance(x, Tensor) and not thread_context.grad_is_nested else x
+def fresh_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves as new tensors that require grad; where results are to be differentiated
+    again, they stay part of the graph.
+    """
+    is_nested = thread_context.grad_is_nested
+    return [
+        _copy_with_type(x, _attached if is_nested and x.requires_grad else _fresh) for x in leaves
+    ]
+
+
+def detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
 def _copy_with_type(x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
