@@ -309,16 +309,17 @@ def _check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if torch.Tag.dynamic_output_shape not in func.tags:
         return
     name = func.overloadpacket.__name__
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     if name == "index":
         static = not any(
-            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in given["indices"]
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+            for x in arguments["indices"]
         )
     elif name == "bincount":  # as long as `minlength`, if that is more than all values
-        x: Tensor = given["self"]
-        static = not x.is_meta and int(x.max() if x.numel() else 0) < given.get("minlength", 0)
+        x: Tensor = arguments["self"]
+        static = not x.is_meta and int(x.max() if x.numel() else 0) < arguments.get("minlength", 0)
     else:
-        static = given.get("output_size") is not None  # of repeat_interleave
+        static = arguments.get("output_size") is not None  # of repeat_interleave
     if not static:
         raise at_line(
             f"the shape of the result of {name} depends on values, and a graph has one shape",

@@ -81,8 +81,8 @@ class custom_vjp:
                 f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments "
                 f"are {self.names}"
             )
-        given = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
-        self.nondiff = sorted({*given, *(self.names.index(name) for name in nondiff_argnames)})
+        numbers = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
+        self.nondiff = sorted({*numbers, *(self.names.index(name) for name in nondiff_argnames)})
 
     @property
     def name(self) -> str:
@@ -117,18 +117,18 @@ class custom_vjp:
                 f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which "
                 "sets its gradient"
             )
-        given = self._by_position(args, kwargs)
-        differentiated = [x for i, x in enumerate(given) if i not in self.nondiff]
+        arguments = self._by_position(args, kwargs)
+        differentiated = [x for i, x in enumerate(arguments) if i not in self.nondiff]
         leaves = pytree.tree_leaves(differentiated)
         needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if not needs_grad or not torch.is_grad_enabled():
-            return self.fun(*given)
+            return self.fun(*arguments)
         if engine_hooks.transforms_active():
             raise NotImplementedError(
                 f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or "
                 "sm.jvp"
             )
-        return _CustomVJPCall(self, given, differentiated).run()
+        return _CustomVJPCall(self, arguments, differentiated).run()
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return all arguments by position, as `fwd` takes them."""
@@ -240,9 +240,8 @@ class _CustomVJPCall:
         args = [x if i in nondiff else next(branches) for i, x in enumerate(self.args)]
         pair = self.custom.fwd(*args)  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            name, given = self.custom.name, _describe(pair)
             raise TypeError(
-                f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what "
+                f"custom_vjp({self.custom.name}): fwd returned {_describe(pair)}; return a pair of the result and what "
                 "bwd needs"
             )
         return pair[0], pair[1]
@@ -302,8 +301,8 @@ class _CustomVJPCall:
         if gradient is None:
             return
         members, tree = pytree.tree_flatten(branch)
-        leaves, given = pytree.tree_flatten(gradient)
-        if given != tree:
+        leaves, gradient_tree = pytree.tree_flatten(gradient)
+        if gradient_tree != tree:
             what = f"{self.bwd_location()} gives argument {name!r}"
             raise TypeError(
                 f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, "

@@ -143,14 +143,14 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     out_tree = flatten_without_none(result)[1]
 
     def back(cotangents: Any) -> tuple[Any, ...]:
-        given, given_tree = flatten_without_none(cotangents)
+        leaves, given_tree = flatten_without_none(cotangents)
         if given_tree != out_tree:
             raise ValueError(
                 f"vjp: cotangents {given_tree} for results {out_tree}; pass a tree like that of "
                 "the results"
             )
         with thread_context.setting(**fields):  # recomputation runs as the forward did
-            return tuple(tree.unflatten(pullback([given[i] for i in numbers])))
+            return tuple(tree.unflatten(pullback([leaves[i] for i in numbers])))
 
     return (result, back, *aux)
 
