@@ -84,30 +84,25 @@ def make_input_spec(
             )
         _check_no_parts(path, leaf, spec)
         return InputSpec(path)
-    src = (
-        leaf._layout
-        if isinstance(leaf, ShardedTensor)
-        else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
-    )
+    is_sharded = isinstance(leaf, ShardedTensor)
+    src = leaf._layout if is_sharded else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
     if src.mesh is not mesh:
         raise ValueError(
             f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it "
             "there first"
         )
-    manual = (
-        restrict_to_axes(src.spec, names)
-        if spec is None
-        else fitting_spec(path, spec, mesh, len(src.shape))
-    )
+    if spec is None:
+        manual = restrict_to_axes(src.spec, names)
+    else:
+        manual = fitting_spec(path, spec, mesh, len(src.shape))
     check_manual(path, manual, names)
     _check_sums(path, manual)
     with _named(path):
         dst = src.replace(_with_global(manual, src.spec, names))
     part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
-    return InputSpec(
-        path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced))
-    )
+    pending = frozenset(axis for axis, _ in manual.unreduced)
+    return InputSpec(path, src, dst, part, Type.of(varying, pending))
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
@@ -172,9 +167,8 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     if set(given.axes) <= set(names):
         return manual
     rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
-    pending = {axis: kind for axis, kind in given.unreduced if axis not in names} | dict(
-        manual.unreduced
-    )
+    pending = {axis: kind for axis, kind in given.unreduced if axis not in names}
+    pending |= dict(manual.unreduced)
     dims = [(*axes, *more) for axes, more in zip(manual.padded(len(rest)).dims, rest, strict=True)]
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
@@ -207,11 +201,8 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
     parts = [_local(leaf, arg) for leaf, arg in zip(leaves, inputs, strict=True)]
     moving = [i for i, arg in enumerate(inputs) if arg.src is not arg.dst]
     if moving:
-        for i, part in zip(
-            moving,
-            _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving]),
-            strict=True,
-        ):
+        moved = _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving])
+        for i, part in zip(moving, moved, strict=True):
             parts[i] = part
     return [
         part if x.auto_layout is None else ShardedTensor._make(part, x.auto_layout)
@@ -253,13 +244,9 @@ def _redistributed(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> l
 
 def alias(part: Any) -> Any:
     """Return the part as a new object, so that a tag can be set on it."""
-    if not isinstance(part, Tensor):
-        return part
-    return (
-        ShardedTensor._make(part._local, part._layout)
-        if isinstance(part, ShardedTensor)
-        else part.view_as(part)
-    )
+    if isinstance(part, ShardedTensor):
+        return ShardedTensor._make(part._local, part._layout)
+    return part.view_as(part) if isinstance(part, Tensor) else part
 
 
 class InputMutationCheck:
@@ -285,9 +272,8 @@ class InputMutationCheck:
         for tag, version, part, arg in zip(
             self.tags, self.versions, self.parts, self.inputs, strict=True
         ):
-            if version is not None and (
-                _version_of(part) != version or checker.was_written(_local_of(part))
-            ):
+            written = version is not None and checker.written.get(_local_of(part)) is not None
+            if written or (version is not None and _version_of(part) != version):
                 spec = None if arg.dst is None else arg.dst.spec
                 return ShardingTypeError(
                     f"{arg.path} is the same on every rank, {arg.src}; its part {spec} was written "
@@ -297,9 +283,8 @@ class InputMutationCheck:
             if tag is None:
                 continue
             now = checker.tag_of(part)
-            odd = sorted(
-                (now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending
-            )
+            old = tag.type.varying | tag.type.pending
+            odd = sorted((now.type.varying | now.type.pending) - old)
             if odd:
                 return ShardingTypeError(
                     f"{arg.path} is the same on every rank along {odd[0]!r}, and a value that is "

@@ -21,7 +21,6 @@ from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
 from ..lineage import piece_of
 from ..tensor.global_shape import shape_of_parts
-from ..tensor.part_shapes import by_coordinate
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
@@ -61,14 +60,8 @@ def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequ
             f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with "
             "this signature"
         )
-    taken = _identities(parts)
-    return unflatten_tree(
-        tree,
-        [
-            _wrap_output(name, x, out_spec, taken)
-            for x, out_spec in zip(leaves, outputs, strict=True)
-        ],
-    )
+    taken, pairs = _identities(parts), zip(leaves, outputs, strict=True)
+    return unflatten_tree(tree, [_wrap_output(name, x, spec, taken) for x, spec in pairs])
 
 
 def with_lineage(lineage: int, out: Any) -> Any:
@@ -149,17 +142,15 @@ def resolve_output_spec(
     check_kind(path, x, spec, partly)
     if not isinstance(x, Tensor):
         return None
-    found = fitting_spec(path, spec, mesh, x.ndim)
-    check_manual(path, found, names)
-    return found
+    spec = fitting_spec(path, spec, mesh, x.ndim)
+    check_manual(path, spec, names)
+    return spec
 
 
 def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
     """Raise ShardingTypeError if the type of a result contradicts its spec."""
-    split, pending = (
-        {axis for axes in spec.dims for axis in axes},
-        {axis for axis, _ in spec.unreduced},
-    )
+    split = {axis for axes in spec.dims for axis in axes}
+    pending = {axis for axis, _ in spec.unreduced}
     for axis in names:
         varies, pends = axis in tag.type.varying, axis in tag.type.pending
         if pends and axis not in pending:
@@ -203,26 +194,22 @@ def infer_outputs(
 
     Communication: a small all_gather over the manual axes; none in a null world.
     """
+    group = manual_mesh.group(manual_mesh.axis_names)
     text = None if error is None else f"{type(error).__name__}: {error}"
-    by_rank = _gather_facts(
-        manual_mesh.group(manual_mesh.axis_names),
-        (text, [_describe_result(x, compare) for x in leaves]),
-    )
-    everyone = by_coordinate(manual_mesh, by_rank)
-    _raise_for_all(error, {r: each[0] for r, each in by_rank.items()})
-    _check_alike({r: [part is not None for part in each[1]] for r, each in by_rank.items()})
-    found = []
+    by_rank = _gather_facts(group, (text, [_describe_result(x, compare) for x in leaves]))
+    _raise_for_all(error, {rank: text for rank, (text, _) in by_rank.items()})
+    _check_alike({rank: [x is not None for x in facts] for rank, (_, facts) in by_rank.items()})
+    outputs = []
     for i, (path, spec, x) in enumerate(zip(paths, specs, leaves, strict=True)):
         if spec is None:
-            found.append(OutputSpec(path, None))
+            outputs.append(OutputSpec(path, None))
             continue
-        parts = {place: each[1][i] for place, each in everyone.items()}
-        layout = _result_layout(
-            path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, manual_mesh
-        )
-        _check_equal(path, spec, parts, manual_mesh)
-        found.append(OutputSpec(path, spec, x.shape, layout))
-    return found
+        facts = {manual_mesh.coordinate_of(rank): each[1][i] for rank, each in by_rank.items()}
+        parts = {place: fact[:-1] for place, fact in facts.items()}
+        layout = _result_layout(path, spec, x, parts, mesh, manual_mesh)
+        _check_equal(path, spec, facts, manual_mesh)
+        outputs.append(OutputSpec(path, spec, x.shape, layout))
+    return outputs
 
 
 def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
@@ -258,11 +245,10 @@ def _describe_result(x: Any, compare: bool) -> Any:
     """Return the facts about a result that other ranks need: dtype, shape, and a digest of its
     values if they are to be compared.
     """
-    return (
-        (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None)
-        if isinstance(x, Tensor)
-        else None
-    )
+    if not isinstance(x, Tensor):
+        return None
+    values = (sampled_digest(x), x.requires_grad) if compare else None
+    return dtype_name(x.dtype), *x.shape, values
 
 
 def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> None:
@@ -301,8 +287,7 @@ def _check_equal(
     named = [manual_mesh.axis_index(axis) for axis in spec.axes]
     first: dict[Any, Any] = {}
     for place, part in parts.items():
-        held = first.setdefault(tuple(place[i] for i in named), part[-1])
-        if held != part[-1]:
+        if first.setdefault(tuple(place[i] for i in named), part[-1]) != part[-1]:
             raise ShardingTypeError(
                 f"{path}: by its type it is the same on every rank of {spec}, and at {place} it "
                 "differs: it depends on numbers that differ between ranks (read from shapes of "
@@ -339,13 +324,6 @@ def _result_layout(
         return Layout.of(mesh, spec, whole, x.dtype)
     inner = x._layout.spec
     dims = [(*axes, *more) for axes, more in zip(spec.padded(x.ndim).dims, inner.dims, strict=True)]
-    return Layout.of(
-        mesh,
-        P(
-            *dims,
-            unreduced={**dict(spec.unreduced), **dict(inner.unreduced)},
-            sizes=dict(spec.sizes),
-        ),
-        whole,
-        x.dtype,
-    )
+    unreduced = {**dict(spec.unreduced), **dict(inner.unreduced)}
+    both = P(*dims, unreduced=unreduced, sizes=dict(spec.sizes))
+    return Layout.of(mesh, both, whole, x.dtype)

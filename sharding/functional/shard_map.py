@@ -139,17 +139,10 @@ def shard_map(
             f"shard_map(check={check!r}): check must be one of {', '.join(map(repr, CHECKS))}"
         )
     if f is None:
-        return functools.partial(
-            shard_map,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check=check,
-        )
-    return functools.update_wrapper(
-        Mapped(f, mesh, in_specs, out_specs, axis_names, check), f, updated=()
-    )
+        options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": axis_names}
+        return functools.partial(shard_map, mesh=mesh, check=check, **options)
+    mapped = Mapped(f, mesh, in_specs, out_specs, axis_names, check)
+    return functools.update_wrapper(mapped, f, updated=())
 
 
 @dataclass
@@ -213,23 +206,15 @@ class Mapped:
         axis_names: Any,
         check: bool | str,
     ) -> None:
-        self.f, self.mesh, self.in_specs, self.out_specs, self.check = (
-            f,
-            as_device_mesh(mesh),
-            in_specs,
-            out_specs,
-            check,
-        )
+        self.f, self.mesh, self.check = f, as_device_mesh(mesh), check
+        self.in_specs, self.out_specs = in_specs, out_specs
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
         self._seed = seed_of(f"shard_map {self.name}")
-        self._calls: dict[
-            Any, CachedCall
-        ] = {}  # on the mesh of this function; others are kept on their mesh, see `_calls_on`
-        self._checks_once = check in (
-            True,
-            False,
-        )  # the first call with a signature, not every call
+        # On the mesh of this function; others are kept on their mesh, see `_calls_on`.
+        self._calls: dict[Any, CachedCall] = {}
+        # The first call with a signature, not every call.
+        self._checks_once = check in (True, False)
 
     @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,30 +240,20 @@ class Mapped:
                 return self._call(args, kwargs)
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else known_local(x))
-        cached = (
-            None if kwargs or not parts else self._calls_on(args[0]._layout.mesh).get(tuple(key))
-        )
+        if kwargs or not parts:
+            return self._call(args, kwargs)
+        cached = self._calls_on(args[0]._layout.mesh).get(tuple(key))
         if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
         if cached.constants and any_requires_grad(cached.constants):
             return self._call(args, kwargs)
-        return wrap_outputs(
-            self.name,
-            self._run(cached, parts, None, kwargs),
-            cached.outputs,  # type: ignore[arg-type]
-            parts,
-        )
+        out = self._run(self.f, cached, parts, None, kwargs)
+        return wrap_outputs(self.name, out, cached.outputs, parts)  # type: ignore[arg-type]
 
     def _run(
-        self,
-        cached: CachedCall,
-        parts: Sequence[Any],
-        tree: Any,
-        kwargs: dict[str, Any],
-        f: Any = None,
+        self, f: Any, cached: CachedCall, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Call the function itself on local parts."""
-        f = self.f if f is None else f
         env = cached.env
         env.type_log, env.cursor = cached.type_log, 0
         before = swap(env)
@@ -309,26 +284,18 @@ class Mapped:
                     return self.f(*args, **kwargs)
         cached = self._cached_for(args, leaves, tree, kwargs)
         with nullcontext() if outer is None or outer.checker is None else untracked():
-            parts = (
-                local_parts(leaves, cached.inputs)
-                if cached.passes_through
-                else prepare_inputs(self.name, leaves, cached.inputs)
-            )
+            if cached.passes_through:
+                parts = local_parts(leaves, cached.inputs)
+            else:
+                parts = prepare_inputs(self.name, leaves, cached.inputs)
         if not cached.trusted:
             cached.trusted = self._checks_once and cached.may_be_trusted()
             cached.fast = cached.trusted and cached.passes_through
-        if (
-            not cached.trusted
-            or (outer is not None and outer.checker is not None)
-            or any_requires_grad(cached.constants)
-        ):
+        is_tracked = not cached.trusted or (outer is not None and outer.checker is not None)
+        if is_tracked or any_requires_grad(cached.constants):
             return self._tracked_call(cached, leaves, parts, tree, kwargs)
-        return wrap_outputs(
-            self.name,
-            self._run(cached, parts, tree, kwargs),
-            cached.outputs,  # type: ignore[arg-type]
-            parts,
-        )
+        out = self._run(self.f, cached, parts, tree, kwargs)
+        return wrap_outputs(self.name, out, cached.outputs, parts)  # type: ignore[arg-type]
 
     def _cached_for(
         self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]
@@ -336,24 +303,17 @@ class Mapped:
         mesh, outer = self._mesh_for(leaves), current_axis_env()
         # The world, since meshes of two ranks of a simulated world are equal, and the grad mode,
         # since gradients need types.
-        here = mesh.world, outer, is_grad_enabled()
-        key = (
-            mesh,
-            *here,
-            tree,
-            *map(key_of, leaves),
-            *[(name, key_of(x)) for name, x in kwargs.items()],
-        )
+        situation = mesh.world, outer, is_grad_enabled()
+        leaf_keys = [key_of(x) for x in leaves]
+        key = (mesh, *situation, tree, *leaf_keys, *[(k, key_of(x)) for k, x in kwargs.items()])
         calls = self._calls_on(mesh)
         cached = calls.get(key)
         if cached is None:
-            cached = keep(
-                calls, key, self._new_call(mesh, outer, args, leaves, kwargs), HEAVY_LIMIT
-            )
+            new = self._new_call(mesh, outer, args, leaves, kwargs)
+            cached = keep(calls, key, new, HEAVY_LIMIT)
             if self._checks_once and cached.passes_through and tree is None and not kwargs:
-                keep(
-                    calls, (*here[1:], *map(key_of, leaves)), cached, HEAVY_LIMIT
-                )  # the key of `_call_cached`
+                # The key of `_call_cached`.
+                keep(calls, (*situation[1:], *leaf_keys), cached, HEAVY_LIMIT)
         return cached
 
     def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:
@@ -374,11 +334,8 @@ class Mapped:
                     "bytes use eval_shape"
                 )
             batch = current_batch() if transforms_active() else None
-            return (
-                self.mesh
-                if batch is None or batch.mesh is not self.mesh or batch.inner is None
-                else batch.inner
-            )
+            is_inner = batch is not None and batch.mesh is self.mesh and batch.inner is not None
+            return batch.inner if is_inner else self.mesh  # type: ignore[union-attr,return-value]
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return context.given_or_current(None) if first is None else first.mesh
 
@@ -410,26 +367,17 @@ class Mapped:
                 f"mesh, {list(mesh.axis_names)}"
             )
         names = tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
-        auto_mesh = (
-            mesh[tuple(a for a in mesh.axis_names if a not in names)]
-            if len(names) < mesh.ndim
-            else None
-        )
-        specs = (
-            [None] * len(leaves)
-            if self.in_specs is None
-            else specs_for("in_specs", self.in_specs, args)
-        )
+        auto = tuple(a for a in mesh.axis_names if a not in names)
+        auto_mesh = mesh[auto] if auto else None
+        specs: Sequence[Any] = [None] * len(leaves)
+        if self.in_specs is not None:
+            specs = specs_for("in_specs", self.in_specs, args)
         paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
-        inputs = [
-            make_input_spec(*each, mesh, names, auto_mesh)
-            for each in zip(paths, leaves, specs, strict=True)
-        ]
+        triples = zip(paths, leaves, specs, strict=True)
+        inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in triples]
         env = AxisEnv(mesh, names) if outer is None else outer.inside(mesh, names)
-        passes_through, uneven = (
-            all(spec.passes_through for spec in inputs),
-            any(spec.uneven for spec in inputs),
-        )
+        passes_through = all(spec.passes_through for spec in inputs)
+        uneven = any(spec.uneven for spec in inputs)
         return CachedCall(env, mesh[names], auto_mesh, mesh, inputs, passes_through, uneven=uneven)
 
     # -- with types --------------------------------------------------------------------------------
@@ -446,62 +394,42 @@ class Mapped:
         outer = current_axis_env()
         outer_checker = None if outer is None else outer.checker
         captures_only = outer_checker is None and self.check is False
-        checker = outer_checker or (CaptureTracker if captures_only else TypeChecker)(
-            cached.env.names
-        )
-        checker.uneven = checker.uneven or (
-            cached.uneven and (cached.outputs is None or not self._checks_once)
-        )
+        make = CaptureTracker if captures_only else TypeChecker
+        checker = outer_checker or make(cached.env.names)
+        is_first = cached.outputs is None or not self._checks_once
+        checker.uneven = checker.uneven or (cached.uneven and is_first)
         with untracked():
             parts = [alias(part) for part in parts]
             mutations = InputMutationCheck(leaves, parts, cached.inputs)
-        mutations.tags = [
-            self._tag_input(checker, *each)
-            for each in zip(leaves, parts, cached.inputs, strict=True)
-        ]
+        triples = zip(leaves, parts, cached.inputs, strict=True)
+        mutations.tags = [self._tag_input(checker, *each) for each in triples]
+        manual = cached.manual_mesh
         if self.check == "values":
-            check_replicas(
-                [
-                    (spec.path, part, spec.dst)
-                    for part, spec in zip(parts, cached.inputs, strict=True)
-                ],
-                cached.manual_mesh,
-            )
+            pairs = zip(parts, cached.inputs, strict=True)
+            check_replicas([(spec.path, part, spec.dst) for part, spec in pairs], manual)
         captures = Captures(
-            self.name,
-            cached.env,
-            cached.mesh,
-            cached.manual_mesh.axis_names,
-            cached.auto_mesh,
-            checker,
+            self.name, cached.env, cached.mesh, manual.axis_names, cached.auto_mesh, checker
         )
         out = self._run_tracked(cached, parts, tree, kwargs, checker, outer_checker, captures)
-        cached.captures, cached.constants = (
-            bool(captures.inputs),
-            captures.constants if is_grad_enabled() else (),
-        )
+        cached.captures = bool(captures.inputs)
+        cached.constants = captures.constants if is_grad_enabled() else ()
         with untracked():
             error = None if captures_only else mutations.error(checker)
-            result = self._checked_outputs(
-                cached, out, parts, None if captures_only else checker, error, captures
-            )
+            types = None if captures_only else checker
+            result = self._checked_outputs(cached, out, parts, types, error, captures)
         if outer_checker is None:
             cached.custom_calls, cached.tracked_calls = checker.finish(), cached.tracked_calls + 1
-        else:
-            for before, after in zip(
-                pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True
-            ):
-                checker.set_tag(after, checker.tag_outside(cached.manual_mesh.axis_names, before))
+            return result
+        for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
+            checker.set_tag(after, checker.tag_outside(manual.axis_names, before))
         return result
 
     def _tag_input(self, checker: TypeChecker, leaf: Any, part: Any, spec: InputSpec) -> Tag | None:
         """Set and return the tag of an argument's part; None if it is static or no tensor."""
         if not isinstance(part, Tensor) or spec.src is None:
             return None
-        tag = checker.join(
-            checker.argument_tag(leaf),
-            checker.make_tag(TypeOrigin(spec.path.partition(": ")[2]), spec.type),
-        )
+        own = checker.make_tag(TypeOrigin(spec.path.partition(": ")[2]), spec.type)
+        tag = checker.join(checker.argument_tag(leaf), own)
         checker.set_tag(part, tag)
         return tag
 
@@ -520,19 +448,17 @@ class Mapped:
         env.checker, env.recording = (None, False) if checker.captures_only else (checker, True)
         try:
             with checker.bind(env), checker if outer is None else nullcontext():
-                out = replace_captures(
-                    self._run(cached, parts, tree, kwargs, uncompiled(self.f)), captures
-                )
+                out = self._run(uncompiled(self.f), cached, parts, tree, kwargs)
+                out = replace_captures(out, captures)
                 for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
                         checker.tag_of(leaf)  # here, while the manual axes are bound
                 return out
         except BaseException as error:
             cached.type_log = before
-            mine_alone = (
-                checker.uneven and outer is None and cached.outputs is None
-            )  # parts differ in shape, so errors may too
-            if mine_alone and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
+            # Parts differ in shape, so errors may too.
+            may_be_alone = checker.uneven and outer is None and cached.outputs is None
+            if may_be_alone and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
                 share_error(self.name, error, cached.manual_mesh)
             raise
         finally:
@@ -558,28 +484,27 @@ class Mapped:
         except (ShardingTypeError, TypeError, ValueError) as found:
             error = error or found
         if cached.outputs is None or not self._checks_once:
-            compare = (
-                checker is not None and self.check != "values"
-            )  # "values" compares below, and reports more
-            plain = (
-                captures.plain_tensors()
-            )  # first, so that an error names these and not values computed from them
-            every = [*[x for _, x in plain], *leaves]
-            paths, specs = (
+            # "values" compares below, and reports more.
+            compare = checker is not None and self.check != "values"
+            # First, so that an error names these and not values computed from them.
+            plain = captures.plain_tensors()
+            outputs = infer_outputs(
                 [*[path for path, _ in plain], *paths],
                 [*[P(*[None] * x.ndim) for _, x in plain], *specs],
+                [*[x for _, x in plain], *leaves],
+                error,
+                cached.mesh,
+                cached.manual_mesh,
+                compare,
             )
-            cached.outputs = infer_outputs(
-                paths, specs, every, error, cached.mesh, cached.manual_mesh, compare
-            )[len(plain) :]
+            cached.outputs = outputs[len(plain) :]
         elif error is not None:
             raise error
         result = wrap_outputs(self.name, out, cached.outputs, parts)
         if self.check == "values":
             captured = [(spec.path, part, spec.dst) for spec, part in captures.input_specs()]
-            results = [
-                (spec.path, x, spec.layout) for x, spec in zip(leaves, cached.outputs, strict=True)
-            ]
+            pairs = zip(leaves, cached.outputs, strict=True)
+            results = [(spec.path, x, spec.layout) for x, spec in pairs]
             check_replicas([*captured, *results], cached.manual_mesh)
         return result
 
@@ -592,12 +517,9 @@ class Mapped:
         checker: TypeChecker | None,
     ) -> list[P | None]:
         """Return the spec of every result, checked against its kind and type."""
-        names, given = cached.manual_mesh.axis_names, specs_for("out_specs", self.out_specs, out)
-        partly = cached.auto_mesh is not None
-        specs = [
-            resolve_output_spec(*each, cached.mesh, names, partly)
-            for each in zip(paths, leaves, given, strict=True)
-        ]
+        names, partly = cached.manual_mesh.axis_names, cached.auto_mesh is not None
+        triples = zip(paths, leaves, specs_for("out_specs", self.out_specs, out), strict=True)
+        specs = [resolve_output_spec(*each, cached.mesh, names, partly) for each in triples]
         for path, x, spec in zip(paths, leaves, specs, strict=True):
             if checker is not None and spec is not None:
                 check_type(path, spec, checker.tag_of(x), names)

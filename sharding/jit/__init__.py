@@ -1,6 +1,7 @@
 """`sm.jit`: a whole step (forward, backward, collectives, optimizer) as one graph.
 
-    first call      runs eagerly; `recorder.py` records it
+    first call      runs eagerly; `recorder.py` records it in a `GraphBuilder`, of which
+                    `recording.py` makes a `Recording`
         every operator on local tensors    -> a node            torch.ops.aten....
         every call of a `Group`            -> two nodes         torch.ops.shardmesh.all_gather,
                                                                 torch.ops.shardmesh.wait

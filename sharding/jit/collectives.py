@@ -51,11 +51,11 @@ _numbers: dict[Any, int] = {}
 def site_number(site: Site) -> int:
     """Return the number of a site, the same for equal ones."""
     key = id(site.tag), *site[1:]
-    found = _numbers.get(key)
-    if found is None:
+    number = _numbers.get(key)
+    if number is None:
         _sites.append(site)
-        found = _numbers[key] = len(_sites) - 1
-    return found
+        number = _numbers[key] = len(_sites) - 1
+    return number
 
 
 def site_of(number: int) -> Site:

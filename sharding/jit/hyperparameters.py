@@ -19,7 +19,7 @@ from .scalars import RATE, TracedFloat
 from .state.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from .recorder import GraphRecorder
+    from .graph_builder import GraphBuilder
 
 
 class Hyperparameter(NamedTuple):
@@ -41,21 +41,18 @@ class Hyperparameter(NamedTuple):
         """Return its value, or that of one number of a tuple."""
         return self.holder[self.key] if i is None else self.holder[self.key][i]
 
-    def traced(self, recorder: GraphRecorder) -> Any:
+    def traced(self, builder: GraphBuilder) -> Any:
         """Return inputs of the recording in place of its value."""
         value = self.holder[self.key]
         if isinstance(value, tuple):
             return tuple(
-                self._number(recorder, i, f"{self.key}[{i}]", x) for i, x in enumerate(value)
+                self._number(builder, i, f"{self.key}[{i}]", x) for i, x in enumerate(value)
             )
-        return self._number(recorder, None, self.key, value)
+        return self._number(builder, None, self.key, value)
 
-    def _number(
-        self, recorder: GraphRecorder, i: int | None, name: str, value: float
-    ) -> TracedFloat:
+    def _number(self, builder: GraphBuilder, i: int | None, name: str, value: float) -> TracedFloat:
         now, key = functools.partial(self.now, i), ("entry", id(self.holder), name)
-        recorder.number_sources[key] = now
-        return recorder.number(key, float(value), now, name)
+        return builder.number(key, float(value), name, now, now)
 
 
 class Hyperparameters:
@@ -67,35 +64,35 @@ class Hyperparameters:
 
     def inputs(self, snapshot: Snapshot) -> list[Hyperparameter]:
         """Return learning rates, and what has changed since an earlier recording."""
-        found = []
+        inputs = []
         for holder, key in snapshot.numbers:
             one, value = Hyperparameter(holder, key), holder[key]
             if self._before.setdefault(one.place, value) != value:
                 self._changed.add(one.place)
             if key == RATE or (one.place in self._changed and type(value) is not int):
-                found.append(one)
-        return found
+                inputs.append(one)
+        return inputs
 
 
 @contextmanager
-def traced(recorder: GraphRecorder, hyperparameters: list[Hyperparameter]) -> Iterator[None]:
+def traced(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iterator[None]:
     """Inside, hyperparameters are inputs of the graph.
 
     Raises: JitError at the end if one was set.
     """
     before = []
     for one in hyperparameters:
-        made = one.traced(recorder)
-        before.append((one, one.holder[one.key], made))
-        one.holder[one.key] = made
+        number = one.traced(builder)
+        before.append((one, one.holder[one.key], number))
+        one.holder[one.key] = number
     was_set = []
     try:
         yield
     finally:
-        for (holder, key), value, made in before:
-            if holder.get(key) is not made:
+        for (holder, key), value, number in before:
+            if holder.get(key) is not number:
                 was_set.append(key)
-            if holder.get(key) is made or isinstance(holder.get(key), TracedFloat):
+            if holder.get(key) is number or isinstance(holder.get(key), TracedFloat):
                 holder[key] = value
     if was_set:
         what = "a learning rate" if RATE in was_set else was_set[0]

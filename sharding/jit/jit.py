@@ -23,7 +23,7 @@ from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
-from .backends.find import Backend, find_backend
+from .backends.segments import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .hyperparameters import Hyperparameters
@@ -35,8 +35,10 @@ from .passes.pipeline import run as run_passes
 from .program import Runner
 from .recording import Recording, record, seal
 from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of, texts_of
+from .state.guard import Guard
+from .state.holders import PLAIN
 from .state.slots import empty_slots, signature
-from .state.snapshot import _PLAIN, Guard, Snapshot
+from .state.snapshot import Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
@@ -61,10 +63,14 @@ class Entry:
     """
 
     def __init__(
-        self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]
+        self,
+        recording: Recording,
+        guard: Guard,
+        leaves: Sequence[Any],
+        signatures: list[Any],
+        reason: str | None,
     ) -> None:
-        self.recording, self.calls = recording, 0
-        self.reason: str | None = None
+        self.recording, self.reason, self.calls = recording, reason, 0
         self.runner: Runner | None = None
         self._guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
@@ -80,16 +86,12 @@ class Entry:
         """Return for each tensor among the arguments its id if it shares memory with state that the
         function reaches, else None.
         """
-        parts = [
-            x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
-        ]
-        return [
-            id(x) if x.untyped_storage()._cdata in self._guard.storages else None for x in parts
-        ]
+        storages = self._guard.storages
+        return [id(x) if x.untyped_storage()._cdata in storages else None for x in _parts(leaves)]
 
     def _same_gradients(self, leaves: Sequence[Any]) -> bool:
-        """Return whether slots have values of the same kind as before; where there were none, in
-        little time.
+        """Return True if every gradient slot holds the same kind of value as when recorded. Fast
+        path: all were None.
         """
         if self._fixed is not None:
             return all(
@@ -99,24 +101,21 @@ class Entry:
 
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
-        found = self._guard.change()
+        change = self._guard.change()
         for condition in self.recording.conditions:
-            found = found or condition.change()
-        if found is not None:
-            return found
+            change = change or condition.change()
+        if change is not None:
+            return change
         if not self._same_gradients(leaves):
             slots = self.recording.slots
             return changed_gradient(
                 slots, self._signatures, [signature(slot.get(leaves)) for slot in slots]
             )
-        same = (
-            self._same_tensors(*self._kept)
-            and list(map(Tensor.data_ptr, self._kept)) == self._addresses
-        )
-        if (
-            not same and (changed := self._changed_tensor()) is not None
-        ):  # None if only a dispatch mode is active that was not
-            return changed
+        addresses = list(map(Tensor.data_ptr, self._kept))
+        is_same = self._same_tensors(*self._kept) and addresses == self._addresses
+        # None if only a dispatch mode is active that was not.
+        if not is_same and (change := self._changed_tensor()) is not None:
+            return change
         if self.recording.derived and self._guard.was_written():
             return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
@@ -125,14 +124,11 @@ class Entry:
 
     def _changed_tensor(self) -> str | None:
         """Return which tensor that is taken by reference has changed, None if none has."""
-        known = zip(self._kept, self._facts, self._addresses, strict=True)
-        found = next(
-            (one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2]),
-            None,
-        )
-        return found and changed_tensor(
-            self._guard.names.get(id(found[0]), "a tensor of the library"), found[1], found[0]
-        )
+        for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
+            if facts_of(x) != facts or x.data_ptr() != address:
+                name = self._guard.names.get(id(x), "a tensor of the library")
+                return changed_tensor(name, facts, x)
+        return None
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind
@@ -141,10 +137,7 @@ class Entry:
         if self._gate is None:
             needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
-        given = [
-            x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
-        ]
-        return [*self._gate, *(x for x in given if x.requires_grad)]
+        return [*self._gate, *(x for x in _parts(leaves) if x.requires_grad)]
 
     def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
         recording = self.recording
@@ -156,16 +149,13 @@ class Entry:
         torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, recording.program.draws)
         for slot, number, layout, lineage in recording.effects:
-            setattr(
-                slot.owner(leaves),
-                slot.name,
-                None if number is None else _wrapped(outputs[number], layout, lineage),
-            )
-        made = []
+            gradient = None if number is None else _wrapped(outputs[number], layout, lineage)
+            setattr(slot.owner(leaves), slot.name, gradient)
+        results = []
         for number, layout, lineage, sealed, same in recording.results:
             value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
-            made.append(seal(value, *self._differentiable(leaves)) if sealed else value)
-        return unflatten_tree(recording.tree, made)
+            results.append(seal(value, *self._differentiable(leaves)) if sealed else value)
+        return unflatten_tree(recording.tree, results)
 
 
 class JitFunction:
@@ -173,21 +163,22 @@ class JitFunction:
 
     def __init__(self, f: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, f)
-        self._f, self._backend, self._found = f, options["backend"], None
+        self._f = f
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
         self._options = PassOptions.of(options["compiler_options"])
+        self._backend = options["backend"]
+        self._compile: Backend | None = None
         if options["cudagraphs"]:
             if not torch.cuda.is_available():
                 raise ValueError(
                     "sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is "
                     "False"
                 )
-            self._options = replace(
-                self._options, inductor=(*self._options.inductor, ("triton.cudagraphs", True))
-            )
+            inductor = (*self._options.inductor, ("triton.cudagraphs", True))
+            self._options = replace(self._options, inductor=inductor)
         if self._options.inductor:
-            self._found = find_backend(self._backend, self._options.inductor)
+            self._compile = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = (
             weakref.WeakKeyDictionary()
@@ -276,23 +267,17 @@ class JitFunction:
     @property
     def backend(self) -> Backend:
         """What compiles the graphs."""
-        if self._found is None:
-            self._found = find_backend(self._backend, self._options.inductor)
-        return self._found
+        if self._compile is None:
+            self._compile = find_backend(self._backend, self._options.inductor)
+        return self._compile
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         numbers, names = self._static
-        args = (
-            tuple([Static(x) if i in numbers else x for i, x in enumerate(args)])
-            if numbers
-            else args
-        )
-        kwargs = (
-            {name: Static(x) if name in names else x for name, x in kwargs.items()}
-            if names
-            else kwargs
-        )
-        return _flatten((args, kwargs))
+        if not numbers and not names:
+            return flatten_tree((args, kwargs))
+        args = tuple([Static(x) if i in numbers else x for i, x in enumerate(args)])
+        kwargs = {name: Static(x) if name in names else x for name, x in kwargs.items()}
+        return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Static)
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
         args, kwargs = unflatten_tree(tree, [x.value if type(x) is Static else x for x in leaves])
@@ -324,26 +309,23 @@ class JitFunction:
         meshes = _meshes(snapshot, leaves)
         if self._options.any:
             announce(world, meshes, name, texts_of(reasons))
-        result, found, before = record(
-            functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1
-        )
-        program = run_passes(
-            found if isinstance(found, str) else found.program, self._options, world, meshes
-        )
-        found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
-        if isinstance(found, str):
+        f = functools.partial(self._call, tree)
+        result, recording, before = record(f, leaves, snapshot, inputs, world, count == 1)
+        recorded = recording if isinstance(recording, str) else recording.program
+        program = run_passes(recorded, self._options, world, meshes)
+        if isinstance(program, str):  # why there is none
             attempts[key] = count
             if count >= _ATTEMPTS:
                 raise JitError(
                     f"{self!r} changes Python state in every call, which a graph would not do: "
-                    f"{found}. Do it outside of the function, or keep the value in a tensor and "
+                    f"{program}. Do it outside of the function, or keep the value in a tensor and "
                     "change that in place"
                 )
             return result
         attempts.pop(key, None)
-        found.program.name = name
-        entries.append(Entry(found, guard, leaves, before))
-        entries[-1].reason = texts_of(reasons) or None
+        program.name = name
+        recording = recording._replace(program=program)  # type: ignore[union-attr]
+        entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
@@ -431,12 +413,9 @@ def jit(
 
 def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
     """Return the ranks of each mesh that a function reaches."""
-    found = [
-        x._layout.mesh
-        for x in (*leaves, *(x for x, _ in snapshot.sharded))
-        if isinstance(x, ShardedTensor)
-    ]
-    return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*found, *snapshot.meshes])]
+    tensors = (*leaves, *(x for x, _ in snapshot.sharded))
+    meshes = [x._layout.mesh for x in tensors if isinstance(x, ShardedTensor)]
+    return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*meshes, *snapshot.meshes])]
 
 
 def _positions(
@@ -458,13 +437,6 @@ def _positions(
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    if any(type(x) is Static for x in (*tree[0], *tree[1].values())):
-        leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda x: type(x) is Static)
-        return leaves, spec
-    return flatten_tree(tree)
-
-
 def _key(x: Any) -> Any:
     """Return what of a leaf belongs to the signature."""
     if isinstance(x, ShardedTensor):
@@ -475,16 +447,21 @@ def _key(x: Any) -> Any:
         return float
     if type(x) is Static:
         return x
-    return (type(x), x) if isinstance(x, _PLAIN) and type(x) is not slice else (type(x), id(x))
+    return (type(x), x) if isinstance(x, PLAIN) and type(x) is not slice else (type(x), id(x))
+
+
+def _parts(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among leaves, the local parts of sharded ones."""
+    return [
+        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+    ]
 
 
 def _same_memory(leaves: Sequence[Any]) -> Any:
     """Return for each tensor which one before it shares its memory, and how far apart they are;
     None if none does.
     """
-    parts = [
-        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
-    ]
+    parts = _parts(leaves)
     if len(parts) < 2:
         return None
     storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
@@ -518,13 +495,8 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
-    parts = (
-        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
-    )
-    return (
-        any(x.requires_grad and not x.is_leaf for x in parts)
-        or engine_hooks.current_backward() != -1
-    )
+    flows = any(x.requires_grad and not x.is_leaf for x in _parts(leaves))
+    return flows or engine_hooks.current_backward() != -1
 
 
 def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:

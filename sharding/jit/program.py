@@ -1,4 +1,5 @@
-"""A recorded graph, made ready to run: the sources of its inputs, its writes, and its code.
+"""A recorded graph, made ready to run: the sources of its inputs, its writes, its code, and what that
+calls besides operators.
 
 inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
 graph     operators in the order of the recording
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
+from .errors import JitError, value_read
 
 # in this folder, so that the line of a collective is that which called the function
 _FILE = f"{__file__.rpartition('/')[0]}/<graph>"
@@ -52,6 +54,48 @@ class Program:
         return ranks.index(self.rank)
 
 
+def item(x: Tensor) -> Any:
+    """Return the value of a tensor with one element."""
+    return x.item()
+
+
+def expect(x: Tensor, value: Any, place: str) -> None:
+    """Raise unless a tensor has the value that it had when the graph was made, on which the
+    library's Python code depended.
+    """
+    now = x.item()
+    if now != value and not (now != now and value != value):
+        raise value_read(
+            f"{place}: the value was {value} when the graph was made and is {now} now; the library"
+        )
+
+
+def barrier(group: str) -> None:
+    """Wait for all ranks of a group."""
+    group_of(group).barrier()
+
+
+class Exchange:
+    """Exchanges a Python object between ranks again, as the library does for shapes that may change
+    on other ranks.
+    """
+
+    def __init__(self, group: str, sent: Any, expected: list[Any], place: str) -> None:
+        self.group, self.sent, self.expected, self.place = group, sent, expected, place
+        self.__name__ = "exchange"
+
+    def __call__(self) -> None:
+        objects = group_of(self.group).all_gather_object(self.sent)
+        if objects != self.expected:
+            raise JitError(
+                f"{self.place}: the ranks had {self.expected} when the graph was made and have "
+                f"{objects} now; call the function eagerly"
+            )
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node may be removed if it is not used."""
     if (
@@ -65,10 +109,7 @@ def is_pure(node: fx.Node) -> bool:
         return not (
             node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
         )
-    return (
-        node.target.__module__ in ("_operator", "operator", "math")
-        or getattr(node.target, "__name__", "") == "item"
-    )
+    return node.target.__module__ in ("_operator", "operator", "math") or node.target is item
 
 
 def changes_metadata(graph: fx.Graph) -> bool:

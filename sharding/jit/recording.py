@@ -22,14 +22,16 @@ from ..functional.signature import flatten_tree, unflatten_tree
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
+from .graph_builder import Captured
 from .hyperparameters import Hyperparameter, traced
-from .passes.clean import clean
+from .passes.dead_code import clean
 from .program import Program
-from .recorder import Captured, GraphRecorder
+from .recorder import GraphRecorder
 from .scalars import Condition, TracedFloat
+from .state.holders import PLAIN
 from .state.iterators import counting_resumptions
 from .state.slots import GradSlot, signature, slots_of
-from .state.snapshot import _PLAIN, Snapshot
+from .state.snapshot import Snapshot
 
 _NO_GRADIENT = (
     "this tensor was computed inside sm.jit, whose results have no gradient history: call "
@@ -107,29 +109,55 @@ def record(
     slots = list(_slots(leaves, snapshot))
     before = [slot.get(leaves) for slot in slots]
     signatures = [signature(value) for value in before]
-    watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [
-        x for x in leaves if isinstance(x, Tensor)
-    ]
-    needs = [x.requires_grad for x in watched]
+    tensors = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)]
+    tensors += [x for x in leaves if isinstance(x, Tensor)]
+    needs_grad = [x.requires_grad for x in tensors]
     recorder = GraphRecorder(world, abstract)
-    given = [
-        recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)
+    result = _run(f, leaves, snapshot, hyperparameters, recorder)
+    flat, tree = flatten_tree(result)
+    finish = _Finish(recorder, leaves, snapshot, slots, before)
+    shown = unflatten_tree(tree, [_shown(x) for x in flat])
+    change = None
+    if first and recorder.exchanges:
+        change = "the ranks exchanged what they know once"
+    elif not abstract:
+        change = snapshot.change({one.place for one in hyperparameters}) or finish.moved()
+    if change is None and needs_grad != [x.requires_grad for x in tensors]:
+        change = "requires_grad of a tensor has changed"
+    return shown, change or finish.recording(flat, tree), signatures
+
+
+def _run(
+    f: Callable[[Leaves], Any],
+    leaves: Leaves,
+    snapshot: Snapshot,
+    hyperparameters: list[Hyperparameter],
+    recorder: GraphRecorder,
+) -> Any:
+    """Return `f(leaves)`, recorded."""
+    builder = recorder.builder
+    inputs = [
+        builder.number(("argument", i), x, f"args[{i}]", functools.partial(_argument, i))
+        if type(x) is float
+        else x
+        for i, x in enumerate(leaves)
     ]
-    recorder.reachable.update(map(id, _locals(snapshot)))
+    builder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
         if isinstance(x, Tensor):
-            recorder.add_argument(x._local if isinstance(x, ShardedTensor) else x)
+            builder.add_argument(_local_of(x))
     torch.clear_autocast_cache()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        # Backward runs in this thread on every device: others would not know the recorder.
-        one_thread, counting = (
+        with (
+            traced(builder, hyperparameters),
+            # Backward runs in this thread on every device: others would not know the recorder.
             torch.autograd.set_multithreading_enabled(False),
+            recorder,
             counting_resumptions([x for _, x, _ in snapshot.iterators]),
-        )
-        with traced(recorder, hyperparameters), one_thread, recorder, counting:
-            result = f(given)
+        ):
+            result = f(inputs)
     finally:
         torch.set_autocast_cache_enabled(cached)
     if recorder.draws.host.drew():
@@ -137,20 +165,7 @@ def record(
             "a function under sm.jit drew random numbers of Python or NumPy, which would be the "
             "same in every later call; draw them outside and pass them, or draw tensors"
         )
-    flat, tree = flatten_tree(result)
-    finish = _Finish(recorder, leaves, snapshot, slots, before)
-    shown = [_shown(x) for x in flat]
-    change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
-    change = (
-        None
-        if abstract
-        else change or snapshot.change({one.place for one in hyperparameters}) or finish.moved()
-    )
-    if change is None and needs != [x.requires_grad for x in watched]:
-        change = "requires_grad of a tensor has changed"
-    if change is not None:
-        return unflatten_tree(tree, shown), change, signatures
-    return unflatten_tree(tree, shown), finish.recording(flat, tree), signatures
+    return result
 
 
 def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
@@ -161,11 +176,7 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
-        if (
-            x.requires_grad
-            and id(x) not in seen
-            and (x._local if isinstance(x, ShardedTensor) else x).is_leaf
-        ):
+        if x.requires_grad and id(x) not in seen and _local_of(x).is_leaf:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_constant, x), path, True)
 
@@ -183,8 +194,11 @@ def _constant(x: Any, leaves: Leaves) -> Any:
 
 
 def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
-    found = slot.get(leaves)
-    return found._local if isinstance(found, ShardedTensor) else found
+    return _local_of(slot.get(leaves))
+
+
+def _local_of(x: Any) -> Any:
+    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def _shown(x: Any) -> Any:
@@ -201,13 +215,13 @@ def seal(x: Tensor, *inputs: Tensor) -> Tensor:
     raises: no gradient is silently missing.
     """
     if isinstance(x, ShardedTensor):
-        made = ShardedTensor._make(seal(x._local, *inputs), x._layout)
-        made._lineage = x._lineage
-        return made
+        sealed = ShardedTensor._make(seal(x._local, *inputs), x._layout)
+        sealed._lineage = x._lineage
+        return sealed
     x = x if x.requires_grad else x.detach().requires_grad_()
     with torch.enable_grad():
-        found = torch._C._functions.DelayedError(_NO_GRADIENT, 1 + len(inputs))(x, *inputs)  # type: ignore[attr-defined]
-    return found if isinstance(found, Tensor) else found[0]
+        sealed = torch._C._functions.DelayedError(_NO_GRADIENT, 1 + len(inputs))(x, *inputs)  # type: ignore[attr-defined]
+    return sealed if isinstance(sealed, Tensor) else sealed[0]
 
 
 def _locals(snapshot: Snapshot) -> list[Tensor]:
@@ -232,7 +246,7 @@ def _note_memory(node: fx.Node, x: Tensor | None) -> None:
 
 
 class _Finish:
-    """Make a recording from a recorder's records."""
+    """Make a recording from what a recorder has recorded."""
 
     def __init__(
         self,
@@ -242,26 +256,21 @@ class _Finish:
         slots: list[GradSlot],
         before: list[Any],
     ) -> None:
-        self.recorder, self.leaves, self.snapshot, self.slots, self.before = (
-            recorder,
-            leaves,
-            snapshot,
-            slots,
-            before,
-        )
+        self.recorder, self.leaves, self.snapshot = recorder, leaves, snapshot
+        self.slots, self.before = slots, before
         self.outputs: list[fx.Node] = []
         self.kept: list[tuple[Tensor, int]] = []
+        self.derived = False
         self._sources: dict[int, tuple[str, Callable[[Leaves], Any]]] = {}
         for slot, value in zip(slots, before, strict=True):
-            local = value._local if isinstance(value, ShardedTensor) else value
-            if local is not None:
-                self._sources[id(local)] = slot.path, functools.partial(_slot_value, slot)
+            if value is not None:
+                source = functools.partial(_slot_value, slot)
+                self._sources[id(_local_of(value))] = slot.path, source
         for i, x in enumerate(leaves):
-            if isinstance(x, ShardedTensor):
-                self._sources[id(x._local)] = f"args[{i}]", functools.partial(_part_of_argument, i)
-            elif isinstance(x, Tensor):
-                self._sources[id(x)] = f"args[{i}]", functools.partial(_argument, i)
-        self._derived = False
+            if isinstance(x, Tensor):
+                argument = _part_of_argument if isinstance(x, ShardedTensor) else _argument
+                source = functools.partial(argument, i)
+                self._sources[id(_local_of(x))] = f"args[{i}]", source
         self._storages = {x.untyped_storage()._cdata for x in _locals(snapshot)}
         self._paths = {id(x._local): path for x, path in snapshot.sharded} | {
             id(x): path for x, path in snapshot.tensors
@@ -271,7 +280,7 @@ class _Finish:
         """Return which captured tensor has other memory than when it was first used, None if none
         has.
         """
-        for captured in self.recorder.captured:
+        for captured in self.recorder.builder.captured:
             x = captured.ref()
             if x is not None and x.data_ptr() != captured.address:
                 return (
@@ -281,24 +290,21 @@ class _Finish:
         return None
 
     def recording(self, flat: list[Any], tree: Any) -> Recording:
-        effects = [
-            effect
-            for slot, old in zip(self.slots, self.before, strict=True)
-            if (effect := self._effect(slot, old)) is not None
-        ]
+        pairs = zip(self.slots, self.before, strict=True)
+        effects = [effect for slot, old in pairs if (effect := self._effect(slot, old)) is not None]
         results = [self._result(x) for x in flat]
         recorder = self.recorder
-        recorder.graph.output(tuple(self.outputs))
-        recorder.graph.erase_node(recorder._body)
-        clean(recorder.graph)
+        graph = recorder.builder.finish(self.outputs)
+        clean(graph)
         used = self._inputs()
-        for node in [
-            node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used
-        ]:
-            recorder.graph.erase_node(node)
-        order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
-        names, sources = [used[node][0] for node in order], [used[node][1] for node in order]
-        program = Program(recorder.graph, sources, names, recorder.draws.end(), recorder.world.rank)
+        names, sources = [], []
+        for node in [node for node in graph.nodes if node.op == "placeholder"]:
+            if node in used:
+                names.append(used[node][0])
+                sources.append(used[node][1])
+            else:
+                graph.erase_node(node)
+        program = Program(graph, sources, names, recorder.draws.end(), recorder.world.rank)
         return Recording(
             program,
             self.slots,
@@ -306,8 +312,8 @@ class _Finish:
             results,
             tree,
             self.kept,
-            self._derived,
-            recorder.conditions,
+            self.derived,
+            recorder.builder.conditions,
         )
 
     def _effect(self, slot: GradSlot, old: Any) -> Effect | None:
@@ -319,7 +325,7 @@ class _Finish:
         return Effect(slot, self._output(now, slot.path), *_layout_of(now))
 
     def _output(self, x: Tensor, what: str) -> int:
-        node = self.recorder.node_of(x._local if isinstance(x, ShardedTensor) else x)
+        node = self.recorder.node_of(_local_of(x))
         if node is None:
             raise JitError(
                 f"{what} is a tensor that sm.jit has not seen being made; compute it with "
@@ -334,14 +340,12 @@ class _Finish:
             return Result(len(self.outputs) - 1)
         if isinstance(x, Tensor):
             same = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
-            if same is not None or self.snapshot.knows(x):
-                return Result(
-                    same=functools.partial(_constant, x)
-                    if same is None
-                    else functools.partial(_argument, same)
-                )
+            if same is not None:
+                return Result(same=functools.partial(_argument, same))
+            if self.snapshot.knows(x):
+                return Result(same=functools.partial(_constant, x))
             return Result(self._output(x, "a result"), *_layout_of(x), not x.is_leaf)
-        if isinstance(x, _PLAIN) or self.snapshot.knows(x):
+        if isinstance(x, PLAIN) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
         raise JitError(
             f"a function under sm.jit returned a {type(x).__name__} that it has made; return "
@@ -350,27 +354,25 @@ class _Finish:
 
     def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:
         """Return the name and the source of each placeholder that is used."""
-        recorder = self.recorder
-        found: dict[fx.Node, tuple[str, Callable[[Leaves], Any]]] = {}
-        for captured in recorder.captured:
+        builder = self.recorder.builder
+        inputs: dict[fx.Node, tuple[str, Callable[[Leaves], Any]]] = {}
+        for captured in builder.captured:
             if captured.node.users:
-                found[captured.node] = self._source(captured)
+                inputs[captured.node] = self._source(captured)
                 _note_memory(captured.node, captured.ref())
-        for i, (node, x) in enumerate(recorder.constants):
+        for i, (node, x) in enumerate(builder.constants):
             if node.users:
-                found[node] = f"constant {i}", functools.partial(_constant, x)
+                inputs[node] = f"constant {i}", functools.partial(_constant, x)
                 _note_memory(node, x)
-        for key, node in recorder.numbers.items():
+        for node, path, source in builder.numbers.values():
             if node.users:
-                source = recorder.number_sources.get(key) or functools.partial(_argument, key[1])
-                found[node] = f"args[{key[1]}]" if key[0] == "argument" else str(key[-1]), source
-        return found
+                inputs[node] = path, source
+        return inputs
 
     def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
         x = captured.ref()
-        if x is None or (
-            x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths
-        ):
+        is_known = id(x) in self._sources or id(x) in self._paths
+        if x is None or (x.grad_fn is not None and not is_known):
             raise JitError(
                 f"{captured.place}: a tensor is used here that was made without an operator of "
                 "torch (from numpy, a buffer, compiled code or another library), so later calls "
@@ -379,10 +381,7 @@ class _Finish:
         if id(x) in self._sources:
             return self._sources[id(x)]
         self.kept.append((x, x.data_ptr()))
-        if (
-            id(x) not in self._paths
-            and x.is_floating_point()
-            and x.untyped_storage()._cdata not in self._storages
-        ):
-            self._derived = True
+        is_own = id(x) in self._paths or x.untyped_storage()._cdata in self._storages
+        if x.is_floating_point() and not is_own:
+            self.derived = True
         return self._paths.get(id(x), "a tensor of the library"), functools.partial(_constant, x)

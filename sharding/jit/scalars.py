@@ -20,12 +20,10 @@ from torch.utils import _pytree as pytree
 from .errors import value_read
 
 if TYPE_CHECKING:
-    from .recorder import GraphRecorder
+    from .graph_builder import GraphBuilder
 
 RATE = "lr"
-_ARGUMENTS = (
-    "python_arg_parser.h"  # where torch reads a number that an operator takes as a C++ double
-)
+_ARGUMENTS = "python_arg_parser.h"  # where torch reads what an operator takes as a C++ double
 
 
 class Condition(NamedTuple):
@@ -34,18 +32,18 @@ class Condition(NamedTuple):
     Attributes:
         name: of the number.
         function, args: what was asked: a function of numbers, or of functions that return them.
-        found: the answer.
+        answer: the answer.
     """
 
     name: str
     function: Callable[..., Any]
     args: Sequence[Any]
-    found: Any
+    answer: Any
 
     def change(self) -> str | None:
         """Return what has changed if the answer is another one now."""
         now = self.function(*[x() if callable(x) else x for x in self.args])
-        return None if now == self.found else f"{self.name} has changed"
+        return None if now == self.answer else f"{self.name} has changed"
 
 
 class _ScalarNode:
@@ -61,13 +59,13 @@ class _ScalarNode:
 
     def __init__(
         self,
-        recorder: GraphRecorder,
+        builder: GraphBuilder,
         node: fx.Node,
         hint: float,
         now: Callable[[], float] | None = None,
         name: str | None = None,
     ) -> None:
-        self.recorder, self.node, self.hint, self.now, self.name = recorder, node, hint, now, name
+        self.builder, self.node, self.hint, self.now, self.name = builder, node, hint, now, name
 
     def is_float(self) -> bool:
         return True
@@ -88,12 +86,12 @@ class _ScalarNode:
     maybe_as_int = maybe_as_float = maybe_as_bool = _is_unknown
 
     def guard_float(self, file: str, line: int) -> float:
-        """Return the value for an operator that takes a C++ double; the recorder finds it among the
+        """Return the value for an operator that takes a C++ double; the recording finds it among the
         arguments.
         """
         if not file.endswith(_ARGUMENTS):
             return self.fixed("float()")
-        self.recorder.passed_as_double.append(self)
+        self.builder.passed_as_double.append(self)
         return self.hint
 
     def fixed(self, what: str) -> float:
@@ -108,7 +106,7 @@ class _ScalarNode:
         """Return the value, under the condition that it stays."""
         if self.now is None:
             raise value_read(what)
-        self.recorder.conditions.append(
+        self.builder.conditions.append(
             Condition(str(self.name), operator.pos, (self.now,), self.hint)
         )
         return self.hint
@@ -126,14 +124,14 @@ class TracedFloat(torch.SymFloat):
 
     @staticmethod
     def of(
-        recorder: GraphRecorder,
+        builder: GraphBuilder,
         node: fx.Node,
         hint: float,
         now: Callable[[], float] | None = None,
         name: str | None = None,
     ) -> TracedFloat:
         """Return the number that a node computes."""
-        return TracedFloat(_ScalarNode(recorder, node, hint, now, name))
+        return TracedFloat(_ScalarNode(builder, node, hint, now, name))
 
     def __hash__(self) -> int:
         return id(self)
@@ -159,11 +157,10 @@ def _compared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         args = (self, *others)
         if any(isinstance(x, TracedFloat) and x.node.now is None for x in args):
             raise value_read(f"{name} of a number that changes from call to call")
-        found = function(*map(_hint, args))
-        self.node.recorder.conditions.append(
-            Condition(str(self.node.name), function, tuple(map(_now, args)), found)
-        )
-        return found
+        answer = function(*map(_hint, args))
+        condition = Condition(str(self.node.name), function, tuple(map(_now, args)), answer)
+        self.node.builder.conditions.append(condition)
+        return answer
 
     return compare
 
@@ -182,19 +179,13 @@ def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[.
             return NotImplemented
         args = (*others, self) if swapped else (self, *others)
         traced = [x.node for x in args if isinstance(x, TracedFloat)]
-        node = self.node.recorder.call(
-            function, tuple(x.node.node if isinstance(x, TracedFloat) else x for x in args)
-        )
-        known, name = (
-            [_now(x) for x in args],
-            next((x.name for x in traced if x.name == RATE), traced[0].name),
-        )
-        now = (
-            None
-            if any(x.now is None for x in traced)
-            else lambda: function(*[x() if callable(x) else x for x in known])
-        )
-        return TracedFloat.of(self.node.recorder, node, function(*map(_hint, args)), now, name)
+        operands = [x.node.node if isinstance(x, TracedFloat) else x for x in args]
+        node = self.node.builder.call(function, operands)
+        name = next((x.name for x in traced if x.name == RATE), traced[0].name)
+        known, now = [_now(x) for x in args], None
+        if all(x.now is not None for x in traced):
+            now = lambda: function(*[x() if callable(x) else x for x in known])  # noqa: E731
+        return TracedFloat.of(self.node.builder, node, function(*map(_hint, args)), now, name)
 
     return call
 

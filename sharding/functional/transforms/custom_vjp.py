@@ -18,7 +18,6 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from ...autograd import engine_hooks
 from ...autograd.named_axes import AxisEnv, current_axis_env
-from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...redistribute.autograd import redistribute_local
@@ -46,8 +44,8 @@ class custom_vjp:
 
     Args:
         fun: the function. It runs where no gradient is needed.
-        nondiff_argnums: the arguments without gradient, such as functions and tensor_indices; any
-            objects.
+        nondiff_argnums: positions of arguments that are not differentiated: functions, index
+            tensors, any object.
         nondiff_argnames: the same by name.
 
     Raises:
@@ -84,8 +82,8 @@ class custom_vjp:
                 f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments "
                 f"are {self.names}"
             )
-        given = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
-        self.nondiff = sorted({*given, *(self.names.index(name) for name in nondiff_argnames)})
+        numbers = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
+        self.nondiff = sorted({*numbers, *(self.names.index(name) for name in nondiff_argnames)})
 
     @property
     def name(self) -> str:
@@ -120,20 +118,18 @@ class custom_vjp:
                 f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which "
                 "sets its gradient"
             )
-        given = self._by_position(args, kwargs)
-        leaves, tree = pytree.tree_flatten(
-            [x for i, x in enumerate(given) if i not in self.nondiff]
-        )
-        if not torch.is_grad_enabled() or not any(
-            isinstance(x, Tensor) and x.requires_grad for x in leaves
-        ):
-            return self.fun(*given)
+        arguments = self._by_position(args, kwargs)
+        differentiated = [x for i, x in enumerate(arguments) if i not in self.nondiff]
+        leaves = pytree.tree_leaves(differentiated)
+        needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if not needs_grad or not torch.is_grad_enabled():
+            return self.fun(*arguments)
         if engine_hooks.transforms_active():
             raise NotImplementedError(
                 f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or "
                 "sm.jvp"
             )
-        return _CustomVJPCall(self, given, leaves, tree).run()
+        return _CustomVJPCall(self, arguments, differentiated).run()
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return all arguments by position, as `fwd` takes them."""
@@ -158,7 +154,6 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-@dataclass
 class ReplicatedGrads:
     """What a tracked call of a mapped function has found out about the gradients of a custom
     function in it.
@@ -168,83 +163,86 @@ class ReplicatedGrads:
             share.
     """
 
-    axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.axes: dict[int, tuple[str, ...]] = {}
+
+
+class _Tree:
+    """A tree whose tensors are elsewhere, as local parts: the arguments, the result, or what `bwd`
+    needs.
+
+    Attributes:
+        leaves: the leaves, with None for tensors.
+        at: the indices of those.
+        layouts: the layouts of sharded ones, None for plain ones.
+        tags: the tags of sharded ones, in a tracked call; parts have tags of their own.
+        metas: shape, dtype and device of the parts.
+    """
+
+    def __init__(self, value: Any, checker: Any = None) -> None:
+        leaves, self.tree = pytree.tree_flatten(value)
+        self.at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        tensors = [leaves[i] for i in self.at]
+        self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.layouts = [x._layout if isinstance(x, ShardedTensor) else None for x in tensors]
+        self.tags = [
+            None if checker is None or layout is None else checker.tag_of(x)
+            for x, layout in zip(tensors, self.layouts, strict=True)
+        ]
+        self.parts: Sequence[Tensor] = [part_of(x) for x in tensors]
+        self.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in self.parts]
+
+    def take_parts(self) -> Sequence[Tensor]:
+        """Return the parts and drop them: an autograd node would keep its own operands."""
+        parts, self.parts = self.parts, ()
+        return parts
+
+    def rebuilt(self, parts: Sequence[Tensor], checker: Any = None, dual: bool = False) -> Any:
+        """Return the tree with these parts, in the layouts of its tensors or in the dual ones."""
+        leaves = list(self.leaves)
+        for i, layout, tag, part in zip(self.at, self.layouts, self.tags, parts, strict=True):
+            if layout is not None and dual:
+                layout = layout.dual.replace(dtype=part.dtype)
+            leaves[i] = part if layout is None else ShardedTensor._make(part, layout)
+            if tag is not None and checker is not None:
+                checker.set_tag(leaves[i], tag)
+        return pytree.tree_unflatten(leaves, self.tree)
 
 
 class _CustomVJPCall:
     """One call of a custom function.
 
     Attributes:
-        args, leaves, tree: the arguments, with None for those that are differentiated; the leaves
-            of these, without tensors; their tree.
-        tensor_indices, layouts: of the tensors among the leaves: their indices, and the layouts of
-            sharded ones.
+        args: the arguments, with None for those that are differentiated.
+        inputs, result: the trees of these, and of what the function returns.
         env, replicated_grads: of the mapped function around it.
-        tags: the tags of sharded tensors, in a tracked call.
-        out_tree, outs, out_indices, out_layouts, out_tags: the same of the result.
     """
 
-    def __init__(
-        self, custom: custom_vjp, args: Sequence[Any], leaves: Sequence[Any], tree: Any
-    ) -> None:
-        self.custom, self.leaves, self.tree = custom, list(leaves), tree
+    def __init__(self, custom: custom_vjp, args: Sequence[Any], differentiated: list[Any]) -> None:
+        self.custom = custom
         self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
-        self.tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.layouts = [_layout(leaves[i]) for i in self.tensor_indices]
+        self.inputs = _Tree(differentiated, current_checker())
+        self.result: Any = None
         self.env = current_axis_env()
         self.replicated_grads = None if self.env is None else _replicated_grads(self.env)
         self.replay = replay_random()[1]
-        self.tags: dict[int, Any] = {}
-        self.metas: list[_TensorMeta] = []
-        self.outs: list[Any] = []
-        self.out_tree: Any = None
-        self.out_indices: list[int] = []
-        self.out_layouts: list[Layout | None] = []
-        self.out_tags: list[Any] = []
 
     def run(self) -> Any:
-        tensors = [self.leaves[i] for i in self.tensor_indices]
-        checker = current_checker()
-        self.tags = (
-            {}
-            if checker is None
-            else {
-                i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)
-            }
-        )
-        for i, j in enumerate(
-            self.tensor_indices
-        ):  # not kept: the node would keep its own arguments
-            self.leaves[j] = i
-        outs = _CustomVJP.apply(self, *map(part_of, tensors))
+        outs = _CustomVJP.apply(self, *self.inputs.take_parts())
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        found = list(self.outs)
-        for i, layout, tag, x in zip(
-            self.out_indices, self.out_layouts, self.out_tags, outs, strict=True
-        ):
-            found[i] = x if layout is None else ShardedTensor._make(x, layout)
-            if tag is not None and checker is not None:
-                checker.set_tag(found[i], tag)
-        return pytree.tree_unflatten(found, self.out_tree)
+        return self.result.rebuilt(outs, current_checker())
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the function's arguments, from its tensors."""
-        leaves, checker = list(self.leaves), current_checker()
-        for i, (j, layout) in enumerate(zip(self.tensor_indices, self.layouts, strict=True)):
-            leaves[j] = tensors[i] if layout is None else ShardedTensor._make(tensors[i], layout)
-            if checker is not None and i in self.tags:
-                checker.set_tag(leaves[j], self.tags[i])
-        branches = iter(pytree.tree_unflatten(leaves, self.tree))
-        return [x if i in self.custom.nondiff else next(branches) for i, x in enumerate(self.args)]
-
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        pair = self.custom.fwd(*self.arguments(tensors))  # type: ignore[misc]
+    def forward(self, parts: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return the result of `fwd` and what `bwd` needs."""
+        branches = iter(self.inputs.rebuilt(parts, current_checker()))
+        nondiff = self.custom.nondiff
+        args = [x if i in nondiff else next(branches) for i, x in enumerate(self.args)]
+        pair = self.custom.fwd(*args)  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            name, given = self.custom.name, _describe(pair)
             raise TypeError(
-                f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what "
+                f"custom_vjp({self.custom.name}): fwd returned {_describe(pair)}; return a pair of the result and what "
                 "bwd needs"
             )
         return pair[0], pair[1]
@@ -253,46 +251,40 @@ class _CustomVJPCall:
 
     def backward(self, residuals: Any, cotangents: Sequence[Tensor]) -> list[Any]:
         """Return the gradients of the tensors."""
-        custom, given = self.custom, list(self.outs)
-        for i, layout, g in zip(self.out_indices, self.out_layouts, cotangents, strict=True):
-            given[i] = (
-                g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
-            )
+        custom = self.custom
         nondiff = [self.args[i] for i in custom.nondiff]
-        found = custom.bwd(*nondiff, residuals, pytree.tree_unflatten(given, self.out_tree))  # type: ignore[misc]
+        gradients = custom.bwd(*nondiff, residuals, self.result.rebuilt(cotangents, dual=True))  # type: ignore[misc]
         branches = self._branches()
-        if not isinstance(found, (tuple, list)) or len(found) != len(branches):
+        if not isinstance(gradients, (tuple, list)) or len(gradients) != len(branches):
             raise TypeError(
-                f"{self.bwd_location()} returned {_describe(found)}, and {custom.name} has "
+                f"{self.bwd_location()} returned {_describe(gradients)}, and {custom.name} has "
                 f"{len(branches)} arguments to differentiate "
                 f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for "
                 "each, None for zero"
             )
-        grads: list[Any] = [None] * len(self.leaves)
-        for (name, branch), gradient in zip(branches, found, strict=True):
+        grads: list[Any] = [None] * len(self.inputs.leaves)
+        for (name, branch), gradient in zip(branches, gradients, strict=True):
             self._spread(name, branch, gradient, grads)
         return [
-            None if grads[j] is None else self._shared(i, self._checked(i, grads[j], layout))
-            for i, (j, layout) in enumerate(zip(self.tensor_indices, self.layouts, strict=True))
+            None if grads[j] is None else self._shared(i, self._checked(i, grads[j]))
+            for i, j in enumerate(self.inputs.at)
         ]
 
     def _branches(self) -> list[tuple[str, Any]]:
         """Return the name of each argument to differentiate, and its tree with the indices of its
         leaves.
         """
-        known, places = (
-            self.custom.names,
-            [i for i in range(len(self.args)) if i not in self.custom.nondiff],
-        )
-        trees = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
+        names = self.custom.names
+        numbers = [i for i in range(len(self.args)) if i not in self.custom.nondiff]
+        trees = pytree.tree_unflatten([*range(len(self.inputs.leaves))], self.inputs.tree)
         return [
-            (known[i] if i < len(known) else str(i), tree)
-            for i, tree in zip(places, trees, strict=True)
+            (names[i] if i < len(names) else str(i), tree)
+            for i, tree in zip(numbers, trees, strict=True)
         ]
 
     def argument_name(self, i: int) -> str:
         """Return the name of a tensor among the arguments."""
-        index = self.tensor_indices[i]
+        index = self.inputs.at[i]
         for name, branch in self._branches():
             members = pytree.tree_leaves(branch)
             if index in members:
@@ -310,8 +302,8 @@ class _CustomVJPCall:
         if gradient is None:
             return
         members, tree = pytree.tree_flatten(branch)
-        leaves, given = pytree.tree_flatten(gradient)
-        if given != tree:
+        leaves, gradient_tree = pytree.tree_flatten(gradient)
+        if gradient_tree != tree:
             what = f"{self.bwd_location()} gives argument {name!r}"
             raise TypeError(
                 f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, "
@@ -320,19 +312,17 @@ class _CustomVJPCall:
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
-    def _checked(self, i: int, g: Any, layout: Layout | None) -> Tensor:
+    def _checked(self, i: int, g: Any) -> Tensor:
         """Return the gradient of a tensor for autograd: of a sharded one, in the dual layout.
 
         Raises: TypeError or ValueError if it is not a gradient of that tensor.
         """
-        shape = self.metas[i].shape if layout is None else layout.shape
+        layout, meta = self.inputs.layouts[i], self.inputs.metas[i]
+        shape = meta.shape if layout is None else layout.shape
         if isinstance(g, (int, float)) and not shape:
-            g = torch.tensor(g, dtype=self.metas[i].dtype, device=self.metas[i].device)
-        if (
-            not isinstance(g, Tensor)
-            or g.shape != shape
-            or (layout is None and isinstance(g, ShardedTensor))
-        ):
+            g = torch.tensor(g, dtype=meta.dtype, device=meta.device)
+        is_foreign = layout is None and isinstance(g, ShardedTensor)
+        if not isinstance(g, Tensor) or g.shape != shape or is_foreign:
             raise self._no_gradient(i, g, shape)
         if layout is None:
             return g
@@ -388,35 +378,23 @@ class _CustomVJP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _CustomVJPCall, *tensors: Tensor) -> Any:
         ctx.call, ctx.count = call, len(tensors)
-        call.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in tensors]
         result, residuals = call.forward(tensors)
-        outs, call.out_tree = pytree.tree_flatten(result)
-        kept, ctx.kept_tree = pytree.tree_flatten(residuals)
-        ctx.kept, ctx.kept_layouts, saved, own = list(kept), {}, list(tensors), False
-        for i, x in enumerate(kept):
-            if isinstance(x, Tensor):
-                local, ctx.kept_layouts[i] = part_of(x), _layout(x)
-                ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
-                own = own or ctx.kept[i] == len(saved)
-                saved += [local] if ctx.kept[i] == len(saved) else []
-        ctx.recomputes = (
-            own  # second derivatives: a saved tensor that is no argument was made without gradients
-        )
-        call.out_indices = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
-        call.out_layouts = [_layout(outs[i]) for i in call.out_indices]
-        checker = current_checker()
-        call.out_tags = [
-            checker.tag_of(outs[i]) if checker is not None and layout is not None else None
-            for i, layout in zip(call.out_indices, call.out_layouts, strict=True)
-        ]
-        results = [part_of(outs[i]) for i in call.out_indices]
-        call.outs = [None if i in call.out_indices else x for i, x in enumerate(outs)]
+        call.result, ctx.residuals = _Tree(result, current_checker()), _Tree(residuals)
+        saved = list(tensors)
+        ctx.places = []  # of the residuals among the saved tensors
+        for x in ctx.residuals.take_parts():
+            place = next((i for i, y in enumerate(tensors) if y is x), len(saved))
+            ctx.places.append(place)
+            if place == len(saved):
+                saved.append(x)
+        # Second derivatives: a saved tensor that is no argument was made without gradients.
+        ctx.recomputes = len(saved) > len(tensors)
+        results = call.result.take_parts()
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(
             *[x for x in results if not (x.is_floating_point() or x.is_complex())]
         )
         ctx.set_materialize_grads(False)
-        ctx.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in results]
         return tuple(
             [x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)]
         )
@@ -424,20 +402,14 @@ class _CustomVJP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.metas, strict=True)]
+        pairs = zip(grads, call.result.metas, strict=True)
+        cotangents = [meta.zeros() if g is None else g for g, meta in pairs]
         if ctx.recomputes and torch.is_grad_enabled():
             with call.replay, nullcontext() if call.env is None else call.env.entered():
                 _, residuals = call.forward(saved[: ctx.count])
         else:
-            leaves = list(ctx.kept)
-            for i, layout in ctx.kept_layouts.items():
-                leaves[i] = (
-                    saved[leaves[i]]
-                    if layout is None
-                    else ShardedTensor._make(saved[leaves[i]], layout)
-                )
-            residuals = pytree.tree_unflatten(leaves, ctx.kept_tree)
-        return None, *call.backward(residuals, given)
+            residuals = ctx.residuals.rebuilt([saved[i] for i in ctx.places])
+        return None, *call.backward(residuals, cotangents)
 
 
 def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
@@ -451,13 +423,11 @@ def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
         if env.recording:
             env.type_log.append(replicated_grads)
         return replicated_grads
-    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
-    env.cursor += isinstance(found, ReplicatedGrads)
-    return found if isinstance(found, ReplicatedGrads) else None
-
-
-def _layout(x: Any) -> Layout | None:
-    return x._layout if isinstance(x, ShardedTensor) else None
+    record = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    if not isinstance(record, ReplicatedGrads):
+        return None
+    env.cursor += 1
+    return record
 
 
 def _describe(x: Any) -> str:

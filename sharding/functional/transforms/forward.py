@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import forward_mode, innermost, transforms_active
 from ...autograd.named_axes import current_axis_env
 from ...autograd.transforms import on_own_level
@@ -19,9 +20,9 @@ from ...tensor.autograd import backward
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten_without_none
-from . import gradients
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
+from .pullback import detached, differentiating, fresh_leaves
 
 
 def jvp(
@@ -65,17 +66,14 @@ def jvp(
     return (out, f_jvp(*tangents), *aux)
 
 
-_NO_FORWARD_DERIVATIVE = (
-    "setup_context staticmethod",
-    "forward AD",
-    "forward mode AD",
-)  # in torch's messages
+# In torch's messages.
+_NO_FORWARD_DERIVATIVE = ("setup_context staticmethod", "forward AD", "forward mode AD")
 
 
 def _in_forward_mode(
     f: Any, leaves: list[Any], directions: list[Any], tree: Any, has_aux: bool
 ) -> tuple[Any, ...]:
-    kept: list[Results] = []
+    results: list[Results] = []
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [
@@ -84,19 +82,20 @@ def _in_forward_mode(
         ]
         out = f(*tree.unflatten(fresh))
         out, *more = out if has_aux else (out,)
-        kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
-        if not kept[0].at:
+        results[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
+        if not results[0].at:
             raise TypeError(f"jvp: the function returned {out!r}, which contains no tensor")
-        return sum((each.parts for each in kept), ())
+        return sum((each.parts for each in results), ())
 
     with forward_mode():
         parts = tuple(map(_in_own_memory, Results.of(leaves).parts))
-        found: Any = torch.func.jvp(
+        derivatives: Any = torch.func.jvp(
             partial(on_own_level, inside), parts, Results.of(directions).parts
         )
-    count = len(kept[0].at)
-    aux = [each.with_parts(found[0][count:]) for each in kept[1:]]
-    return (kept[0].with_parts(found[0][:count]), kept[0].with_parts(found[1][:count]), *aux)
+    (values, tangents), (out, *more) = derivatives, results
+    count = len(out.at)
+    aux = [each.with_parts(values[count:]) for each in more]
+    return (out.with_parts(values[:count]), out.with_parts(tangents[:count]), *aux)
 
 
 def _in_own_memory(part: Tensor) -> Tensor:
@@ -169,27 +168,20 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
     if transforms_active():  # which keep no graph
         value = f(*primals)
         result, *aux = value if has_aux else (value,)
-        return (
-            result,
-            lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[
-                1
-            ],
-            *aux,
-        )
-    with gradients.differentiated(leaves, primals) as fresh:
+        first = (lambda *xs: f(*xs)[0]) if has_aux else f
+        return (result, lambda *tangents: jvp(first, primals, tangents)[1], *aux)
+    with thread_context.setting(**differentiating(primals)), torch.enable_grad():
+        fresh, nested = fresh_leaves(leaves), thread_context.grad_is_nested
         value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        done, nested = (
-            pytree.tree_map(gradients.detach_unless_nested, result),
-            gradients.is_nested(),
-        )
+        result = result if nested else detached(result)
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)
         return linear(directions, nested)
 
-    return (done, f_jvp, *aux)
+    return (result, f_jvp, *aux)
 
 
 class _Linear:
@@ -209,29 +201,26 @@ class _Linear:
         env = current_axis_env()
         if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
-                env.checker.set_tag(
-                    cotangent,
-                    env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)),
-                )
-        found = (
-            backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._options)
-            if linked
-            else ()
-        )
-        self._gradients = [(i, g) for i, g in enumerate(found) if g.requires_grad]
+                tag = env.checker.grad_tag(env.checker.tag_of(out).type)
+                env.checker.set_tag(cotangent, tag)
+        gradients: Sequence[Tensor] = ()
+        if linked:
+            gradients = backward.grad(
+                linked, inputs, self._cotangents, create_graph=True, **self._options
+            )
+        self._gradients = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
 
     def __call__(self, directions: Sequence[Tensor], nested: bool) -> Any:
         out = list(self._zeros)
         if self._gradients:
-            given = [directions[i] for i, _ in self._gradients]
-            found = backward.grad(
+            derivatives = backward.grad(
                 [g for _, g in self._gradients],
                 self._cotangents,
-                given,
+                [directions[i] for i, _ in self._gradients],
                 create_graph=nested,
                 retain_graph=True,
                 **self._options,
             )
-            for i, derivative in zip(self._linked, found, strict=True):
+            for i, derivative in zip(self._linked, derivatives, strict=True):
                 out[i] = derivative if nested else derivative.detach()
         return self._tree.unflatten(out)

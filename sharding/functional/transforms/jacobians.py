@@ -54,18 +54,19 @@ def jacfwd(
         keep_compiler_out()
         arguments = _Arguments("jacfwd", argnums, args, lambda *given: fun(*given, **kwargs))
         basis = _basis(arguments.leaves)
-        kept: list[Results] = []
+        results: list[Results] = []  # the second of the pair
 
         def push(*tangents: Any) -> Any:
             _, out, *aux = jvp(arguments.call, arguments.leaves, tangents, has_aux)
-            kept[:] = map(Results.of, aux)
-            return out, [each.tensors for each in kept]
+            results[:] = map(Results.of, aux)
+            return out, [each.tensors for each in results]
+
+        def tree_of(column: Any) -> Any:
+            return arguments.tree_of(_cut(column, -1, arguments.leaves))
 
         columns, aux = vmap(push, 0, (-1, None))(*basis)
-        found = pytree.tree_map(
-            lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns
-        )
-        return (found, kept[0].rebuilt(aux[0])) if has_aux else found
+        derivatives = pytree.tree_map(tree_of, columns)
+        return (derivatives, results[0].rebuilt(aux[0])) if has_aux else derivatives
 
     return jacobian
 
@@ -94,8 +95,8 @@ def jacrev(
         _check_real("jacrev", "result", outs)
         rows = vmap(lambda *cotangents: back(tree.unflatten(cotangents)))(*_basis(outs))
         by_leaf = [_cut(row, 0, outs) for row in rows]
-        found = tree.unflatten([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
-        return (found, *aux) if has_aux else found
+        derivatives = [arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)]
+        return (tree.unflatten(derivatives), *aux) if has_aux else tree.unflatten(derivatives)
 
     return jacobian
 
@@ -152,30 +153,28 @@ def _basis(leaves: Sequence[Any]) -> list[Any]:
     """Return for each leaf a batch of directions, one per element of all leaves: unit ones in its
     own rows, zeros in the others.
     """
-    total, first, found = sum(x.numel() for x in leaves), 0, []
+    total, first, basis = sum(x.numel() for x in leaves), 0, []
     for x in leaves:
-        found.append(same_type(_unit_rows(x, first, total), x))
+        basis.append(same_type(_unit_rows(x, first, total), x))
         first += x.numel()
-    return found
+    return basis
 
 
 def _unit_rows(x: Any, first: int, total: int) -> Any:
     if not isinstance(x, ShardedTensor):
-        return _placed(
-            torch.arange(x.numel(), device=x.device).view(x.shape), first, total, x.dtype
-        )
+        places = torch.arange(x.numel(), device=x.device).view(x.shape)
+        return _one_hot(places, first, total, x.dtype)
     layout = layout_with(x._layout, 0, (), total)
     if x.mesh.coordinate is None:
         return ShardedTensor._make(torch.empty(0, dtype=x.dtype, device=x.device), layout)
     whole = x._layout.replace(x.spec.with_unreduced({}))
     places = torch.arange(x.numel(), device=x.device).view(x.shape)[slices(whole.box)]
-    rows = ShardedTensor._make(
-        _placed(places, first, total, x.dtype), layout_with(whole, 0, (), total)
-    )
-    return rows.redistribute(layout.spec)
+    rows = _one_hot(places, first, total, x.dtype)
+    sharded = ShardedTensor._make(rows, layout_with(whole, 0, (), total))
+    return sharded.redistribute(layout.spec)
 
 
-def _placed(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tensor:
+def _one_hot(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tensor:
     """Return rows of zeros with a one in each column, in the row of its place."""
     rows = torch.arange(total, device=places.device).view(-1, *[1] * places.ndim)
     return (rows == places + first).to(dtype)
@@ -185,9 +184,9 @@ def _cut(x: Any, dim: int, leaves: Sequence[Tensor]) -> list[Any]:
     """Split a batch dim into the parts that belong to the leaves, each with the dims of its leaf in
     place of it.
     """
-    first, found = 0, []
+    first, parts = 0, []
     for leaf in leaves:
         part = x.narrow(dim, first, leaf.numel())
         first += leaf.numel()
-        found.append(part.squeeze(dim) if leaf.ndim == 0 else part.unflatten(dim, leaf.shape))
-    return found
+        parts.append(part.squeeze(dim) if leaf.ndim == 0 else part.unflatten(dim, leaf.shape))
+    return parts

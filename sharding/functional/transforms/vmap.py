@@ -99,14 +99,11 @@ def vmap(
             f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over "
             "the batch outside of vmap, or use shard_map"
         )
-    names = (
-        (spmd_axis_name,)
-        if isinstance(spmd_axis_name, str)
-        else spmd_axis_name and tuple(spmd_axis_name)
-    )
-    return functools.update_wrapper(
-        _Batched(fun, in_axes, out_axes, axis_size, names, randomness), fun, updated=()
-    )  # type: ignore[return-value]
+    names: Any = spmd_axis_name and tuple(spmd_axis_name)
+    if isinstance(spmd_axis_name, str):
+        names = (spmd_axis_name,)
+    batched = _Batched(fun, in_axes, out_axes, axis_size, names, randomness)
+    return functools.update_wrapper(batched, fun, updated=())  # type: ignore[return-value]
 
 
 class _Batched:
@@ -144,25 +141,23 @@ class _Batched:
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
-        given = axes_for(
-            "in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args
-        )
-        given += [0] * (len(leaves) - len(given))
-        for i, (leaf, axis) in enumerate(zip(leaves, given, strict=True)):
+        in_axes = tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes
+        axes = axes_for("in_axes", in_axes, args)
+        axes += [0] * (len(leaves) - len(axes))
+        for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+            is_tensor = isinstance(leaf, Tensor)
             if axis is None or leaf is None:
-                given[i] = None
-            elif not isinstance(leaf, Tensor) or not -leaf.ndim <= axis < leaf.ndim:
-                what = (
-                    f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
-                )
+                axes[i] = None
+            elif not is_tensor or not -leaf.ndim <= axis < leaf.ndim:
+                what = f"has shape {list(leaf.shape)}" if is_tensor else f"is {leaf!r}"
                 path = self._paths(args, kwargs)[i]
                 raise ValueError(
                     f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument "
                     "shared by all examples"
                 )
             else:
-                given[i] = axis % leaf.ndim
-        return given
+                axes[i] = axis % leaf.ndim
+        return axes
 
     def _paths(self, args: Any, kwargs: Any) -> list[str]:
         return [
@@ -170,11 +165,8 @@ class _Batched:
         ]
 
     def _size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
-        sizes = {
-            i: leaf.shape[axis]
-            for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True))
-            if axis is not None
-        }
+        pairs = enumerate(zip(leaves, axes, strict=True))
+        sizes = {i: leaf.shape[axis] for i, (leaf, axis) in pairs if axis is not None}
         wanted = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
         if not wanted:
             raise ValueError(
@@ -192,33 +184,28 @@ class _Batched:
     def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
         """Return how the mapped dim is split, and on which mesh."""
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
-        mapped = [
-            (x._layout, axis)
-            for x, axis in zip(leaves, axes, strict=True)
-            if isinstance(x, ShardedTensor) and axis is not None
-        ]
         split = [
-            (layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]
+            (x._layout, x._layout.spec.cuts[axis])
+            for x, axis in zip(leaves, axes, strict=True)
+            if isinstance(x, ShardedTensor) and axis is not None and x._layout.spec.cuts[axis]
         ]
-        found = dict.fromkeys((layout.mesh, cuts) for layout, cuts in split)
+        splits = dict.fromkeys((layout.mesh, cuts) for layout, cuts in split)
         if self.names == ():
             return (), None
         if self.names:
             mesh: Any = sharded[0].mesh if sharded else context.given_or_current(None)
             self._check_names(mesh)
-            same = [
-                cuts
-                for _, cuts in found
-                if tuple(a for cut in cuts for a in cut.axes) == self.names
-            ]
-            return same[0] if same else (Cut(self.names),), mesh
-        if len(found) > 1:
+            for _, cuts in splits:
+                if tuple(a for cut in cuts for a in cut.axes) == self.names:
+                    return cuts, mesh
+            return (Cut(self.names),), mesh
+        if len(splits) > 1:
             listing = ", ".join(str(layout) for layout, _ in split)
             raise ValueError(
                 f"vmap({self.name}): the mapped dims are split differently ({listing}); "
                 "redistribute them alike, or pass spmd_axis_name="
             )
-        return next(((cuts, mesh) for mesh, cuts in found), ((), None))  # type: ignore[return-value]
+        return next(((cuts, mesh) for mesh, cuts in splits), ((), None))  # type: ignore[return-value]
 
     def _check_names(self, mesh: DeviceMesh) -> None:
         unknown = [name for name in self.names if name not in mesh.axis_names]
@@ -288,13 +275,10 @@ class _Run:
             if layout.mesh is not self.mesh:
                 other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
                 raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
-            spec = restrict_to_axes(
-                spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes]
-            )
-        cuts = [
-            self.cuts if d == axis else cut
-            for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)
-        ]
+            others = [a for a in layout.mesh.axis_names if a not in self.batch.axes]
+            spec = restrict_to_axes(spec, others)
+        old = enumerate(spec.padded(len(layout.shape)).cuts)
+        cuts = [self.cuts if d == axis else cut for d, cut in old]
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
@@ -309,47 +293,43 @@ class _Run:
                 return part, axis, None
             manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
             layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
-        elif (
-            x.mesh.coordinate is None and axis is not None
-        ):  # outside the mesh: an empty part for each example
-            return (
-                part.unsqueeze(-1).expand(*part.shape, self.count),
-                part.ndim,
-                layout_without(layout, axis),
-            )
+        elif x.mesh.coordinate is None and axis is not None:
+            # Outside the mesh: an empty part for each example.
+            parts = part.unsqueeze(-1).expand(*part.shape, self.count)
+            return parts, part.ndim, layout_without(layout, axis)
         return part, axis, layout if axis is None else layout_without(layout, axis)
 
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, leaves: list[Any], axes: list[int | None], tree: Any) -> Any:
         owner: _Batched = self.owner
-        found: list[Any] = []
+        results: list[Any] = []
         examples = [self._example(x, axis) for x, axis in zip(leaves, axes, strict=True)]
         mapped = [i for i, (_, axis, _) in enumerate(examples) if axis is not None]
 
         def of_one(*batched: Tensor) -> tuple[Tensor, ...]:
-            given = [part for part, _, _ in examples]
+            parts = [part for part, _, _ in examples]
             for i, part in zip(mapped, batched, strict=False):
-                given[i] = part
-            inside = [
-                _made(part, how[2], x) for part, how, x in zip(given, examples, leaves, strict=True)
-            ]
+                parts[i] = part
+            layouts = [layout for _, _, layout in examples]
+            inside = list(map(_argument, parts, layouts, leaves))
             args, kwargs = pytree.tree_unflatten(inside, tree)
             with own_level(owner.randomness), self._within(inside, examples):
                 out = owner.fun(*args, **kwargs)
-            found[:] = self._results(out)
-            return tuple(part for axis, part, _, _ in found[1] if axis is not None) or (batched[0],)
+            results[:] = self._results(out)
+            return tuple(part for axis, part, _, _ in results[1] if axis is not None) or (
+                batched[0],
+            )
 
         parts, dims = [examples[i][0] for i in mapped], [examples[i][1] or 0 for i in mapped]
         if not parts:  # only axis_size= is given
             parts, dims = [torch.zeros(self.size)], [0]
         nothing = self.count == 0
-        if (
-            nothing
-        ):  # torch takes no empty batch: pass one example of zeros, and remove it from the results
+        if nothing:
+            # torch takes no empty batch: pass one example of zeros, and remove it from the results.
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
         batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
-        out_tree, described = found
+        out_tree, described = results
         outs = [
             self._out(part if axis is None else next(batched), axis, layout, x, nothing)
             for axis, part, layout, x in described
@@ -362,10 +342,8 @@ class _Run:
         if self.batch is None:
             yield
             return
-        key = tuple(
-            (getattr(x, "shape", None), layout)
-            for x, (_, _, layout) in zip(inside, examples, strict=True)
-        )
+        pairs = zip(inside, examples, strict=True)
+        key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in pairs)
         search = torch.is_grad_enabled() and self.owner.first_time(key)
         with (
             use_batch(self.batch),
@@ -420,34 +398,23 @@ class _Run:
             out = out.narrow(0, 0, 0) if nothing else out
             outside = layout is not None and layout.mesh.coordinate is None  # type: ignore[attr-defined]
             out = out.reshape(-1)[:0] if outside else out.movedim(0, axis)
-        if layout is None and self.batch is None:
-            return same_type(out, example)
         if self.batch is not None:
-            layout = self._on_whole_mesh(example, layout)
-        whole: Any = (
-            layout
-            if axis is None or layout is None
-            else layout_with(layout, axis, self.cuts, self.size)
-        )
-        return same_type(ShardedTensor._make(out, whole.replace(dtype=out.dtype)), example)
-
-    def _on_whole_mesh(self, example: Tensor, layout: Layout | None) -> Layout:
-        return Layout.of(
-            self.mesh,  # type: ignore[arg-type]
-            P() if layout is None else layout.spec,
-            example.shape,
-            example.dtype,
-        )
+            spec = P() if layout is None else layout.spec
+            layout = Layout.of(self.mesh, spec, example.shape, example.dtype)  # type: ignore[arg-type]
+        if layout is None:
+            return same_type(out, example)
+        if axis is not None:
+            layout = layout_with(layout, axis, self.cuts, self.size)
+        return same_type(ShardedTensor._make(out, layout.replace(dtype=out.dtype)), example)
 
 
 def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
     """Return a batch of one example of zeros that depends on the empty batch in the graph."""
-    return (x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)]) + x.sum()).to(
-        x.dtype
-    )
+    shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+    return (x.new_zeros(shape) + x.sum()).to(x.dtype)
 
 
-def _made(part: Any, layout: Layout | None, x: Any) -> Any:
+def _argument(part: Any, layout: Layout | None, x: Any) -> Any:
     """Return what the function receives for an argument."""
     if layout is None:
         return same_type(part, x) if isinstance(part, Tensor) else part
@@ -507,12 +474,9 @@ class _ClosedOverParams(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_from_outside(self, x: Tensor) -> bool:
-        if (
-            isinstance(x, ShardedTensor)
-            or is_transformed(x)
-            or not x.requires_grad
-            or id(x) in self._known
-        ):
+        if isinstance(x, ShardedTensor) or is_transformed(x):
+            return False
+        if not x.requires_grad or id(x) in self._known:
             return False
         return x.is_leaf or x.grad_fn._sequence_nr() < self._first  # type: ignore[union-attr]
 
@@ -525,26 +489,19 @@ def axes_for(what: str, axes: Axes, tree: Any) -> list[int | None]:
 
     Raises: ValueError if the two trees do not match; TypeError for an object that is not an axis.
     """
-    found: list[int | None] = []
-    _spread(what, axes, tree, found)
-    return found
-
-
-def _spread(what: str, axes: Axes, tree: Any, found: list[int | None]) -> None:
     if axes is None or (isinstance(axes, int) and not isinstance(axes, bool)):
-        found += [axes] * len(pytree.tree_leaves(tree))
-        return
+        return [axes] * len(pytree.tree_leaves(tree))
     if not isinstance(axes, (tuple, list, dict)):
         raise TypeError(f"{what}: {axes!r} is not an axis; write an int, None, or a tree of them")
-    same = type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys()
-    if not same and not (
-        isinstance(axes, (tuple, list))
-        and isinstance(tree, (tuple, list))
-        and len(axes) == len(tree)
-    ):
+    if type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys():
+        pairs = [(axes[k], tree[k]) for k in tree]
+    elif isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)):
+        pairs = list(zip(axes, tree, strict=False)) if len(axes) == len(tree) else None
+    else:
+        pairs = None
+    if pairs is None:
         raise ValueError(
             f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis "
             "for each branch"
         )
-    for one, branch in [(axes[k], tree[k]) for k in tree] if same else zip(axes, tree, strict=True):
-        _spread(f"{what}[...]", one, branch, found)
+    return [x for one, branch in pairs for x in axes_for(f"{what}[...]", one, branch)]

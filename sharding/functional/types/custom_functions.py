@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,8 @@ def is_custom(node: Any) -> bool:
     if not isinstance(node, BackwardCFunction):
         return False
     function = node._forward_cls  # type: ignore[attr-defined]
-    return getattr(function, "is_type_checked", False) or not f"{function.__module__}.".startswith(
-        _INTERNAL
-    )
+    is_internal = f"{function.__module__}.".startswith(_INTERNAL)
+    return getattr(function, "is_type_checked", False) or not is_internal
 
 
 class CustomFunctionCalls:
@@ -53,13 +52,23 @@ class CustomFunctionCalls:
 
     Attributes:
         nodes: the tags of results of operators, by autograd node.
-        found: the calls of custom functions, by autograd node.
+        calls: the calls of custom functions, by autograd node.
     """
 
     def __init__(self, checker: TypeChecker) -> None:
         self.checker = weakref.ref(checker)
         self.nodes: dict[Any, Tag] = {}
-        self.found: dict[Any, CustomFunctionCall] = {}
+        self.calls: dict[Any, CustomFunctionCall] = {}
+
+    def note(self, x: Tensor, tag: Tag) -> Tag:
+        """Return the tag for a result, and remember it by autograd node; without a node it may
+        still get one, so the tag is provisional.
+        """
+        node = x.grad_fn
+        if node is None:
+            return tag if torch.is_grad_enabled() else tag.provisional
+        self.nodes[node] = tag
+        return tag
 
     def result(self, node: Any, x: Tensor, tag: Tag | None) -> Tag:
         """Return the tag of a result of a custom function; `tag` is what its forward gave, if that
@@ -71,13 +80,12 @@ class CustomFunctionCalls:
         return call.add(x.output_nr, tag, x.untyped_storage()._cdata)
 
     def _call_of(self, node: Any) -> CustomFunctionCall:
-        found = self.found.get(node)
-        if found is None:
+        call = self.calls.get(node)
+        if call is None:
             checker: Any = self.checker()
-            found = self.found[node] = CustomFunctionCall(
-                node, checker, [self._of_edge(*edge) for edge in node.next_functions]
-            )
-        return found
+            operands = [self._of_edge(*edge) for edge in node.next_functions]
+            call = self.calls[node] = CustomFunctionCall(node, checker, operands)
+        return call
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
         """Return the tag of the value that an edge of the graph leads to; None if it does not
@@ -95,9 +103,9 @@ class CustomFunctionCalls:
 
     def finish(self) -> list[CustomFunctionCall]:
         """Return the calls and drop all references to the graph."""
-        found = list(self.found.values())
-        self.nodes, self.found = {}, {}
-        return found
+        calls = list(self.calls.values())
+        self.nodes, self.calls = {}, {}
+        return calls
 
 
 class CustomFunctionCall:
@@ -118,16 +126,15 @@ class CustomFunctionCall:
         self.function = node._forward_cls
         self.must_be_checked = getattr(self.function, "is_type_checked", False)
         needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
-        self.ins: dict[int, Tag] = dict(
-            zip(needed, [tag for tag in ins if tag is not None], strict=True)
-        )
+        tags = [tag for tag in ins if tag is not None]
+        self.ins: dict[int, Tag] = dict(zip(needed, tags, strict=True))
         self.joined = checker.control_tag
         for tag in self.ins.values():
             self.joined = checker.join(self.joined, tag)
         self.outs: dict[int, Tag] = {}
         self.memory: dict[int, Tag] = {}
         self.names, self.is_checked = checker.names, False
-        self.make_checker = partial(checker.for_backward, self.names, checker.owner, self.memory)
+        self.make_checker = partial(type(checker), self.names, checker.owner, self.memory)
         self.env: Any = checker.env
         reference = weakref.ref(node)
         node.apply = lambda *grads: self.backward(reference(), grads)
@@ -148,51 +155,42 @@ class CustomFunctionCall:
         with ExitStack() as stack:
             stack.enter_context(torch._C._EnableTorchFunction())
             stack.enter_context(_entered(self.env, checker))
-            given = [checker.track_grad(g, self.outs.get(i)) for i, g in enumerate(grads)]
+            tracked = [checker.track_grad(g, self.outs.get(i)) for i, g in enumerate(grads)]
             with checker:
-                found = type(node).apply(node, *given)
-            checked = list(found) if isinstance(found, tuple) else [found]
+                out = type(node).apply(node, *tracked)
+            gradients = list(out) if isinstance(out, tuple) else [out]
             for i, tag in self.ins.items():
-                if i < len(checked) and isinstance(checked[i], Tensor):
-                    checked[i] = self._checked(checker, node, i, tag, checked[i])
+                if i < len(gradients) and isinstance(gradients[i], Tensor):
+                    gradients[i] = self._checked(checker, node, i, tag.type, gradients[i])
         self.is_checked = True
-        return tuple(checked)
+        return tuple(gradients)
 
-    def _checked(self, checker: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
+    def _checked(self, checker: Any, node: Any, i: int, argument: Type, gradient: Tensor) -> Tensor:
         """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the
         whole gradient on every rank.
         """
-        given, found, call = tag.type, checker.tag_of(gradient).type, getattr(node, "call", None)
-        shared = (
-            ()
-            if call is None or call.replicated_grads is None
-            else call.replicated_grads.axes.get(i - 1, ())
-        )
-        if call is not None and call.replicated_grads is not None and not shared:
-            known = given.varying | given.pending | found.varying | found.pending
-            shared = tuple(a for a in self.env.names if a in self.names and a not in known)
-            if shared:
-                call.replicated_grads.axes[i - 1] = shared
-                gradient = call.as_share(gradient, shared)
+        type_, call = checker.tag_of(gradient).type, getattr(node, "call", None)
+        replicated_grads = None if call is None else call.replicated_grads
+        shared: tuple[str, ...] = ()
+        if replicated_grads is not None:
+            shared = replicated_grads.axes.get(i - 1, ())
+            if not shared:
+                known = argument.varying | argument.pending | type_.varying | type_.pending
+                shared = tuple(a for a in self.env.names if a in self.names and a not in known)
+                if shared:
+                    replicated_grads.axes[i - 1] = shared
+                    gradient = call.as_share(gradient, shared)
         for axis in sorted(self.names - set(shared)):
-            if axis in given.pending:
-                wrong = axis in found.varying | found.pending and not checker.saw_unknown
-                needed, advice = (
-                    "is the same on every rank, as that of a pending value is",
-                    f"return psum(gradient, {axis!r})",
-                )
-            elif axis in given.varying:
-                wrong = axis in found.pending
-                needed, advice = (
-                    "is this rank's own, not a share of a sum",
-                    f"return psum(gradient, {axis!r}), as the gradient of psum is",
-                )
+            varies, pends = axis in type_.varying, axis in type_.pending
+            if axis in argument.pending:
+                wrong = (varies or pends) and not checker.saw_unknown
+                needed = "is the same on every rank, as that of a pending value is"
+                advice = f"return psum(gradient, {axis!r})"
+            elif axis in argument.varying:
+                wrong, needed = pends, "is this rank's own, not a share of a sum"
+                advice = f"return psum(gradient, {axis!r}), as the gradient of psum is"
             else:
-                wrong = (
-                    axis not in found.varying | found.pending
-                    and not gradient.is_meta
-                    and bool(gradient.any())
-                )
+                wrong = not (varies or pends or gradient.is_meta) and bool(gradient.any())
                 needed = "is this rank's share of a sum, which is reduced later, once for all uses"
                 advice = (
                     "return the share without a psum, or for a whole gradient pcast(gradient, "
@@ -201,8 +199,8 @@ class CustomFunctionCall:
             if wrong:
                 raise ShardingTypeError(
                     f"{self._name(call)}: the gradient of argument {self._argument(call, i)} "
-                    f"{_describe_type(found, axis)}, and the argument "
-                    f"{_describe_type(given, axis)}: its gradient must be one that {needed}; "
+                    f"{_describe_type(type_, axis)}, and the argument "
+                    f"{_describe_type(argument, axis)}: its gradient must be one that {needed}; "
                     f"{advice}"
                 )
         return gradient
@@ -227,27 +225,18 @@ def _argument(function: Any, i: int) -> str:
 
 
 def _describe_type(type_: Type, axis: str) -> str:
-    kind = (
-        "varies"
-        if axis in type_.varying
-        else "is pending"
-        if axis in type_.pending
-        else "is replicated"
-    )
-    return f"{kind} over {axis!r}"
+    if axis in type_.varying:
+        return f"varies over {axis!r}"
+    return f"is {'pending' if axis in type_.pending else 'replicated'} over {axis!r}"
 
 
-class _entered:
-    """A context in which `env` is the current one and `checker` tracks types."""
-
-    def __init__(self, env: AxisEnv, checker: Any) -> None:
-        self.env, self.checker, self.entered = env, checker, env.entered()
-
-    def __enter__(self) -> None:
-        self.entered.__enter__()
-        self.before, self.env.checker = self.env.checker, self.checker
-        self.recording, self.env.recording = self.env.recording, False
-
-    def __exit__(self, *error: Any) -> None:
-        self.env.checker, self.env.recording = self.before, self.recording
-        self.entered.__exit__(*error)
+@contextmanager
+def _entered(env: AxisEnv, checker: Any) -> Iterator[None]:
+    """Make `env` the current environment in the block, in which `checker` tracks types."""
+    before = env.checker, env.recording
+    with env.entered():
+        env.checker, env.recording = checker, False
+        try:
+            yield
+        finally:
+            env.checker, env.recording = before

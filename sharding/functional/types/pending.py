@@ -46,23 +46,17 @@ def stays_pending(
     with torch._C.DisableTorchFunction():
         operands: list[Any] = []
         positional = _as_sharded(checker, axis, args, operands, zeros)
-        named = dict(
-            zip(kwargs, _as_sharded(checker, axis, kwargs.values(), operands, zeros), strict=True)
-        )
+        values = _as_sharded(checker, axis, kwargs.values(), operands, zeros)
+        named = dict(zip(kwargs, values, strict=True))
         layouts = [x._layout for x in operands]
         try:
             with warnings.catch_warnings(action="ignore"):  # of operators without a rule
                 strategy = choose_strategy(func, positional, named, operands, [object()])
-        except (
-            CannotKeep,
-            NotImplementedError,
-        ) as error:  # the second: an operator without a rule that writes in place
+        except (CannotKeep, NotImplementedError) as error:
+            # The second: an operator without a rule that writes in place.
             raise _not_linear(checker, func, axis, args, kwargs) from error
-        if (
-            strategy.decomposition is not None
-            or strategy.moves
-            or any(t is not s for t, s in zip(strategy.targets, layouts, strict=True))
-        ):
+        is_moved = any(t is not s for t, s in zip(strategy.targets, layouts, strict=True))
+        if strategy.decomposition is not None or strategy.moves or is_moved:
             raise _not_linear(checker, func, axis, args, kwargs)
         outputs = strategy.outputs if isinstance(strategy.outputs, list) else [strategy.outputs]
         return strategy.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
@@ -90,25 +84,20 @@ def _as_sharded(
 ) -> list[Any]:
     """Return the arguments with every tensor as a `ShardedTensor` that is pending or replicated
     over two ranks; with `zeros`, a tensor of zeros counts as pending."""
-    found = []
+    sharded = []
     for item in items:
         if isinstance(item, Tensor):
             type_ = checker.tag_of(item).type
-            pends = (
-                axis in type_.pending
-                or axis in type_.varying
-                or (zeros and not item.is_meta and not item.any())
-            )
-            spec = _PENDING if pends else _WHOLE
-            layout = Layout.of(_MESH, spec, item.shape, item.dtype)
-            item = ShardedTensor._make(
-                torch.empty(item.shape, dtype=item.dtype, device="meta"), layout
-            )
+            is_zero = zeros and not item.is_meta and not item.any()
+            pends = axis in type_.pending or axis in type_.varying or is_zero
+            layout = Layout.of(_MESH, _PENDING if pends else _WHOLE, item.shape, item.dtype)
+            meta = torch.empty(item.shape, dtype=item.dtype, device="meta")
+            item = ShardedTensor._make(meta, layout)
             operands.append(item)
         elif isinstance(item, (list, tuple)):
             item = type(item)(_as_sharded(checker, axis, item, operands, zeros))
-        found.append(item)
-    return found
+        sharded.append(item)
+    return sharded
 
 
 def _not_linear(

@@ -5,9 +5,16 @@ mapped function.
                        train.py:12, of argument 0"
     y = psum(y, "dp")  replicated again
 
-A tensor stores its type as an attribute, its tag. A tensor without a tag is a constant of the
-function, and replicated. Memory that a varying value was written into varies under every view of
-it.
+A *tag* is a type and where it comes from. The tag of a value is, in this order, that
+
+    stored in the tensor               an argument, or the result of an operator
+    of a call, by autograd node        the result of a custom function, which autograd wraps
+    of its memory                      unwrapped by a transform of torch.func; saved for backward
+    of a constant                      no operator here has made it: replicated
+
+joined with the tag of what was written into its memory, which every view of it shows. Results of
+operators have the joined tag of the operands (`result_tag`); `special_operators.py` lists those
+that have another one.
 
 Python numbers have no tags. Once the program turns a varying tensor into a number (`.item()`,
 `if x:`), every later result may depend on it and counts as varying, except that a psum of it is the
@@ -17,7 +24,7 @@ ranks also compare the values of replicated results the first time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -40,107 +47,91 @@ _NO_TENSORS = frozenset(
     {int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout}
 )
 untracked = torch._C.DisableTorchFunction  # a context in which types are not tracked
-
-
 transforms_active = engine_hooks.transforms_active
+
+
+class TagsByMemory:
+    """Tags of tensors by their memory, where they cannot be attributes: one memory has many views.
+
+    A tensor is kept with its tag, so that no other gets its memory. A `ShardedTensor` has none.
+    """
+
+    def __init__(self) -> None:
+        self._tags: dict[int, tuple[Tag, Tensor]] = {}
+
+    def get(self, x: Tensor) -> Tag | None:
+        """Return the tag of the memory of a tensor, None if it has none."""
+        if not self._tags or isinstance(x, ShardedTensor):
+            return None
+        with untracked():
+            entry = self._tags.get(_memory(x))
+        return None if entry is None else entry[0]
+
+    def set(self, x: Tensor, tag: Tag) -> None:
+        if not isinstance(x, ShardedTensor):
+            with untracked():
+                self._tags[_memory(x)] = tag, x
+
+    def __bool__(self) -> bool:
+        return bool(self._tags)
 
 
 class TypeChecker(TorchFunctionMode):
     """Track the types of all values of one call of a mapped function.
 
-    Attributes:
+    Args:
         names: the manual axes.
+        owner: for the backward of a custom function: the owner of the tags of forward's values.
+        saved: for such a backward: the tags of forward's results by memory.
+
+    Attributes:
+        names, env: the manual axes, and the environment that custom functions belong to.
+        owner: an object that identifies the tags of this call.
         captures_only: whether only captured tensors are looked for, and types are not checked.
+        tracks_backward: whether this is the backward of a custom function.
+        saw_unknown: whether that backward has used a value of unknown type.
         uneven: whether parts of some argument differ in shape.
+        replicated: the tag of replicated values.
+        unknown: the tag of a tensor that no operator has made: a constant, or one that a transform
+            of torch.func has unwrapped.
         control_tag: the type of everything that the program has read as a number.
         number_tag: the same, joined with the type of everything whose shape depends on values.
         random_type: the type of the results of random operators.
-        unknown: the tag of a tensor that no operator has made: a constant, or one that a transform
-            of torch.func has unwrapped.
-        tracks_backward: whether this is the backward of a custom function.
-        saw_unknown: whether that backward has used a value of unknown type.
+        written: the tags of values that were written into memory.
+        unwrapped: the joined tags of what transforms of torch.func may unwrap.
         custom_calls: the calls of custom functions.
     """
 
-    captures_only = tracks_backward = saw_unknown = False
+    captures_only = False
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        owner: object = None,
+        saved: Mapping[int, Tag] | None = None,
+    ) -> None:
         super().__init__()
-        self.uneven = False
         self.names = frozenset(names)
         self.env: Any = None
-        self.owner: object = object()  # of the tags of its values
+        self.owner = object() if owner is None else owner
+        self.tracks_backward = saved is not None
+        self.saw_unknown = self.uneven = False
         self.replicated = Tag(REPLICATED, {}, self.owner)
-        self.control_tag = self.replicated
-        self.unknown = self.number_tag = self.replicated
+        self.unknown = self.control_tag = self.number_tag = self.replicated
         self.random_type = Type.of(self.names)
-        self._memory: dict[int, Tag] = {}
-        self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory; the tensor keeps it alive
-        self._unwrapped: dict[int, tuple[Tag, Tensor]] = {}
-        self.custom_calls = CustomFunctionCalls(self) if torch.is_grad_enabled() else None
-
-    @classmethod
-    def for_backward(
-        cls, names: frozenset[str], owner: object, memory: dict[int, Tag]
-    ) -> TypeChecker:
-        """Return a checker for the backward of a custom function whose forward was tracked.
-
-        Args:
-            names: the manual axes.
-            owner: the owner of the tags of forward's values.
-            memory: the tags of forward's results by memory.
-        """
-        found = cls(())
-        found.names, found.owner, found.tracks_backward, found.custom_calls = (
-            names,
-            owner,
-            True,
-            None,
-        )
-        found.replicated = found.control_tag = found.number_tag = Tag(REPLICATED, {}, owner)
-        found.unknown, found.random_type = (
-            found.make_tag(TypeOrigin("a value of unknown type"), Type.of(names)),
-            Type.of(names),
-        )
-        found._memory = memory
-        return found
-
-    # -- tags --------------------------------------------------------------------------------------
-
-    def make_tag(self, origin: TypeOrigin, type_: Type) -> Tag:
-        """Return a tag of this type with one origin for all its axes."""
-        return (
-            self.replicated
-            if type_ is REPLICATED
-            else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
-        )
-
-    def argument_tag(self, leaf: Any) -> Tag:
-        """Return the tag that an argument has in the outer mapped function; replicated if there is
-        none.
-        """
-        tag = getattr(leaf, "_type_tag", None)
-        return self.replicated if tag is None or tag.owner is not self.owner else self.tag_of(leaf)
-
-    def grad_tag(self, type_: Type) -> Tag:
-        """Return the tag of a gradient of this type."""
-        return self.make_tag(
-            TypeOrigin("the gradient of a value that is not replicated", user_location()), type_
-        )
-
-    def tag_outside(self, names: Sequence[str], x: Any) -> Tag:
-        """Return the tag of a result in the outer function, where these axes are not manual."""
-        tag = self.join_all(tensors_in((x,)), self.control_tag)
-        return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
+        self.written, self.unwrapped = TagsByMemory(), TagsByMemory()
+        self._saved = {} if saved is None else saved
+        self.custom_calls: CustomFunctionCalls | None = None
+        if self.tracks_backward:
+            self.unknown = self.make_tag(TypeOrigin("a value of unknown type"), self.random_type)
+        elif torch.is_grad_enabled() and not self.captures_only:
+            self.custom_calls = CustomFunctionCalls(self)
 
     @contextmanager
     def bind(self, env: AxisEnv) -> Iterator[None]:
         """Make the axes of `env` manual too in the block; custom functions belong to `env`."""
-        before, self.names, self.env = (
-            (self.names, self.env),
-            self.names | frozenset(env.names),
-            env,
-        )
+        before = self.names, self.env
+        self.names, self.env = self.names | frozenset(env.names), env
         try:
             yield
         finally:
@@ -150,68 +141,57 @@ class TypeChecker(TorchFunctionMode):
         """End the call; return the calls of custom functions in it."""
         return () if self.custom_calls is None else self.custom_calls.finish()
 
-    def has_tag(self, x: Tensor) -> bool:
-        """Return whether a tensor is an argument, or the result of an operator that was tracked."""
-        tag = getattr(x, "_type_tag", None)
-        return (
-            tag is not None and (tag if tag.original is None else tag.original).owner is self.owner
-        )
+    # -- the tag of a value ------------------------------------------------------------------------
 
     def tag_of(self, x: Tensor) -> Tag:
-        """Return the tag of a tensor.
+        """Return the tag of a tensor, joined with that of what was written into its memory.
 
         Raises: ShardingTypeError for a tensor that requires grad and is neither an argument nor
         made here.
         """
         tag = getattr(x, "_type_tag", None)
         if tag is None or tag.owner is not self.owner:
-            tag = self._tag_of_provisional(x, tag)
-        if self._written:
-            tag = self._with_writes(x, tag)
+            tag = self._find_tag(x, self._own(tag))
+        written = self.written.get(x) if self.written else None
+        return tag if written is None or written.type is tag.type else self.join(tag, written)
+
+    def _find_tag(self, x: Tensor, provisional: Tag | None) -> Tag:
+        """Return the tag of a tensor that does not store a final one, and store it where it is
+        that of the tensor for good.
+        """
+        with untracked():
+            transformed, sharded = engine_hooks.is_transformed(x), isinstance(x, ShardedTensor)
+            node = None if sharded or transformed or self.custom_calls is None else x.grad_fn
+        if self.custom_calls is not None and node is not None and is_custom(node):
+            tag = self.custom_calls.result(node, x, provisional)
+            x._type_tag = tag  # type: ignore[attr-defined]
+            return tag
+        if provisional is not None:
+            return provisional
+        with untracked():
+            if transformed:
+                return self.tag_of(engine_hooks.untransformed(x))
+            tag = self.unwrapped.get(x)
+            if tag is None and self.tracks_backward:
+                tag = None if sharded else self._saved.get(_memory(x))
+                self.saw_unknown = self.saw_unknown or tag is None
+                return self.unknown if tag is None else tag
+            if tag is None:
+                self._check_constant(x)
+                tag = self.unknown
+        self.set_tag(x, tag)
         return tag
 
-    def _tag_of_provisional(self, x: Tensor, tag: Tag | None) -> Tag:
-        kept = (
-            tag.original
-            if tag is not None and tag.original is not None and tag.original.owner is self.owner
-            else None
-        )
-        custom_calls = (
-            None if self.custom_calls is None or isinstance(x, ShardedTensor) else self.custom_calls
-        )
-        with untracked():
-            node = None if custom_calls is None or engine_hooks.is_transformed(x) else x.grad_fn
-        if custom_calls is not None and node is not None and is_custom(node):
-            x._type_tag = kept = custom_calls.result(node, x, kept)  # type: ignore[attr-defined]
-        return self._tag_of_unknown(x) if kept is None else kept
-
-    def _tag_of_unknown(self, x: Tensor) -> Tag:
-        with untracked():
-            if engine_hooks.is_transformed(x):
-                return self.tag_of(engine_hooks.untransformed(x))
-            found = (
-                self._unwrapped.get(_memory(x))
-                if self._unwrapped and not isinstance(x, ShardedTensor)
-                else None
-            )
-            if found is not None:
-                self.set_tag(x, found[0])
-                return found[0]
-            if self.tracks_backward:
-                return self._tag_of_saved(x)
-            outside = x.is_leaf or self.unknown.type is REPLICATED
-            if (
-                outside
-                and x.requires_grad
-                and torch.is_grad_enabled()
-                and not isinstance(x, ShardedTensor)
-                and self._is_refused(x)
-            ):
-                raise CapturedTensorError(_captured_message(x))
-            if x.is_leaf and not x.requires_grad and (captures := current_captures()) is not None:
-                captures.constants.append(ref(x))
-        self.set_tag(x, self.unknown)
-        return self.unknown
+    def _check_constant(self, x: Tensor) -> None:
+        """Raise ShardingTypeError if a tensor that no operator here has made requires grad, and
+        note a constant of a function whose captured tensors are looked for.
+        """
+        is_outside = x.is_leaf or self.unknown.type is REPLICATED
+        needs_grad = x.requires_grad and torch.is_grad_enabled() and is_outside
+        if needs_grad and not isinstance(x, ShardedTensor) and self._is_refused(x):
+            raise CapturedTensorError(_captured_message(x))
+        if x.is_leaf and not x.requires_grad and (captures := current_captures()) is not None:
+            captures.constants.append(ref(x))
 
     def _is_refused(self, x: Tensor) -> bool:
         """Return whether a tensor that requires grad, and that no operator here has made, cannot be
@@ -219,11 +199,39 @@ class TypeChecker(TorchFunctionMode):
         """
         return True
 
-    def _tag_of_saved(self, x: Tensor) -> Tag:
-        """Return the tag of a tensor in backward, which may be a saved result of forward."""
-        found = None if isinstance(x, ShardedTensor) else self._memory.get(_memory(x))
-        self.saw_unknown = self.saw_unknown or found is None
-        return self.unknown if found is None else found
+    def _own(self, tag: Tag | None) -> Tag | None:
+        """Return the tag itself, of a provisional one the original, if this checker has set it."""
+        tag = tag if tag is None or tag.original is None else tag.original
+        return tag if tag is not None and tag.owner is self.owner else None
+
+    def has_tag(self, x: Tensor) -> bool:
+        """Return whether a tensor is an argument, or the result of an operator that was tracked."""
+        return self._own(getattr(x, "_type_tag", None)) is not None
+
+    def argument_tag(self, leaf: Any) -> Tag:
+        """Return the tag that an argument has in the outer mapped function, if there is one."""
+        tag = getattr(leaf, "_type_tag", None)
+        return self.replicated if tag is None or tag.owner is not self.owner else self.tag_of(leaf)
+
+    def tag_outside(self, names: Sequence[str], x: Any) -> Tag:
+        """Return the tag of a result in the outer function, where these axes are not manual."""
+        tag = self.join_all(tensors_in((x,)), self.control_tag)
+        return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
+
+    # -- new tags ----------------------------------------------------------------------------------
+
+    def make_tag(self, origin: TypeOrigin, type_: Type) -> Tag:
+        """Return a tag of this type with one origin for all its axes."""
+        if type_ is REPLICATED:
+            return self.replicated
+        return Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
+
+    def grad_tag(self, type_: Type, names: frozenset[str] | None = None) -> Tag:
+        """Return the tag of the gradient of a value of this type, the dual over `names`, by default
+        over all manual axes.
+        """
+        origin = TypeOrigin("the gradient of a value that is not replicated", user_location())
+        return self.make_tag(origin, type_.dual_over(self.names if names is None else names))
 
     def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
         """Return the gradient of a result as a new object with a tag of the dual type; `out` is
@@ -233,18 +241,16 @@ class TypeChecker(TorchFunctionMode):
             return g
         with untracked():
             fresh = g.view_as(g)
-        self.set_tag(
-            fresh, self.replicated if out is None else self.grad_tag(out.type.dual_over(self.names))
-        )
+        self.set_tag(fresh, self.replicated if out is None else self.grad_tag(out.type))
         return fresh
 
-    def join_all(self, items: Iterator[Tensor], found: Tag) -> Tag:
-        """Return the tag of a value that is computed from these."""
+    def join_all(self, items: Iterable[Tensor], tag: Tag) -> Tag:
+        """Return the tag of a value that is computed from these, and from one with this tag."""
         for x in items:
-            tag = self.tag_of(x)
-            if tag is not found:
-                found = self.join(found, tag)
-        return found
+            other = self.tag_of(x)
+            if other is not tag:
+                tag = self.join(tag, other)
+        return tag
 
     def join(self, one: Tag, other: Tag) -> Tag:
         """Return the tag of a value that is computed from two; the first that varies gives the
@@ -255,9 +261,32 @@ class TypeChecker(TorchFunctionMode):
         if other.type is REPLICATED or other.type is one.type:
             return one
         type_ = one.type.join(other.type)
-        return (
-            one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self.owner)
-        )
+        if type_ is one.type:
+            return one
+        return Tag(type_, {**other.origins, **one.origins}, self.owner)
+
+    def set_tag(self, result: Any, tag: Tag) -> None:
+        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what
+        the transform unwraps from it.
+        """
+        if isinstance(result, Tensor):
+            result._type_tag = tag  # type: ignore[attr-defined]
+            if engine_hooks.is_transformed(result):
+                # What a transform unwraps is a new object, and may be any value that it has made.
+                before = self.unwrapped.get(result)
+                self.unwrapped.set(result, tag if before is None else self.join(before, tag))
+                self.unknown = self.join(self.unknown, tag)
+            elif self.custom_calls is not None and not isinstance(result, ShardedTensor):
+                result._type_tag = self.custom_calls.note(result, tag)  # type: ignore[attr-defined]
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self.set_tag(part, tag)
+
+    def record_write(self, x: Any) -> None:
+        """Record that `x` was written to, and with it all tensors that share its memory."""
+        tag = getattr(x, "_type_tag", self.replicated)
+        if tag.type is not REPLICATED:
+            self.written.set(x, tag)
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -272,9 +301,8 @@ class TypeChecker(TorchFunctionMode):
         try:
             if special is not None:
                 return special(self, func, args, kwargs or {})
-            tag = self._operands_tag(
-                args, kwargs
-            )  # first: captured tensors must be replaced before the operator runs
+            # First: captured tensors must be replaced before the operator runs.
+            tag = self._operands_tag(args, kwargs)
         except CapturedTensorError:
             replaced = self._with_captures(func, args, kwargs or {})
             if replaced is None:
@@ -286,7 +314,8 @@ class TypeChecker(TorchFunctionMode):
         if not tag.is_final:
             tag = self._final_tag(func, args, kwargs or {}, tag)
         if type(result) is Tensor and not transforms_active():
-            result._type_tag = tag if self.custom_calls is None else self._tag_node(result, tag)  # type: ignore[attr-defined]
+            noted = tag if self.custom_calls is None else self.custom_calls.note(result, tag)
+            result._type_tag = noted  # type: ignore[attr-defined]
         else:
             self.set_tag(result, tag)
         if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
@@ -294,9 +323,7 @@ class TypeChecker(TorchFunctionMode):
         return result
 
     def _with_captures(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with local parts in place of captured tensors; None if there are
-        none.
-        """
+        """Return the arguments with local parts in place of captured tensors, None without any."""
         captures = current_captures()
         return None if captures is None else captures.replaced(func, args, kwargs)
 
@@ -306,7 +333,10 @@ class TypeChecker(TorchFunctionMode):
         return x if captures is None else captures.local(x)
 
     def result_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
-        """Return the tag of an operator's results."""
+        """Return the tag of the results of an operator that depends on the values of its operands.
+
+        Raises: ShardingTypeError if it is not linear in a pending operand.
+        """
         tag = self._operands_tag(args, kwargs)
         return tag if tag.is_final else self._final_tag(func, args, kwargs or {}, tag)
 
@@ -317,7 +347,7 @@ class TypeChecker(TorchFunctionMode):
             kind = type(x)
             if kind is Tensor:  # `join_all`, without a call where the tag is known
                 known = getattr(x, "_type_tag", None)
-                if known is None or known.owner is not owner or self._written:
+                if known is None or known.owner is not owner or self.written:
                     known = self.tag_of(x)
                 if known is not tag:
                     tag = self.join(tag, known)
@@ -328,20 +358,17 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+        """Return the joined tag of an operator's operands as that of its results: with its line as
+        the origin where so far that is an argument.
+        """
         if tag.type.pending:
             tag = self._pending_tag(func, args, kwargs, tag)
-        return (
-            tag
-            if all(origin.location for origin in tag.origins.values())
-            else self._with_location(func, tag)
-        )
-
-    def _with_location(self, func: Any, tag: Tag) -> Tag:
-        """Return the tag with this operator's line as the origin where so far it is an argument."""
-        here = user_location()
+        if all(origin.location for origin in tag.origins.values()):
+            return tag
+        name, location = name_of(func), user_location()
         origins = {
-            a: o if o.location else TypeOrigin(name_of(func), here, str(o))
-            for a, o in tag.origins.items()
+            axis: origin if origin.location else TypeOrigin(name, location, str(origin))
+            for axis, origin in tag.origins.items()
         }
         return Tag(tag.type, origins, self.owner)
 
@@ -357,67 +384,16 @@ class TypeChecker(TorchFunctionMode):
             type(x) in (int, float, complex) for x in (*args, *kwargs.values())
         ):
             axes = sorted(tag.type.pending & numbers)
-            raise ShardingTypeError(
-                _by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.number_tag)
-            )
+            since = self.pending_since(axes[0], args, kwargs)
+            raise ShardingTypeError(_by_a_number(func, axes, since, self.number_tag))
         passes = share_of_gradient if self.tracks_backward else stays_pending
-        kept = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
-        return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
+        pending = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
+        return tag.retyped(Type.of(tag.type.varying - tag.type.pending, pending))
 
     def pending_since(self, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Return where the first operand that is pending over an axis became so, for a message."""
         tags = (self.tag_of(x) for x in tensors_in((*args, *kwargs.values())))
         return next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
-
-    def set_tag(self, result: Any, tag: Tag) -> None:
-        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what
-        the transform unwraps from it.
-        """
-        if isinstance(result, Tensor):
-            result._type_tag = tag  # type: ignore[attr-defined]
-            if engine_hooks.is_transformed(result):
-                self._remember(result, tag)
-            elif self.custom_calls is not None and not isinstance(result, ShardedTensor):
-                result._type_tag = self._tag_node(result, tag)  # type: ignore[attr-defined]
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self.set_tag(part, tag)
-
-    def _tag_node(self, x: Tensor, tag: Tag) -> Tag:
-        """Return the tag for a result, and remember it by autograd node; without a node it may
-        still get one, so the tag is provisional.
-        """
-        node = x.grad_fn
-        if node is None:
-            return tag if torch.is_grad_enabled() else tag.provisional
-        self.custom_calls.nodes[node] = tag  # type: ignore[union-attr]
-        return tag
-
-    def _remember(self, x: Tensor, tag: Tag) -> None:
-        """Remember the tag by memory: a tensor that a transform of torch.func unwraps later is a
-        new object, and may be any value that the transform has made."""
-        with untracked():
-            memory = _memory(x)
-            before, _ = self._unwrapped.get(memory, (self.replicated, None))
-            self._unwrapped[memory] = (self.join(before, tag), x)
-        self.unknown = self.join(self.unknown, tag)
-
-    def was_written(self, x: Tensor) -> bool:
-        """Return whether a varying value was written into the memory of a tensor."""
-        return not isinstance(x, ShardedTensor) and _memory(x) in self._written
-
-    def record_write(self, x: Any) -> None:
-        """Record that `x` was written to, and with it all tensors that share its memory."""
-        tag = getattr(x, "_type_tag", self.replicated)
-        if tag.type is not REPLICATED and not isinstance(x, ShardedTensor):
-            with untracked():
-                self._written[_memory(x)] = (tag, x)
-
-    def _with_writes(self, x: Tensor, tag: Tag) -> Tag:
-        """Return the tag of a tensor joined with that of values written into its memory."""
-        with untracked():
-            found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
-        return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -425,16 +401,14 @@ class TypeChecker(TorchFunctionMode):
         """Record that the program reads a value as a number, which its control flow may
         depend on.
         """
-        if (
-            tag.type.pending and self.tracks_backward
-        ):  # for computation outside torch, or checks for non-finite values
-            tag = self.make_tag(
-                TypeOrigin(name_of(func), user_location()),
-                Type.of(tag.type.varying | tag.type.pending),
-            )
+        here = user_location()
+        if tag.type.pending and self.tracks_backward:
+            # For computation outside torch, or checks for non-finite values.
+            varying = Type.of(tag.type.varying | tag.type.pending)
+            tag = self.make_tag(TypeOrigin(name_of(func), here), varying)
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{user_location()}: {name_of(func)} of a value that "
+                f"{here}: {name_of(func)} of a value that "
                 f"{tag.type}{tag.since(tag.type.pending)}: each rank holds only a share of the "
                 "sum; psum it first"
             )
@@ -443,9 +417,8 @@ class TypeChecker(TorchFunctionMode):
                 f"{name_of(func)}, after which control flow may differ between ranks (to print a "
                 "value, print the tensor),"
             )
-            self.control_tag = self.join(
-                self.control_tag, self.make_tag(TypeOrigin(why, user_location()), tag.type)
-            )
+            read = self.make_tag(TypeOrigin(why, here), tag.type)
+            self.control_tag = self.join(self.control_tag, read)
         self.number_tag = self.join(self.number_tag, self.control_tag)
 
 
@@ -453,10 +426,6 @@ class CaptureTracker(TypeChecker):
     """Track which tensors the function has made, to find captured ones; do not check types."""
 
     captures_only = True
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
-        self.custom_calls = None
 
     def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         return tag

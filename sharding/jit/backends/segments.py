@@ -16,6 +16,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import shutil
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,13 +33,49 @@ from ..draws import Draw
 from ..passes.alias import is_view, owner_of, root_of, writes
 from ..passes.pipeline import copy_graph
 from ..program import Program, Runner, compile_eagerly
-from .progress import CompileProgress
 from .repeats import cut, key_of
 
-_LEAST = (
-    3  # operators in a segment: a call of a compiled function costs as much as several operators
-)
+# Operators in a segment: a call of a compiled function costs as much as several operators.
+_LEAST = 3
 _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
+
+
+_PATIENCE_S = 2.0  # until rank 0 says that it compiles
+Backend = Callable[[Program, Sequence[Any]], Runner]
+
+
+def find_backend(
+    given: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()
+) -> Backend:
+    """Return the backend of this name; by default Inductor, or "eager" without a C++ compiler.
+
+    Args:
+        options: names in `torch._inductor.config` and their values.
+
+    Raises: ValueError for such options with another backend.
+    """
+    if given is None:
+        given = "inductor" if _has_compiler() else "eager"
+    if options and given != "inductor":
+        raise ValueError(
+            f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the "
+            f"backend is {given!r}"
+        )
+    if given == "eager":
+        return lambda program, inputs: compile_eagerly(program.graph)
+    return functools.partial(compile_segments, given, dict(options))
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    if any(map(shutil.which, ("g++", "clang++", "c++"))):
+        return True
+    warnings.warn(
+        "sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass "
+        "backend='eager'",
+        stacklevel=4,
+    )
+    return False
 
 
 def compile_segments(
@@ -52,19 +92,14 @@ def compile_segments(
     parts = [
         _Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST
     ]
-    wanted: dict[Any, set[int]] = {}
+    outputs: dict[Any, set[int]] = {}
     for part in parts:
-        wanted.setdefault(part.key, set()).update(part.outputs)
+        outputs.setdefault(part.key, set()).update(part.outputs)
     compiled: dict[Any, CompiledSegment] = {}
     compiler, progress = _compiler(backend, options), CompileProgress(program)
+    make = functools.partial(CompiledSegment, compiler=compiler, progress=progress)
     for part in parts:
-        _replace(
-            graph,
-            part,
-            sorted(wanted[part.key]),
-            compiled,
-            lambda made: CompiledSegment(made, compiler, progress),
-        )
+        _replace(graph, part, sorted(outputs[part.key]), compiled, make)
     progress.parts = len(compiled)
     return compile_eagerly(graph)
 
@@ -362,3 +397,38 @@ class CompiledSegment:
                 stacklevel=2,
             )
             return _of_list(compile_eagerly(self.graph))
+
+
+class CompileProgress:
+    """Say on rank 0 that compiling takes long: a context manager around each compilation.
+
+    Attributes:
+        parts: how many there are.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.parts = self._done = 0
+        self._rank, self._name = program.rank, program.name
+        self._seconds, self._is_shown = 0.0, False
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._timer = threading.Timer(max(0.0, _PATIENCE_S - self._seconds), self._show)
+        self._timer.daemon = True
+        if self._rank == 0 and not self._is_shown:
+            self._timer.start()
+
+    def __exit__(self, *error: Any) -> None:
+        self._timer.cancel()
+        self._done += 1
+        self._seconds += time.perf_counter() - self._start
+        if self._is_shown and self._done == self.parts:
+            _print(f"compiled {self._name} in {self._seconds:.1f} s")
+
+    def _show(self) -> None:
+        self._is_shown = True
+        _print(f"compiling {self._name}, part {self._done + 1} of {self.parts} ...")
+
+
+def _print(text: str) -> None:
+    print(f"sm.jit: {text}", file=sys.stderr, flush=True)

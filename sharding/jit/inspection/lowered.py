@@ -115,35 +115,23 @@ def lower(
             given, named, held = inside.enter((tuple(args), kwargs, cells))
             leaves = [*given, *named.values()]
             inner = _with_cells(f, held)
-            snapshot = Snapshot(
-                [
-                    ("f", inner),
-                    *((f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)),
-                ]
-            )
+            arguments = [(f"args[{i}]", x) for i, x in enumerate(leaves)]
+            others = [(path, x) for path, x in arguments if not isinstance(x, Tensor)]
+            snapshot = Snapshot([("f", inner), *others])
             layouts = {path: f" @ {x._layout}" for x, path in snapshot.sharded}
-            layouts |= {
-                f"args[{i}]": f" @ {x._layout}"
-                for i, x in enumerate(leaves)
-                if hasattr(x, "_layout")
-            }
-            count = len(given)
-            run = lambda now: inner(*now[:count], **dict(zip(named, now[count:], strict=True)))  # noqa: E731
-            _, found, _ = record(
-                run,
-                leaves,
-                snapshot,
-                Hyperparameters().inputs(snapshot),
-                world,
-                first=False,
-                abstract=True,
-            )
-        if isinstance(found, str):
-            raise JitError(f"{function!r} cannot be lowered: {found}")
-        device_type = getattr(
-            root, "device_type", "cuda"
-        )  # without devices as `AbstractMesh.topology`
-        return Lowered(found.program, world, layouts, device_type, function, options)
+            layouts |= {path: f" @ {x._layout}" for path, x in arguments if hasattr(x, "_layout")}
+
+            def run(values: Sequence[Any]) -> Any:
+                keywords = dict(zip(named, values[len(given) :], strict=True))
+                return inner(*values[: len(given)], **keywords)
+
+            inputs = Hyperparameters().inputs(snapshot)
+            _, recording, _ = record(run, leaves, snapshot, inputs, world, False, abstract=True)
+        if isinstance(recording, str):
+            raise JitError(f"{function!r} cannot be lowered: {recording}")
+        # Without devices as `AbstractMesh.topology`.
+        device_type = getattr(root, "device_type", "cuda")
+        return Lowered(recording.program, world, layouts, device_type, function, options)
 
 
 def _place(mesh: AbstractMesh) -> int:
@@ -156,13 +144,11 @@ def _place(mesh: AbstractMesh) -> int:
 def _cells(f: Any) -> dict[str, Any]:
     """Return the objects that a function closes over, and the object of a method."""
     inner = f.__func__ if isinstance(f, types.MethodType) else f
-    found = {"": f.__self__} if isinstance(f, types.MethodType) else {}
+    cells = {"": f.__self__} if isinstance(f, types.MethodType) else {}
     if isinstance(inner, types.FunctionType):
-        found |= {
-            name: cell.cell_contents
-            for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-        }
-    return {"f": f} if isinstance(f, torch.nn.Module) else found
+        pairs = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+        cells |= {name: cell.cell_contents for name, cell in pairs}
+    return {"f": f} if isinstance(f, torch.nn.Module) else cells
 
 
 def _with_cells(f: Any, cells: dict[str, Any]) -> Callable[..., Any]:
@@ -173,8 +159,7 @@ def _with_cells(f: Any, cells: dict[str, Any]) -> Callable[..., Any]:
     if not isinstance(inner, types.FunctionType):
         return f
     closure = tuple(types.CellType(cells[name]) for name in inner.__code__.co_freevars)
-    made = types.FunctionType(
-        inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, closure
-    )
-    made.__kwdefaults__, made.__qualname__ = inner.__kwdefaults__, inner.__qualname__
-    return types.MethodType(made, cells[""]) if isinstance(f, types.MethodType) else made
+    code, defaults = inner.__code__, inner.__defaults__
+    copy = types.FunctionType(code, inner.__globals__, inner.__name__, defaults, closure)
+    copy.__kwdefaults__, copy.__qualname__ = inner.__kwdefaults__, inner.__qualname__
+    return types.MethodType(copy, cells[""]) if isinstance(f, types.MethodType) else copy

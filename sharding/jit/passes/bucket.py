@@ -11,6 +11,7 @@ ranks, and in the simulated world; a ring may round differently.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -44,10 +45,8 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
     wait_late(graph)
     removed = 0
     done: set[fx.Node] = set()
-    while count := _walk(
-        graph, limit, peak, done
-    ):  # again, since packing frees operands: most often twice
-        removed += count
+    while count := _walk(graph, limit, peak, done):
+        removed += count  # again, since packing frees operands: most often twice
     if not removed:
         set_order(graph, before)
     for wait in at_once if removed else []:
@@ -68,9 +67,8 @@ def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
         for place, starts in buckets
     ]
     anchors = []
-    for place, _ in reversed(
-        buckets
-    ):  # what is at a place may go, what is next to it stays in order
+    # What is at a place may go, what is next to it stays in order.
+    for place, _ in reversed(buckets):
         with graph.inserting_after(places.nodes[place]):
             anchors.append(graph.call_function(_anchor))
     moved: set[fx.Node] = set()
@@ -98,18 +96,13 @@ def _buckets(
     memory = _PackedMemory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
-        if (
-            node.target in OPERATORS
-            and OPERATORS[node.target] in _KINDS
-            and node not in done
-            and nbytes(node) < limit
-        ):  # type: ignore[index]
+        is_kind = OPERATORS.get(node.target) in _KINDS  # type: ignore[arg-type]
+        if is_kind and node not in done and nbytes(node) < limit:
             x: Any = node.args[0]
             only = len(node.users) == 1 and next(iter(node.users)).target is WAIT
             if only and math.prod(x.meta["val"][0]):
-                by_key.setdefault((node.target, node.args[1:-1], x.meta["val"][2:]), []).append(
-                    node
-                )
+                key = node.target, node.args[1:-1], x.meta["val"][2:]
+                by_key.setdefault(key, []).append(node)
     for nodes in by_key.values():
         while len(nodes) > 1:
             taken, size = nodes[:1], _buffer(nodes[0])
@@ -137,9 +130,8 @@ class _PackedMemory:
         self._last: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         for i, node in enumerate(places.nodes):
-            self._last |= dict.fromkeys(
-                self._use.of[node] | self._use.reads[node] | self._use.writes[node], i
-            )
+            used = self._use.of[node] | self._use.reads[node] | self._use.writes[node]
+            self._last |= dict.fromkeys(used, i)
             for c in self._use.writes[node]:
                 self._writers.setdefault(c, []).append(i)
         self._fences = [places.at[node] for node in self._use.fences]
@@ -151,13 +143,9 @@ class _PackedMemory:
         at, use, place = self.places.at, self._use, _place(self.places, starts)
         for node in starts:
             (wait,) = node.users
-            touched = [
-                self._fences,
-                *(self._writers.get(c, ()) for c in use.reads[node] | use.of[node]),
-            ]
-            if place >= at[wait] or any(
-                at[node] < i <= place and i != at[wait] for found in touched for i in found
-            ):
+            writers = [self._writers.get(c, ()) for c in use.reads[node] | use.of[node]]
+            touched = itertools.chain(self._fences, *writers)
+            if place >= at[wait] or any(at[node] < i <= place and i != at[wait] for i in touched):
                 return False
         first, more = self._more(starts)
         return bool((self._live[first : first + len(more)] + more <= self._peak).all())
@@ -169,9 +157,8 @@ class _PackedMemory:
         first, more = self._more(starts)
         place = _place(self.places, starts)
         for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
-            more[place + 1 - first : self.places.at[x] + 1 - first] += (
-                0 if is_view(x) else nbytes(x)
-            )
+            if not is_view(x):
+                more[place + 1 - first : self.places.at[x] + 1 - first] += nbytes(x)
         if (self._live[first : first + len(more)] + more > self._peak).any():
             return False
         self._live[first : first + len(more)] += more
@@ -192,10 +179,9 @@ class _PackedMemory:
             more[at[node] + 1 - first : place + 1 - first] += nbytes(node.args[0])  # type: ignore[arg-type]
         more[place + 1 - first : end + 1 - first] += out
         if place < end:
-            into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
-            more[place + 1 - first] += into + (
-                out if OPERATORS[starts[0].target] == "all_gather" else 0
-            )  # type: ignore[index]
+            more[place + 1 - first] += sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
+            if OPERATORS[starts[0].target] == "all_gather":  # type: ignore[index]
+                more[place + 1 - first] += out
         return first, more
 
 
@@ -248,12 +234,8 @@ def _part(new: Appender, whole: fx.Node, offset: int, count: int, is_own: bool) 
         part = new.make(
             aten.slice.Tensor, (whole, 1, offset, offset + count), [size, count], [total, 1]
         )
-        part = new.make(
-            aten.clone.default,
-            (part,),
-            [size, count],
-            kwargs={"memory_format": torch.contiguous_format},
-        )
+        in_order = {"memory_format": torch.contiguous_format}
+        part = new.make(aten.clone.default, (part,), [size, count], kwargs=in_order)
         return new.make(aten.view.default, (part, [size * count]), [size * count])
     part = new.make(aten.slice.Tensor, (whole, 0, offset, offset + count), [count])
     return new.make(aten.clone.default, (part,), [count]) if is_own else part

@@ -1,11 +1,14 @@
 """Cast and scale where fewer elements are handled, and in the copies that collectives need anyway.
 
-    all_gather(x).to(bf16)             ->   all_gather(x.to(bf16))       half the bytes
-    all_gather(x.to(f32))              ->   all_gather(x).to(f32)        half the bytes
-    all_gather(x) * 0.5                ->   all_gather(x * 0.5)          fewer elements
-    (all_reduce(x) * 0.5)[part]        ->   all_reduce(x)[part] * 0.5    may be a `reduce_scatter`
-    buffer.copy_(y); buffer.to(bf16)   ->   bf16 buffer.copy_(y)         one kernel: `copy_` casts
-    buffer.copy_(x.to(bf16))           ->   buffer.copy_(x)              one kernel
+    send_before_widening    all_gather(x.to(f32))               ->   all_gather(x).to(f32)
+    apply_before_moving     all_gather(x).to(bf16)              ->   all_gather(x.to(bf16))
+                            all_gather(x) * 0.5                 ->   all_gather(x * 0.5)
+                            buffer.copy_(y); buffer.to(bf16)    ->   bf16 buffer.copy_(y)
+    cast_in_copies          buffer.copy_(x.to(bf16))            ->   buffer.copy_(x)
+    apply_after_slicing     (all_reduce(x) * 0.5)[part]         ->   all_reduce(x)[part] * 0.5
+
+The first two send half the bytes or handle fewer elements, a copy that casts is one kernel in place
+of two, and behind a slice `reduce_scatter` can follow.
 
 All bits stay: what is done to each element alone may be done before elements are moved or after. A
 scale does not change places with a sum, not even a power of two: the sum of the larger numbers
@@ -27,27 +30,8 @@ from .movement import Movement, is_empty, is_moving
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.clone.default)
 _SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_FREE = {
-    "dtype",
-    "layout",
-    "device",
-    "pin_memory",
-    "non_blocking",
-}  # arguments of a cast that say nothing of strides
-
-
-class _CastRegion(NamedTuple):
-    """Memory between a collective and what is done to each element that it has moved.
-
-    Attributes:
-        classes: the memory.
-        inputs: nodes that read values from outside, and which.
-        exits: nodes that do it.
-    """
-
-    classes: set[int]
-    inputs: list[tuple[fx.Node, fx.Node]]
-    exits: list[fx.Node]
+# Arguments of a cast that say nothing of strides.
+_CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking"}
 
 
 def fuse_casts(graph: fx.Graph) -> int:
@@ -57,47 +41,151 @@ def fuse_casts(graph: fx.Graph) -> int:
     Returns: how many places have changed.
     """
     changed = 0
-    for step in (_send_narrow, _before, _cast_in_copies, _after_slices):
-        while count := step(graph, Movement(graph)):
+    for rewrite in (send_before_widening, apply_before_moving, cast_in_copies, apply_after_slicing):
+        while count := rewrite(graph, Movement(graph)):
             changed += count
     return changed
 
 
-def _before(graph: fx.Graph, move: Movement) -> int:
+class Elementwise(NamedTuple):
+    """What a node does to each element of its operand: kind is "cast" or "scale"."""
+
+    kind: str
+    text: str
+
+
+def elementwise(node: fx.Node) -> Elementwise | None:
+    """Return what a node does to each element; None if it does something else."""
+    if any("val" not in x.meta for x in (node, *node.all_input_nodes)):
+        return None
+    x: Any = node.args[0] if node.args else None
+    if node.target is aten._to_copy.default:
+        same_device = node.meta["val"][3] == x.meta["val"][3]
+        if same_device and node.kwargs.keys() <= _CAST_ARGUMENTS:
+            return Elementwise("cast", str(_dtype(node)))
+    elif node.target is aten.copy_.default:
+        source: Any = node.args[1]
+        if _dtype(node) != _dtype(source) and source is not x:
+            return Elementwise("cast", str(_dtype(node)))
+    elif node.target in _SCALES and not node.kwargs and type(node.args[1]) in (int, float):
+        return Elementwise("scale", f"{node.target} {node.args[1]!r}")
+    return None
+
+
+# -- all_gather(x.to(f32))  ->  all_gather(x).to(f32) ----------------------------------------------
+
+
+def send_before_widening(graph: fx.Graph, move: Movement) -> int:
+    """Send what was cast to a larger dtype before the cast, where both results fit into memory next
+    to each other.
+    """
+    live = live_bytes(graph, move.use)
+    for start in filter(is_moving, move.nodes):
+        cast = _widening(start.args[0])  # type: ignore[arg-type]
+        if cast is None or len(start.users) != 1 or not move.is_private(start):
+            continue
+        narrow: Any = cast.args[0]
+        (wait,) = start.users
+        between = range(move.at[cast] + 1, move.at[wait] + 1)
+        is_written = move.is_written(narrow, between) or move.is_written(cast, between)
+        if wait.target is not WAIT or is_written or not is_contiguous(narrow):
+            continue
+        more = nbytes(narrow) + nbytes(start) * _dtype(narrow).itemsize // _dtype(start).itemsize
+        if max(live[i] for i in between) + more > max(live):
+            continue
+        wide, size = _dtype(start), math.prod(narrow.meta["val"][0])
+        with graph.inserting_before(start):
+            flat = graph.call_function(aten.view.default, (narrow, [size]))
+        flat.meta["val"] = (size,), (1,), *narrow.meta["val"][2:]
+        start.replace_input_with(start.args[0], flat)  # type: ignore[arg-type]
+        _set_dtype(start, _dtype(narrow))
+        _set_dtype(wait, _dtype(narrow))
+        start.meta["moved"] = f"{start.meta.get('moved', '')} before {wide}"
+        with graph.inserting_after(wait):
+            whole = _call_like(graph, aten._to_copy.default, (wait,), {"dtype": wide}, wide)
+        _replace(wait, whole)
+        for node in reversed(list(graph.nodes)):
+            if not node.users and (is_view(node) or node is cast):
+                graph.erase_node(node)
+        return 1
+    return 0
+
+
+def _widening(x: fx.Node) -> fx.Node | None:
+    """Return the cast to a larger dtype that a node is a flat view of; None if it is none."""
+    while is_view(x) and x.target is aten.view.default:
+        x = x.all_input_nodes[0]
+    is_cast = x.target is aten._to_copy.default and elementwise(x) is not None
+    return x if is_cast and _has_all_values(_dtype(x), _dtype(x.args[0])) else None
+
+
+def _has_all_values(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return whether a larger dtype has all values of a smaller one."""
+    return (
+        narrow.itemsize < wide.itemsize
+        and narrow is not torch.bool
+        and torch.promote_types(narrow, wide) is wide
+        and narrow.is_floating_point == wide.is_floating_point
+    )
+
+
+# -- all_gather(x).to(bf16)  ->  all_gather(x.to(bf16)) --------------------------------------------
+
+
+class Region(NamedTuple):
+    """Memory between a collective and what is done to each element that it has moved.
+
+    Attributes:
+        classes: the memory, which has one dtype and is filled by copies of values in it.
+        inputs: nodes that read values from outside, and which.
+        exits: the nodes that use the values otherwise.
+    """
+
+    classes: set[int]
+    inputs: list[tuple[fx.Node, fx.Node]]
+    exits: list[fx.Node]
+
+    def function(self) -> Elementwise | None:
+        """Return what all exits do to each element; None if they do different or other things."""
+        functions = {elementwise(node) for node in self.exits}
+        return functions.pop() if len(functions) == 1 else None
+
+
+def apply_before_moving(graph: fx.Graph, move: Movement) -> int:
     """Apply what all uses of a moved value do to each element before it is moved."""
-    changed, touched = 0, set()
+    changed = 0
+    touched: set[int] = set()
     for start in [node for node in move.nodes if node.target in OPERATORS]:
         own = move.own(start)
         for first in move.derived(start):
             if first == own and not is_moving(start):
-                continue
+                continue  # a sum
             region = _region(move, first)
             if region is None or touched & region.classes:
                 continue
-            kinds = {_kind(node) for node in region.exits}
-            kind = kinds.pop()
-            if kinds or kind is None:
+            function = region.function()
+            if function is None:
                 continue
             dtype = _dtype(region.exits[0])
-            if kind[0] == "cast" and dtype.itemsize >= _dtype(move.use.made_by[first]).itemsize:
+            if function.kind == "cast":
+                if dtype.itemsize >= _dtype(move.use.made_by[first]).itemsize:
+                    continue
+            elif first != own or not _has_fewer_inputs(move, region, start):
                 continue
-            if kind[0] == "scale" and not (first == own and _has_fewer_inputs(move, region, start)):
-                continue
-            touched |= region.classes | {c for node in region.exits for c in move.use.of[node]}
+            touched |= region.classes | move.use.union(region.exits)
             if first == own:
-                start.meta["moved"] = f"{start.meta.get('moved', '')} after {kind[1]}"
-            _apply(graph, move, region, kind[0] == "cast", dtype)
+                start.meta["moved"] = f"{start.meta.get('moved', '')} after {function.text}"
+            _apply_at_inputs(graph, move, region, function.kind == "cast")
             changed += 1
     return changed
 
 
-def _region(move: Movement, first: int) -> _CastRegion | None:
+def _region(move: Movement, first: int) -> Region | None:
     """Return the memory to which the values of a class are copied, up to nodes that do something;
     None if it may not change.
     """
     use, at = move.use, move.at
     classes: set[int] = set()
-    inputs: list[tuple[fx.Node, fx.Node]] = []
     exits: list[fx.Node] = []
     work = [first]
     while work:
@@ -108,89 +196,79 @@ def _region(move: Movement, first: int) -> _CastRegion | None:
             return None
         classes.add(c)
         fillers = move.fillers[c]
-        if not all(
-            node.target in OPERATORS or is_empty(node) or node.target in _COPIES for node in fillers
-        ):
+        if not all(map(_is_filler, fillers)):
             return None
         for node in move.readers.get(c, ()):
-            if (
-                node in fillers
-                or (node.target is WAIT and use.of[node] <= classes)
-                or is_empty(node)
-            ):
+            is_wait = node.target is WAIT and use.of[node] <= classes
+            if node in fillers or is_wait or is_empty(node):
                 continue
             if at[fillers[-1]] > at[node]:
                 return None  # written after it was read
-            copied = node.target in _COPIES and (use.writes[node] or use.of[node])
-            if (
-                copied
-                and _dtype(node) == _dtype(use.made_by[c])
-                and not copied & (use.inputs | use.outputs)
-            ):
+            copied = (use.writes[node] or use.of[node]) if node.target in _COPIES else frozenset()
+            same_dtype = copied and _dtype(node) == _dtype(use.made_by[c])
+            if same_dtype and not copied & (use.inputs | use.outputs):
                 work += copied
             else:
                 exits.append(node)
-    for node in sorted({node for c in classes for node in move.fillers[c]}, key=at.__getitem__):
-        source: Any = (
-            None
-            if is_empty(node)
-            else node.args[1]
-            if node.target is aten.copy_.default
-            else node.args[0]
-        )
-        if source is not None and not use.of[source] <= classes:
-            inputs.append((node, source))
     dtypes = {_dtype(node) for c in classes for node in move.holders[c] if "val" in node.meta}
-    return (
-        _CastRegion(classes, inputs, list(dict.fromkeys(exits)))
-        if exits and len(dtypes) == 1
-        else None
-    )
-
-
-def _kind(node: fx.Node) -> tuple[str, str] | None:
-    """Return what a node does to each element of its operand; None if it does something else."""
-    if any("val" not in x.meta for x in (node, *node.all_input_nodes)):
+    if not exits or len(dtypes) != 1:
         return None
-    if node.target is aten._to_copy.default and node.kwargs.keys() <= _FREE and _same_device(node):
-        return "cast", str(_dtype(node))
-    if (
-        node.target is aten.copy_.default
-        and _dtype(node) != _dtype(node.args[1])  # type: ignore[arg-type]
-        and node.args[1] is not node.args[0]
-    ):
-        return "cast", str(_dtype(node))
-    if node.target in _SCALES and not node.kwargs and type(node.args[1]) in (int, float):
-        return "scale", f"{node.target} {node.args[1]!r}"
-    return None
+    inputs: list[tuple[fx.Node, fx.Node]] = []
+    for node in sorted({node for c in classes for node in move.fillers[c]}, key=at.__getitem__):
+        if not is_empty(node):
+            source: Any = node.args[1 if node.target is aten.copy_.default else 0]
+            if not use.of[source] <= classes:
+                inputs.append((node, source))
+    return Region(classes, inputs, list(dict.fromkeys(exits)))
 
 
-def _apply(
-    graph: fx.Graph, move: Movement, region: _CastRegion, is_cast: bool, dtype: torch.dtype
-) -> None:
+def _is_filler(node: fx.Node) -> bool:
+    return node.target in OPERATORS or node.target in _COPIES or is_empty(node)
+
+
+def _has_fewer_inputs(move: Movement, region: Region, start: fx.Node) -> bool:
+    """Return whether a scale runs on fewer elements before a collective than after, and nothing is
+    left of it there.
+    """
+    same_dtype = _dtype(start) is _dtype(region.exits[0])
+    is_fewer = nbytes(start) > nbytes(start.args[0])  # type: ignore[arg-type]
+    return same_dtype and is_fewer and all(_is_removable(move, node) for node in region.exits)
+
+
+def _is_removable(move: Movement, node: fx.Node) -> bool:
+    """Return whether users of an exit may read the memory of the region instead: nothing writes it
+    or depends on where it is, and no more memory is kept than they read.
+    """
+    x: Any = node.args[0]
+    if node.target is aten.copy_.default or not move.is_private(node):
+        return False
+    (own,), (c,) = move.use.of[node], move.use.of[x]
+    shape, strides, *_ = x.meta["val"]
+    is_whole = math.prod(shape) == math.prod(move.use.made_by[c].meta["val"][0])
+    is_strided = any(user.target is aten.as_strided.default for user in move.holders[own])
+    return is_whole and not is_strided and node.meta["val"][:2] == (shape, strides)
+
+
+def _apply_at_inputs(graph: fx.Graph, move: Movement, region: Region, is_cast: bool) -> None:
     """Do at the inputs of a region what its exits do, and let their users take its values as they
     are.
     """
-    function = region.exits[0]
-    droppable = [node for node in region.exits if _can_go(move, node)]
+    function, dtype = region.exits[0], _dtype(region.exits[0])
+    removable = [node for node in region.exits if _is_removable(move, node)]
     for node, source in region.inputs:
-        if is_cast and node.target is aten.copy_.default:
-            continue  # it casts itself
-        if is_cast and node.target is aten.clone.default:
-            node.target = aten._to_copy.default
-            node.kwargs = {**node.kwargs, "dtype": dtype}
-            continue
-        with graph.inserting_before(node):
-            if is_cast:
-                made = _cast(graph, source, dtype)
-            else:
-                made = _applied(graph, function, source, dtype)
-        node.replace_input_with(source, made)
+        if not is_cast:
+            with graph.inserting_before(node):
+                node.replace_input_with(source, _applied(graph, function, source))
+        elif node.target is aten.clone.default:
+            _cast_instead(node, dtype)
+        elif node.target is not aten.copy_.default:  # which casts itself
+            with graph.inserting_before(node):
+                node.replace_input_with(source, _cast(graph, source, dtype))
     for node in {node for c in region.classes for node in move.holders[c] if "val" in node.meta}:
-        _retype(node, dtype)
+        _set_dtype(node, dtype)
         if is_empty(node):
             node.kwargs = {**node.kwargs, "dtype": dtype}
-    for node in droppable:
+    for node in removable:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
 
@@ -203,172 +281,64 @@ def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     while is_view(chain[-1]) and len(chain[-1].users) == 1:
         chain.append(chain[-1].all_input_nodes[0])
     if chain[-1].target is aten.clone.default and len(chain[-1].users) == 1:
-        chain[-1].target = aten._to_copy.default
-        chain[-1].kwargs = {**chain[-1].kwargs, "dtype": dtype}
+        _cast_instead(chain[-1], dtype)
         for node in chain:
-            _retype(node, dtype)
+            _set_dtype(node, dtype)
         return x
-    made = graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
-    return _note(made, x, dtype)
+    return _call_like(graph, aten._to_copy.default, (x,), {"dtype": dtype}, dtype)
 
 
-def _can_go(move: Movement, node: fx.Node) -> bool:
-    """Return whether users of an exit may read the memory of the region instead: nothing writes it
-    or depends on where it is.
-    """
-    if node.target is aten.copy_.default:
-        return False
-    use, x = move.use, node.args[0]
-    (made,) = use.of[node]
-    if (
-        made in use.outputs
-        or made in move.mixed
-        or move.fillers[made] != [node]
-        or node.meta["val"][:2] != x.meta["val"][:2]  # type: ignore[union-attr]
-    ):
-        return False
-    (c,) = use.of[x]  # type: ignore[index]
-    if math.prod(x.meta["val"][0]) != math.prod(use.made_by[c].meta[("val")][0]):  # type: ignore[union-attr]
-        return False  # it would keep more than it reads
-    return not any(user.target is aten.as_strided.default for user in move.holders[made])
+# -- buffer.copy_(x.to(bf16))  ->  buffer.copy_(x) -------------------------------------------------
 
 
-def _has_fewer_inputs(move: Movement, region: _CastRegion, start: fx.Node) -> bool:
-    """Return whether a scale runs on fewer elements before a collective than after, and nothing is
-    left of it there.
-    """
-    kept = _dtype(start) is _dtype(region.exits[0]) and nbytes(start) > nbytes(start.args[0])  # type: ignore[arg-type]
-    return kept and all(_can_go(move, node) for node in region.exits)
-
-
-def _send_narrow(graph: fx.Graph, move: Movement) -> int:
-    """Send what was cast to a larger dtype before the cast, where both results fit into memory next
-    to each other.
-    """
-    live = live_bytes(graph, move.use)
-    for start in filter(is_moving, move.nodes):
-        cast, own = _widening(start.args[0]), move.own(start)  # type: ignore[arg-type]
-        if (
-            cast is None
-            or len(start.users) != 1
-            or own in move.mixed | move.use.outputs
-            or move.fillers[own] != [start]
-        ):
-            continue
-        narrow: Any = cast.args[0]
-        (wait,) = start.users
-        between = range(move.at[cast] + 1, move.at[wait] + 1)
-        if (
-            wait.target is not WAIT
-            or not is_contiguous(narrow)
-            or any(_is_written(move, x, between) for x in (narrow, cast))
-        ):
-            continue
-        more = nbytes(narrow) + nbytes(start) * _dtype(narrow).itemsize // _dtype(start).itemsize
-        if max(live[i] for i in between) + more > max(live):
-            continue
-        wide, size = _dtype(start), math.prod(narrow.meta["val"][0])
-        with graph.inserting_before(start):
-            flat = graph.call_function(aten.view.default, (narrow, [size]))
-        flat.meta["val"] = (size,), (1,), *narrow.meta["val"][2:]
-        start.replace_input_with(start.args[0], flat)  # type: ignore[arg-type]
-        for node in (start, wait):
-            _retype(node, _dtype(narrow))
-        start.meta["moved"] = f"{start.meta.get('moved', '')} before {wide}"
-        with graph.inserting_after(wait):
-            whole = _note(
-                graph.call_function(aten._to_copy.default, (wait,), {"dtype": wide}), wait, wide
-            )
-        _replace(wait, whole)
-        for node in reversed(list(graph.nodes)):
-            if not node.users and (is_view(node) or node is cast):
-                graph.erase_node(node)
-        return 1
-    return 0
-
-
-def _is_written(move: Movement, x: fx.Node, between: range) -> bool:
-    """Return whether the memory of a value is written at one of these places."""
-    return any(move.at[node] in between for c in move.use.of[x] for node in move.fillers.get(c, ()))
-
-
-def _widening(x: fx.Node) -> fx.Node | None:
-    """Return the cast to a larger dtype that a node is a flat view of; None if it is none."""
-    while is_view(x) and x.target is aten.view.default:
-        x = x.all_input_nodes[0]
-    kind = _kind(x) if x.target is aten._to_copy.default else None
-    return x if kind is not None and _is_exact(_dtype(x.args[0]), _dtype(x)) else None  # type: ignore[arg-type]
-
-
-def _is_exact(given: torch.dtype, made: torch.dtype) -> bool:
-    """Return whether a larger dtype has all values of a smaller one."""
-    return (
-        given.itemsize < made.itemsize
-        and given is not torch.bool
-        and torch.promote_types(given, made) is made
-        and (given.is_floating_point == made.is_floating_point)
-    )
-
-
-def _cast_in_copies(graph: fx.Graph, move: Movement) -> int:
+def cast_in_copies(graph: fx.Graph, move: Movement) -> int:
     """Let copies into the buffers of collectives cast."""
+    sent = move.use.union(node.args[0] for node in move.nodes if node.target in OPERATORS)
     changed = 0
-    sent = {c for node in move.nodes if node.target in OPERATORS for c in move.use.of[node.args[0]]}  # type: ignore[index]
     for node in move.nodes:
-        cast: Any = node.args[1] if node.target is aten.copy_.default else None
-        if (
-            cast is None
-            or not move.use.writes[node] <= sent
-            or cast.target is not aten._to_copy.default
-            or _kind(cast) is None
-        ):
+        if node.target is not aten.copy_.default or not move.use.writes[node] <= sent:
+            continue
+        cast: Any = node.args[1]
+        if cast.target is not aten._to_copy.default or elementwise(cast) is None:
             continue
         x: Any = cast.args[0]
-        same = _dtype(cast) is _dtype(node) or _is_exact(_dtype(x), _dtype(cast))
-        if not same or len(cast.users) > 1 or (nbytes(x) > nbytes(cast) and node.prev is not cast):
-            continue
-        if _is_written(move, x, range(move.at[cast], move.at[node] + 1)):
-            continue
-        node.replace_input_with(cast, x)
-        graph.erase_node(cast)
-        changed += 1
+        is_exact = _dtype(cast) is _dtype(node) or _has_all_values(_dtype(cast), _dtype(x))
+        # The larger value would be kept for longer.
+        is_late = nbytes(x) > nbytes(cast) and node.prev is not cast
+        is_written = move.is_written(x, range(move.at[cast], move.at[node] + 1))
+        if is_exact and len(cast.users) == 1 and not is_late and not is_written:
+            node.replace_input_with(cast, x)
+            graph.erase_node(cast)
+            changed += 1
     return changed
 
 
-def _after_slices(graph: fx.Graph, move: Movement) -> int:
+# -- (all_reduce(x) * 0.5)[part]  ->  all_reduce(x)[part] * 0.5 ------------------------------------
+
+
+def apply_after_slicing(graph: fx.Graph, move: Movement) -> int:
     """Cast and scale what a slice takes of a collective's result, and not the whole."""
     for node in move.nodes:
-        if _kind(node) is None or node.target is aten.copy_.default:
+        if node.target is aten.copy_.default or elementwise(node) is None:
             continue
         x: Any = node.args[0]
-        made, given = move.use.of[node], move.use.of[x]
-        if not _is_of_collective(move, x):
-            continue
-        if (
-            made & (move.use.outputs | move.mixed)
-            or any(move.fillers[c] != [node] for c in made)
-            or given & move.use.outputs
-        ):
-            continue
-        if any(
-            move.at[filler] > move.at[node] for c in given for filler in move.fillers[c]
-        ) or not is_contiguous(x):
+        is_fixed = bool(move.use.of[x] & move.use.outputs) or not is_contiguous(x)
+        is_written = move.is_written(x, range(move.at[node] + 1, len(move.nodes)))
+        if is_fixed or not _is_of_collective(move, x) or not move.is_private(node) or is_written:
             continue
         chain = _up_to_slice(node)
-        if (
-            not chain
-            or math.prod(chain[-1].meta["val"][0]) >= math.prod(x.meta["val"][0])
-            or not is_contiguous(chain[-1])
-        ):
+        if not chain or not is_contiguous(chain[-1]):
             continue
         part = chain[-1]
+        if math.prod(part.meta["val"][0]) >= math.prod(x.meta["val"][0]):
+            continue
         if nbytes(x) > nbytes(node) and move.at[part] - move.at[node] > len(chain):
             continue  # the larger value would be kept for longer
         with graph.inserting_after(part):
-            again = _applied(graph, node, part, _dtype(node))
-        _replace(part, again)
+            applied = _applied(graph, node, part, _dtype(node))
+        _replace(part, applied)
         for view in chain:
-            _retype(view, _dtype(x))
+            _set_dtype(view, _dtype(x))
         chain[0].replace_input_with(node, x)
         graph.erase_node(node)
         return 1
@@ -377,16 +347,13 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
 
 def _is_of_collective(move: Movement, x: fx.Node) -> bool:
     """Return whether a value is a collective's result, or was cast or scaled from one."""
-    found: set[Any] = {x}
-    while found:
-        found = {move.use.made_by.get(c) for node in found for c in move.use.of[node]} - {None}
-        if any(node.target in OPERATORS for node in found):
+    nodes: set[Any] = {x}
+    while nodes:
+        makers = {move.use.made_by.get(c) for c in move.use.union(nodes)} - {None}
+        if any(node.target in OPERATORS for node in makers):
             return True
-        found = {
-            node.args[0]
-            for node in found
-            if _kind(node) is not None and node.target is not aten.copy_.default
-        }
+        makers = {node for node in makers if node.target is not aten.copy_.default}
+        nodes = {node.args[0] for node in makers if elementwise(node) is not None}
     return False
 
 
@@ -405,40 +372,41 @@ def _up_to_slice(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def _dtype(node: Any) -> torch.dtype:
     return node.meta["val"][2]
 
 
-def _same_device(node: fx.Node) -> bool:
-    return node.meta["val"][3] == node.args[0].meta["val"][3]  # type: ignore[union-attr]
-
-
-def _applied(graph: fx.Graph, function: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Add a node that does to each element of x what another node does to its operand."""
-    return _note(
-        graph.call_function(function.target, (x, *function.args[1:]), function.kwargs),  # type: ignore[arg-type]
-        x,
-        dtype,
-    )
-
-
-def _replace(x: fx.Node, made: fx.Node) -> None:
-    """Let all users of x take what was made of it."""
-    x.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-
-
-def _note(made: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Note the shape of a node that computes with each element of another."""
-    shape, strides, _, device = x.meta["val"]
-    made.meta["val"] = (
-        shape,
-        torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride(),
-        dtype,
-        device,
-    )
-    return made
-
-
-def _retype(node: fx.Node, dtype: torch.dtype) -> None:
+def _set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     shape, strides, _, device = node.meta["val"]
     node.meta["val"] = shape, strides, dtype, device
+
+
+def _cast_instead(clone: fx.Node, dtype: torch.dtype) -> None:
+    """Let a copy cast."""
+    clone.target = aten._to_copy.default
+    clone.kwargs = {**clone.kwargs, "dtype": dtype}
+
+
+def _applied(
+    graph: fx.Graph, function: fx.Node, x: fx.Node, dtype: torch.dtype | None = None
+) -> fx.Node:
+    """Add a node that does to each element of x what another node does to its operand."""
+    args = (x, *function.args[1:])
+    return _call_like(graph, function.target, args, function.kwargs, dtype or _dtype(function))
+
+
+def _call_like(graph: fx.Graph, target: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> fx.Node:
+    """Add a node that computes with each element of its first operand."""
+    node = graph.call_function(target, args, kwargs)
+    shape, strides, _, device = args[0].meta["val"]
+    strides = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+    node.meta["val"] = shape, strides, dtype, device
+    return node
+
+
+def _replace(x: fx.Node, new: fx.Node) -> None:
+    """Let all users of x take what was made of it."""
+    x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

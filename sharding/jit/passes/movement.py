@@ -77,6 +77,19 @@ class Movement:
             if len(self.use.of[node]) > 1 or (node in self.use.fences):
                 self.mixed |= self.use.of[node]
 
+    def is_private(self, node: fx.Node) -> bool:
+        """Return whether only this node fills the memory of its result, and nothing outside of the
+        graph sees it.
+        """
+        classes = self.use.of[node]
+        is_seen = classes & (self.use.outputs | self.mixed)
+        return not is_seen and all(self.fillers[c] == [node] for c in classes)
+
+    def is_written(self, x: fx.Node, between: range) -> bool:
+        """Return whether the memory of a value is written at one of these places."""
+        fillers = (node for c in self.use.of[x] for node in self.fillers.get(c, ()))
+        return any(self.at[node] in between for node in fillers)
+
     def own(self, start: fx.Node) -> int:
         """Return the class of the result of a collective."""
         return next(c for c in self.use.of[start] if self.use.made_by.get(c) is start)

@@ -14,7 +14,7 @@ from ..program import Program, changes_metadata
 from .agreement import agree, agree_on_names, number_collectives, schedule_of
 from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
-from .dead_collectives import remove_dead_collectives
+from .dead_code import remove_dead_collectives
 from .fuse_casts import fuse_casts
 from .options import PassOptions
 from .overlap import overlap

@@ -62,7 +62,7 @@ class Reasons:
 
     def __init__(self, f: Callable[..., Any]) -> None:
         self._f, self._recordings = f, 0
-        self._found: dict[str, tuple[Reason, int]] = {}
+        self._counts: dict[str, tuple[Reason, int]] = {}
 
     def find(self, change: str, key: Any, others: Sequence[Any]) -> list[Reason]:
         """Return why a signature is recorded; [] for the first recording.
@@ -79,21 +79,20 @@ class Reasons:
         """
         self._recordings += 1
         for reason in reasons:
-            if reason.what not in self._found:
+            if reason.what not in self._counts:
                 _log.info("%r is recorded again: %s", function, reason.text)
-            self._found[reason.what] = reason, self._found.get(reason.what, (reason, 0))[1] + 1
+            self._counts[reason.what] = reason, self._counts.get(reason.what, (reason, 0))[1] + 1
         if self._recordings == _MANY:
             warnings.warn(f"{function!r} {self._summary()}", stacklevel=4)
 
     def _summary(self) -> str:
-        found = sorted(self._found.values(), key=lambda item: -item[1])
-        what = "; ".join(
-            f"{reason.text} ({count} time{'s' * (count != 1)})" for reason, count in found
-        )
+        reasons = sorted(self._counts.values(), key=lambda item: -item[1])
+        texts = [f"{one.text} ({count} time{'s' * (count != 1)})" for one, count in reasons]
+        what = "; ".join(texts)
         advice = [
             text
             for start, text in _ADVICE
-            if any(reason.what.startswith(start) for reason, _ in found)
+            if any(reason.what.startswith(start) for reason, _ in reasons)
         ]
         return " ".join([f"was recorded {_MANY} times, each time eagerly: {what}.", *advice])
 
@@ -105,9 +104,8 @@ def texts_of(reasons: Sequence[Reason]) -> str:
 
 def _reason_of(text: str) -> Reason:
     """Return a reason that is there as text: `f.depth was 2 and is 3`."""
-    return Reason(
-        min((text.partition(word)[0] for word in (" was ", " is ", " had ")), key=len), text
-    )
+    starts = (text.partition(word)[0] for word in (" was ", " is ", " had "))
+    return Reason(min(starts, key=len), text)
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -117,56 +115,38 @@ def nearest(f: Callable[..., Any], key: Any, others: Sequence[Any]) -> list[Reas
     """Return what differs from the signature that differs least, the newest of several; [] if there
     are no others.
     """
-    found = [differences(f, other, key) for other in reversed(others)]
-    return min(found, key=len, default=[])
+    return min((differences(f, other, key) for other in reversed(others)), key=len, default=[])
 
 
 def differences(f: Callable[..., Any], before: Any, now: Any) -> list[Reason]:
     """Return what differs between two signatures of a function."""
-    found = [
-        _changed(name, _word(y), _word(x))
-        for name, x, y in zip(_MODES, before[1], now[1], strict=True)
-        if x != y
-    ]
-    names, names_before = (
-        leaf_names(f, now[0], len(now[2])),
-        leaf_names(f, before[0], len(before[2])),
-    )
+    modes = zip(_MODES, before[1], now[1], strict=True)
+    reasons = [_changed(name, _word(y), _word(x)) for name, x, y in modes if x != y]
+    names = leaf_names(f, now[0], len(now[2]))
     if before[0] != now[0]:
-        return [
-            *found,
-            _changed(
-                "the structure of the arguments",
-                ", ".join(names) or "empty",
-                ", ".join(names_before) or "empty",
-            ),
-        ]
+        structure = ", ".join(names) or "empty"
+        old_structure = ", ".join(leaf_names(f, before[0], len(before[2]))) or "empty"
+        return [*reasons, _changed("the structure of the arguments", structure, old_structure)]
     for name, x, y in zip(names, before[2], now[2], strict=True):
-        found += _leaf(name, x, y) if x != y else []
-    if before[3] != now[3] and not found:
-        found.append(
-            Reason(
-                "shared memory",
-                "which arguments share memory, and how far apart they begin, has changed",
-            )
-        )
-    return found
+        reasons += _leaf(name, x, y) if x != y else []
+    if before[3] != now[3] and not reasons:
+        text = "which arguments share memory, and how far apart they begin, has changed"
+        reasons.append(Reason("shared memory", text))
+    return reasons
 
 
 def leaf_names(f: Callable[..., Any], tree: Any, count: int) -> list[str]:
     """Return the name of each leaf of the arguments: `batch['x'][0]`."""
     try:
-        kinds = inspect.signature(f).parameters.values()
-        parameters = [
-            p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        all_parameters = inspect.signature(f).parameters.values()
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [p.name for p in all_parameters if p.kind in kinds]
     except (TypeError, ValueError):
         parameters = []
     args, kwargs = unflatten_tree(tree, list(range(count)))
-    given = [
-        (parameters[i] if i < len(parameters) else f"args[{i}]", x) for i, x in enumerate(args)
-    ]
-    return [name + path for name, x in (*given, *kwargs.items()) for path in paths_of(x)]
+    parameters += [f"args[{i}]" for i in range(len(parameters), len(args))]
+    named = [*zip(parameters, args, strict=False), *kwargs.items()]
+    return [name + path for name, x in named for path in paths_of(x)]
 
 
 def _leaf(name: str, before: Any, now: Any) -> list[Reason]:
@@ -183,11 +163,8 @@ def _leaf(name: str, before: Any, now: Any) -> list[Reason]:
     elif isinstance(now[1], now[0]):
         return [_changed(f"the value of {name}", repr(now[1])[:80], repr(before[1])[:80])]
     else:
-        return [
-            Reason(
-                f"the object {name}", f"the object {name} is another {now[0].__name__} than before"
-            )
-        ]
+        text = f"the object {name} is another {now[0].__name__} than before"
+        return [Reason(f"the object {name}", text)]
     differing = [one for one in parts if one[1] != one[2]]
     if len(differing) > 1 and differing[0][0] == "shape":  # the stride follows from it
         differing = [one for one in differing if one[0] != "stride"]
@@ -236,8 +213,6 @@ def changed_gradient(slots: Sequence[GradSlot], before: Sequence[Any], now: Sequ
     """Return the first slot of a gradient whose value is of another kind, and of which."""
     slot, x, y = next(one for one in zip(slots, before, now, strict=True) if one[1] != one[2])
     if x is None or y is None:
-        return (
-            f"{slot.path} was {'None' if x is None else 'set'} and is "
-            f"{'None' if y is None else 'set'}"
-        )
+        words = ("None" if value is None else "set" for value in (x, y))
+        return "{} was {} and is {}".format(slot.path, *words)
     return f"{slot.path} was of another shape, layout or dtype"

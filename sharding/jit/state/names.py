@@ -1,4 +1,5 @@
-"""The names by which code may reach attributes of the program's own objects.
+"""The names by which code may reach attributes of the program's own objects, and which code is the
+program's own.
 
     self.optimizer.step()       `optimizer`, of self; not `step`, which is an attribute of one of
                                 torch's optimizers
@@ -11,12 +12,16 @@ for one whose `step` the code calls.
 from __future__ import annotations
 
 import dis
+import sys
+import sysconfig
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from ....mesh.comm.call_site import _OURS, _TORCH
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
 _FOREIGN = (
@@ -30,28 +35,46 @@ _FOREIGN = (
     set,
     str,
 )
+_paths = sysconfig.get_paths()
+_INSTALLED = (
+    _TORCH,
+    *_OURS,
+    *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<",
+)
 _UNKNOWN = object()
-Use = tuple[
-    str, "tuple[str, ...] | None"
-]  # a name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer")
+# A name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer").
+Use = tuple[str, "tuple[str, ...] | None"]
 
 
-def names_of(
-    f: types.FunctionType, selves: Sequence[Any], is_program: Callable[[str | None], bool]
-) -> set[str]:
+@lru_cache(4096)
+def is_installed(file: str) -> bool:
+    """Return whether a source file belongs to torch, this library, the standard library or an
+    installed package.
+    """
+    return file.startswith(_INSTALLED) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+@lru_cache(4096)
+def is_program(module: str | None) -> bool:
+    """Return whether a module is part of the program: not installed."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return module == "__main__" or (file is not None and not is_installed(file))
+
+
+def names_of(f: types.FunctionType, selves: Sequence[Any]) -> set[str]:
     """Return the names and the strings in a function's code, without those of attributes of objects
     that are not the program's.
 
     Args:
         selves: what the function's first argument may be; empty if that is not known.
-        is_program: whether a module is the program's own.
     """
     code = f.__code__
-    found = {x for part in codes(code) for x in part.co_consts if isinstance(x, str)}
+    names = {x for part in codes(code) for x in part.co_consts if isinstance(x, str)}
     for name, path in _uses(code):
-        if path is None or name in found or not _are_foreign(_objects(f, selves, path), is_program):
-            found.add(name)
-    return found
+        if path is None or name in names or not _are_foreign(_objects(f, selves, path)):
+            names.add(name)
+    return names
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -65,9 +88,8 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 @lru_cache(4096)
 def _uses(code: types.CodeType) -> tuple[Use, ...]:
     """Return how the code uses names."""
-    found: set[Use] = {
-        (name, None) for part in codes(code) if part is not code for name in part.co_names
-    }
+    inner = [part for part in codes(code) if part is not code]
+    uses: set[Use] = {(name, None) for part in inner for name in part.co_names}
     path: tuple[str, ...] | None = None  # of the object on top of the stack
     stored = {
         i.argval
@@ -79,19 +101,16 @@ def _uses(code: types.CodeType) -> tuple[Use, ...]:
         if i.is_jump_target:  # what is on the stack may come from elsewhere
             path = None
         if i.opname in _ATTRIBUTES:
-            found.add((i.argval, path))
-            path = (
-                None
-                if path is None or i.opname in ("STORE_ATTR", "DELETE_ATTR")
-                else (*path, i.argval)
-            )
+            uses.add((i.argval, path))
+            is_read = i.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            path = (*path, i.argval) if is_read and path is not None else None
         elif i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")):
             name = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
             path = None if name in stored else (name,)
         elif i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE"):
             path = None
-    attributes = {name for name, _ in found}
-    return (*found, *((name, None) for name in code.co_names if name not in attributes))
+    attributes = {name for name, _ in uses}
+    return (*uses, *((name, None) for name in code.co_names if name not in attributes))
 
 
 def _objects(f: types.FunctionType, selves: Sequence[Any], path: Sequence[str]) -> list[Any]:
@@ -123,18 +142,13 @@ def _attribute(x: Any, name: str) -> Any:
     values = getattr(x, "__dict__", {})
     if name in vars(type(x)) or not isinstance(values, dict):  # a property, say
         return _UNKNOWN
-    places = [
-        values,
-        *(
-            values[part]
-            for part in ("_modules", "_parameters", "_buffers")
-            if isinstance(x, torch.nn.Module)
-        ),
-    ]
+    places = [values]
+    if isinstance(x, torch.nn.Module):
+        places += [values[part] for part in ("_modules", "_parameters", "_buffers")]
     return next((place[name] for place in places if name in place), _UNKNOWN)
 
 
-def _are_foreign(objects: list[Any], is_program: Callable[[str | None], bool]) -> bool:
+def _are_foreign(objects: list[Any]) -> bool:
     """Return whether objects are known and none is of a class of the program, or one of its
     modules.
     """

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.recording.trace_buffer import Header
-from shardmesh.sharding.jit.backends import progress, repeats
+from shardmesh.sharding.jit.backends import repeats, segments
 from shardmesh.sharding.jit.backends.segments import Segment
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mlp, pair
@@ -162,7 +162,7 @@ def test_collectives_of_equal_parts_are_recorded_with_their_own_lines() -> None:
 def test_progress_line_after_two_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(segments, "_PATIENCE_S", 0.01)
 
     def slow(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
         time.sleep(0.3)

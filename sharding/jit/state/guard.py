@@ -1,0 +1,97 @@
+"""Whether a snapshot still holds, in little time."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import Tensor
+from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
+
+from ...layout.layout import Layout
+from .snapshot import Snapshot
+
+_local_of, _layout_of = attrgetter("_local"), attrgetter("_layout")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Guard:
+    """Whether a snapshot still holds, in little time.
+
+    Attributes:
+        storages: the memory of all tensors that can be reached.
+        versions: how often each of them had been written.
+    """
+
+    def __init__(self, snapshot: Snapshot, dynamic: set[tuple[int, Any]]) -> None:
+        self._snapshot, self._dynamic = snapshot, dynamic
+        self._empty: list[Any] = []
+        self._dicts, self._sources, self._others = [], [], []
+        for holder in snapshot.holders:
+            source: Any = holder.source
+            if source is not None and not source:
+                self._empty.append(source)
+            elif isinstance(source, dict):
+                self._dicts.append(holder)
+                self._sources.append(source)
+            elif holder.held:
+                self._others.append((holder, holder.read, holder.held[1::2]))
+        self._versions = list(map(dict_version, self._sources))
+        self._leaves = [x for x, _ in snapshot.sharded]
+        self._layouts: list[Layout] = [x._layout for x in self._leaves]
+        self._parts: list[Tensor] = [x._local for x in self._leaves]
+        self._tensors = [x for x, _ in snapshot.tensors] + self._parts
+        self._needs = [x.requires_grad for x in self._tensors]
+        self.versions = self._versions_now()
+        self.storages = {x.untyped_storage()._cdata for x in self._tensors if x.numel()}
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if x.is_inference() else x._version for x in self._tensors] + [
+            x._data_accesses for x in self._leaves
+        ]
+
+    def was_written(self) -> bool:
+        """Return whether a tensor was written since the snapshot."""
+        return self._versions_now() != self.versions
+
+    def change(self) -> str | None:
+        """Describe the changes since the snapshot, None if there are none."""
+        if any(self._empty):
+            return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
+        versions = list(map(dict_version, self._sources))
+        if versions != self._versions:
+            for holder, now, before in zip(self._dicts, versions, self._versions, strict=True):
+                if now != before and (change := holder.change(self._dynamic)) is not None:
+                    return change
+            self._versions = versions
+        for holder, read, held in self._others:
+            values = read()[1::2]
+            if (len(values) != len(held) or not all(map(is_, values, held))) and (
+                change := holder.change(set())
+            ) is not None:
+                return change
+        return self._change_of_tensors()
+
+    def _change_of_tensors(self) -> str | None:
+        if not all(map(is_, map(_local_of, self._leaves), self._parts)) or not all(
+            map(is_, map(_layout_of, self._leaves), self._layouts)
+        ):
+            known = zip(self._snapshot.sharded, self._parts, self._layouts, strict=True)
+            path = next(
+                path
+                for (x, path), part, layout in known
+                if x._local is not part or x._layout is not layout
+            )
+            return f"the local part or the layout of {path} was replaced"
+        needs = list(map(_requires_grad, self._tensors))
+        if needs != self._needs:
+            i = list(map(is_, needs, self._needs)).index(False)
+            paths = [path for _, path in (*self._snapshot.tensors, *self._snapshot.sharded)]
+            return f"{paths[i]}.requires_grad was {self._needs[i]} and is {needs[i]}"
+        return None
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of plain tensors, and of the local parts of sharded ones, by their ids."""
+        paths = [path for _, path in (*self._snapshot.tensors, *self._snapshot.sharded)]
+        return dict(zip(map(id, self._tensors), paths, strict=True))

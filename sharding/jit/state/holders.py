@@ -1,0 +1,172 @@
+"""Objects that hold references, and how their contents are read and compared."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+import zlib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...layout.spec import Placement
+
+PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+    range,
+    slice,
+    Placement,
+    np.generic,
+)
+# Methods that a program calls where it names the class.
+_MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}
+_SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
+# What is read of a class.
+_OF_CLASSES = (*PLAIN, types.FunctionType, list, dict, tuple, set)
+
+
+class Holder:
+    """One dict, list, cell or other object that holds references, and its contents at the time.
+
+    Attributes:
+        path: its name, for messages.
+        read: returns the items it holds now, as alternating keys and values.
+        held: the items it held.
+        source: the dict, list or set.
+    """
+
+    __slots__ = ("held", "path", "read", "source")
+
+    def __init__(self, path: str, read: Callable[[], list[Any]], source: Any) -> None:
+        self.path, self.read, self.source = path, read, source
+        self.held = read()
+
+    def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
+        """Describe the changes, None if there are none; entries in `dynamic` may have any
+        numbers.
+        """
+        now, held = self.read(), self.held
+        if len(now) != len(held):
+            return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
+        for i in range(0, len(held), 2):
+            if not _same(now[i], held[i]):
+                return f"{self.path} had the entry {_shown(held[i])} and has {_shown(now[i])}"
+            if not _same(now[i + 1], held[i + 1]):
+                if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
+                    continue
+                return (
+                    f"{self.path}{key_text(held[i])} was {_shown(held[i + 1])} and is "
+                    f"{_shown(now[i + 1])}"
+                )
+        return None
+
+
+# -- contents: alternating keys and values ---------------------------------------------------------
+
+
+def items(x: dict[Any, Any]) -> list[Any]:
+    return [part for item in x.items() for part in item]
+
+
+def cell_items(name: str, cell: Any) -> list[Any]:
+    try:
+        return [name, cell.cell_contents]
+    except ValueError:  # empty
+        return []
+
+
+def global_items(values: dict[str, Any], names: list[str]) -> list[Any]:
+    return [part for name in names if name in values for part in (name, values[name])]
+
+
+def named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
+    return [part for item in x.items() if item[0] in names for part in item]
+
+
+def class_items(kind: type, names: frozenset[str]) -> list[Any]:
+    members = {
+        name: x.fget if isinstance(x, property) else getattr(x, "__func__", x)
+        for name, x in vars(kind).items()
+    }
+    implicit = {name for name in members if name == "forward" or name[:2] == name[-2:] == "__"}
+    implicit -= set() if kind.__name__ in names else _MAKING
+    return [
+        part
+        for name, x in members.items()
+        if (name in names or name in implicit) and isinstance(x, _OF_CLASSES)
+        if not name.startswith("__abc")
+        for part in (name, x)
+    ]
+
+
+def generator_items(x: Any) -> list[Any]:
+    if isinstance(x, random.Random):
+        return ["", x.getstate()]
+    is_new = isinstance(x, np.random.Generator)
+    return ["", repr(x.bit_generator.state if is_new else x.get_state(legacy=False))]
+
+
+def array_items(x: np.ndarray) -> list[Any]:
+    return ["", x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data)]
+
+
+def slot_names(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    return [
+        name
+        for name in ((names,) if isinstance(names, str) else names)
+        if name not in ("__weakref__", "__dict__")
+    ]
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def is_number(x: Any) -> bool:
+    return type(x) in (int, float) or (
+        type(x) is tuple and len(x) > 0 and all(type(part) is float for part in x)
+    )
+
+
+def _is_alike(x: Any, y: Any) -> bool:
+    """Return whether both are numbers, or both tuples of as many."""
+    return type(x) in (int, float) or (
+        type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(is_number, x))
+    )
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, PLAIN):
+        return bool(x == y) or bool(x != x and y != y)
+    if isinstance(x, (tuple, frozenset)):
+        return len(x) == len(y) and (all(map(_same, x, y)) if isinstance(x, tuple) else x == y)
+    if isinstance(x, functools.partial):
+        return x.func is y.func and _same(x.args, y.args) and x.keywords == y.keywords
+    return isinstance(x, types.MethodType) and x.__func__ is y.__func__ and x.__self__ is y.__self__
+
+
+def key_text(key: Any) -> str:
+    if isinstance(key, str):
+        return f".{key}" if key.isidentifier() else f"[{key!r}]" if key else ""
+    return f"[{key}]" if isinstance(key, int) else f"[a {type(key).__name__}]"
+
+
+def _shown(x: Any) -> str:
+    return repr(x)[:80] if isinstance(x, PLAIN) else f"a {type(x).__name__}"
