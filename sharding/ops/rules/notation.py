@@ -142,6 +142,23 @@ def dim_names(count: int, whole: Iterable[int] = (), prefix: str = "d") -> str:
     return " ".join([f"[{prefix}{d}]" if d in chosen else f"{prefix}{d}" for d in range(count)])
 
 
+def aligned_along(dim: int, name: str, result: str, *operands: torch.Tensor) -> str:
+    """Return the pattern of operands that broadcast, and of an operator along `dim`.
+
+    Args:
+        name, result: that dim in the operands, and in the result.
+
+    Example:
+        >>> aligned_along(1, "[k]", "", torch.empty(5, 4, 3), torch.empty(4, 3))
+        'd0 [k] d2, [k] d2 -> d0  d2'
+    """
+    names = [f"d{i}" for i in range(max(x.ndim for x in operands))]
+    names[dim] = name
+    left = ", ".join([" ".join(names[len(names) - x.ndim :]) for x in operands])
+    names[dim] = result
+    return f"{left} -> {' '.join(names)}"
+
+
 def along_dims(
     input: torch.Tensor,
     dims: Iterable[int],
