@@ -124,6 +124,9 @@ def _signature(function: Callable[..., Any], skip: int = 0) -> inspect.Signature
     return signature.replace(parameters=list(signature.parameters.values())[skip:])
 
 
+Bound = Callable[[Any, dict[str, Any]], Arguments]
+
+
 # -- rules -----------------------------------------------------------------------------------------
 
 
@@ -212,7 +215,7 @@ def decomposition(
     *names: str,
     also: tuple[Callable[..., Any], ...] = (),
     with_func: bool = False,
-    check: Callable[..., Any] | None = None,
+    check: Callable[..., Any] | bool = False,
     when: Callable[[Any], Any] | None = None,
     prepare: Callable[[Any], Any] | None = None,
     rule: Callable[[Any], Rule | None] | None = None,
@@ -230,14 +233,14 @@ def decomposition(
         names, also: as in `rule`.
         with_func: the operator itself is passed ahead of everything else.
         check: a function of torch that raises for arguments that torch refuses, called with the
-            call's own arguments.
+            call's own arguments; True for the operator itself, `with_func`.
         when: whether the decomposition applies; if not, the call is left to the rule.
         prepare: in place of `when`: what to compute in advance. It is passed to the function ahead
             of the operator's own arguments. None if the decomposition does not apply.
         rule: the operator's rule for the calls that are left to it, or None if it has none.
     """
 
-    def maker_of(run: Any, bound: Callable[[Any, Any], Arguments]) -> DecompositionMaker:
+    def maker_of(run: Any, func: Any, bound: Bound) -> DecompositionMaker:
         def make(*args: Any, **kwargs: Any) -> Callable[..., Any] | None:
             chosen = run
             if prepare is not None:
@@ -247,9 +250,9 @@ def decomposition(
                 chosen = partial(run, prepared)
             elif when is not None and not when(bound(args, kwargs)):
                 return None
-            if check is not None:
+            if check:
                 with torch.no_grad():
-                    check(*args, **kwargs)
+                    (func if check is True else check)(*args, **kwargs)
             return chosen
 
         return make
@@ -261,7 +264,7 @@ def decomposition_maker(
     *names: str,
     also: tuple[Callable[..., Any], ...] = (),
     with_func: bool = False,
-    check: Callable[..., Any] | None = None,
+    check: Callable[..., Any] | bool = False,
     rule: Callable[[Any], Rule | None] | None = None,
     view: bool = False,
 ) -> Callable[[Function], Function]:
@@ -276,12 +279,12 @@ def decomposition_maker(
         view: the result shares memory with the operand.
     """
 
-    def maker_of(made: Any, bound: Callable[[Any, Any], Arguments]) -> DecompositionMaker:
+    def maker_of(function: Any, func: Any, bound: Bound) -> DecompositionMaker:
         def make(*args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-            if check is not None:
+            if check:
                 with torch.no_grad():
-                    check(*args, **kwargs)
-            return made(*args, **kwargs)
+                    (func if check is True else check)(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return make
 
@@ -289,7 +292,7 @@ def decomposition_maker(
 
 
 def _registering(
-    maker_of: Callable[[Any, Callable[[Any, Any], Arguments]], DecompositionMaker],
+    maker_of: Callable[[Any, Any, Bound], DecompositionMaker],
     names: Iterable[str],
     also: Iterable[Callable[..., Any]],
     with_func: bool,
@@ -300,14 +303,14 @@ def _registering(
     """Return the decorator that registers the makers of a function's decompositions and rules.
 
     Args:
-        maker_of: (function, what gives the `Arguments` of a call) -> maker of decompositions.
+        maker_of: (function, operator `with_func`, what gives the `Arguments` of a call) -> maker.
         skip: how many arguments the function takes ahead of the operator's own.
     """
 
     def register(function: Function) -> Function:
         for variant, funcs, func in _variants(function, unique(names, also), with_func):
             bound = partial(_bound, variant, skip, func)
-            entries: list[Any] = [(DECOMPOSITIONS, maker_of(variant, bound))]
+            entries: list[Any] = [(DECOMPOSITIONS, maker_of(variant, func, bound))]
             if rule is not None:
                 entries.append((RULES, lambda *args, bound=bound, **kw: rule(bound(args, kw))))
             for table, maker in entries:

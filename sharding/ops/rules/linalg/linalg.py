@@ -13,7 +13,7 @@ from torch import Tensor
 from ..decomposition_utils import layout_of
 from ..elementwise.pointwise import is_operand
 from ..nn.window import unless_empty
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, einrule, whole_dims
 from ..registry import rule, rules
 
 # -- of one matrix ---------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ rules(
             + ", ".join(map(_matrix_if, (a.unpack_pivots, a.unpack_data, a.unpack_data)))
         ),
         "householder_product orgqr(A, tau)": "... [m] [n], ... [k] -> ... m n",
-        "tensorinv(A, ind=2)": lambda a: f"{_whole('a', a.A)} -> {'1 ' * a.A.ndim}",
+        "tensorinv(A, ind=2)": lambda a: f"{whole_dims(a.A)} -> {'1 ' * a.A.ndim}",
         "pinv pinverse(A, *tolerances, **named)": lambda a: _with_tolerances(a, "... 1 1"),
         "linalg.matrix_rank(A, *tolerances, **named)": lambda a: _with_tolerances(a, "..."),
     }
@@ -58,10 +58,6 @@ rules({"linalg.cond(A, p=None)": "... [m] [n] -> ..."}, bind=unless_empty(torch.
 
 def _matrix_if(wanted: bool) -> str:
     return "... 1 1" if wanted else "1"
-
-
-def _whole(prefix: str, x: Tensor) -> str:
-    return dim_names(x.ndim, range(x.ndim), prefix)
 
 
 def _with_tolerances(a: Any, result: str) -> Rule:
@@ -120,7 +116,7 @@ rules(
             "... [n] [k], ... [n] [n] -> ... n k, ... n n"
         ),
         "tensorsolve(A, B, dims=None)": lambda a: (
-            f"{_whole('a', a.A)}, {_whole('b', a.B)} -> {'1 ' * (a.A.ndim - a.B.ndim)}"
+            f"{whole_dims(a.A, 'a')}, {whole_dims(a.B, 'b')} -> {'1 ' * (a.A.ndim - a.B.ndim)}"
         ),
     }
 )

@@ -17,7 +17,7 @@ from ...dispatch import wrap
 from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
 from ..elementwise.pointwise import is_operand, tensors_of
 from ..indexing.masked import check_inside
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, rule
 
 
@@ -112,7 +112,7 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 @decomposition(
     "histc",
     when=lambda a: is_split(a.input) and a.input.numel(),
-    rule=lambda a: einrule(f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1", a.input),
+    rule=lambda a: einrule(f"{whole_dims(a.input)} -> 1", a.input),
 )
 def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count between the least and the greatest of all elements where no limits are given, as torch
@@ -127,7 +127,8 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 
 
 @decomposition(
-    also=(torch.histogram, torch.Tensor.histogram),
+    "torch.histogram",
+    "Tensor.histogram",
     when=lambda a: isinstance(a.bins, int) and a.input.numel(),
 )
 def _histogram(

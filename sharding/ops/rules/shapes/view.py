@@ -13,7 +13,49 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..notation import Dim, Rule, along_dims, dim_names, einrule
-from ..registry import decomposition, decomposition_maker, rule
+from ..registry import decomposition, decomposition_maker, rule, rules
+
+# Results are views of the operand.
+rules(
+    {
+        "reshape flatten ravel unflatten squeeze unsqueeze(input, *args, **kwargs)": lambda a: (
+            reshape_rule(a.input, a.func(a.input, *a.args, **a.kwargs).shape)
+        )
+    },
+    with_func=True,
+    view=True,
+)
+rules(
+    {
+        "resolve_conj resolve_neg(input)": "... -> ...",
+        "transpose swapaxes swapdims(input, *args, **kwargs)": lambda a: _swapped(
+            a.input, *a.args, *a.kwargs.values()
+        ),
+        "t adjoint(input)": lambda a: _last_two(a.input),
+        "Tensor.permute(input, *dims)": lambda a: permuted(a.input, listed(a.dims)),
+        "torch.permute(input, dims)": lambda a: permuted(a.input, a.dims),
+        "movedim moveaxis(input, source, destination)": lambda a: _movedim(
+            a.input, a.source, a.destination
+        ),
+        "expand(input, *sizes, size=(), implicit=False)": lambda a: _broadcast_to(
+            a.input, listed(a.sizes) if a.sizes else a.size
+        ),
+        "broadcast_to(input, size)": lambda a: _broadcast_to(a.input, a.size),
+        "split chunk tensor_split split_with_sizes(input, sections=None, dim=0, **_)": lambda a: (
+            with_whole_dims(a.input, [a.dim])
+        ),
+    },
+    view=True,
+    linear=((0,),),
+    transparent=True,
+)
+rules(
+    {"view_as_real(input)": "... -> ... 1", "view_as_complex(input)": "... [pair] -> ..."},
+    view=True,
+    linear=((0,),),
+)
+decomposition("view_as", "reshape_as")(lambda input, other: input.reshape(other.shape))
+decomposition("expand_as")(lambda input, other: input.expand(other.shape))
 
 # -- reshape ---------------------------------------------------------------------------------------
 
@@ -57,9 +99,7 @@ def factor_shapes(
 
 
 def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of dims of size 1 with the same number of elements before them in both
-    shapes.
-    """
+    """Yield the pairs of dims of size 1 with as many elements before them in both shapes."""
     remaining: dict[int, list[int]] = {}
     for d, n in enumerate(after):
         if n == 1:
@@ -82,9 +122,7 @@ def _factor_empty(
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the smallest runs of dims of both shapes with the same number of elements, without
-    dims of size 1.
-    """
+    """Return the smallest runs of dims with as many elements in both shapes, but of size 1."""
     found: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
@@ -118,9 +156,7 @@ def _assign(
 
 
 def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.reshape) -> Rule:
-    """Return the rule of an operator that keeps the elements in row-major order under another
-    shape.
-    """
+    """Return the rule of an operator that keeps the elements in row-major order."""
     before, after, sizes, whole = factor_shapes(input.shape, shape)
     return Rule(
         operands=(input,),
@@ -138,9 +174,8 @@ def _to_local_shape(
     func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]
 ) -> Callable[..., Tensor]:
     """Return the function with this rank's shape of the result in place of the global one."""
-    shape = tuple(results[0].local_shape) or (
-        (),
-    )  # torch takes twice as long over a Size as over integers
+    # torch takes twice as long over a Size as over integers
+    shape = tuple(results[0].local_shape) or ((),)
     return lambda local, *_, **__: func(local, *shape)
 
 
@@ -153,51 +188,6 @@ def _view(
     if dtype is not None:
         return einrule("... -> ...", input) if dtype.itemsize == input.dtype.itemsize else None
     return reshape_rule(input, input.reshape(*shape or (size,)).shape, local=torch.Tensor.view)
-
-
-@rule("reshape", view=True)
-def _reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, torch.Tensor.reshape(input, *shape, **kwargs).shape)
-
-
-@decomposition("view_as", "reshape_as")
-def _reshape_as(input: Any, other: Any) -> Any:
-    return input.reshape(other.shape)
-
-
-@rule("flatten", "ravel", view=True)
-def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, torch.flatten(input, *args, **kwargs).shape)
-
-
-@rule("unflatten", view=True)
-def _unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
-    return reshape_rule(input, torch.unflatten(input, dim, sizes).shape)
-
-
-@rule("squeeze", view=True)
-def _squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, Tensor.squeeze(input, *args, **kwargs).shape)
-
-
-@rule("unsqueeze", view=True)
-def _unsqueeze(input: Tensor, dim: int) -> Rule:
-    return reshape_rule(input, torch.unsqueeze(input, dim).shape)
-
-
-@rule("resolve_conj", "resolve_neg", view=True)
-def _resolve(input: Tensor) -> Rule:
-    return einrule("... -> ...", input, linear=((0,),), transparent=True)
-
-
-@rule("view_as_real", view=True)
-def _view_as_real(input: Tensor) -> Rule:
-    return einrule("... -> ... 1", input, linear=((0,),))
-
-
-@rule("view_as_complex", view=True)
-def _view_as_complex(input: Tensor) -> Rule:
-    return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
 # -- transpose -------------------------------------------------------------------------------------
@@ -216,39 +206,25 @@ def _swapped(input: Tensor, dim0: int, dim1: int) -> Rule:
     return permuted(input, order)
 
 
-@rule("transpose", "swapaxes", "swapdims", view=True)
-def _transpose(input: Tensor, *args: int, **kwargs: int) -> Rule:
-    return _swapped(input, *args, *kwargs.values())
-
-
-@rule("t", "adjoint", also=(torch.Tensor.mT.__get__, torch.Tensor.mH.__get__), view=True)  # type: ignore[attr-defined]
 def _last_two(input: Tensor) -> Rule:
     return _swapped(input, -2, -1) if input.ndim > 1 else permuted(input, range(input.ndim))
 
 
-@rule(also=(torch.Tensor.T.__get__, torch.Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
+rule(also=(Tensor.mT.__get__, Tensor.mH.__get__), view=True)(_last_two)  # type: ignore[attr-defined]
+
+
+@rule(also=(Tensor.T.__get__, Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
 def _reversed(input: Tensor) -> Rule:
     return permuted(input, list(reversed(range(input.ndim))))
 
 
-@rule(also=(torch.Tensor.permute,), view=True)
-def _permute_method(input: Tensor, *dims: Any) -> Rule:
-    return permuted(input, listed(dims))
-
-
-@rule(also=(torch.permute,), view=True)
-def _permute(input: Tensor, dims: Sequence[int]) -> Rule:
-    return permuted(input, dims)
-
-
-@rule("movedim", "moveaxis", view=True)
 def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Rule:
     if not input.ndim:
         return permuted(input, [])
-    sources = [s % input.ndim for s in ([source] if isinstance(source, int) else source)]
-    targets = [
-        d % input.ndim for d in ([destination] if isinstance(destination, int) else destination)
-    ]
+    sources, targets = (
+        [d % input.ndim for d in ([dims] if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
     rest = iter(d for d in range(input.ndim) if d not in sources)
     moved = dict(zip(targets, sources, strict=True))
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
@@ -262,12 +238,6 @@ def listed(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
-@rule("expand", view=True)
-def _expand(input: Tensor, *sizes: int, size: Sequence[int] = (), implicit: bool = False) -> Rule:
-    return _broadcast_to(input, listed(sizes) if sizes else size)
-
-
-@rule("broadcast_to", view=True)
 def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     shape = input.expand(size).shape
     new = len(shape) - input.ndim
@@ -278,11 +248,6 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     return einrule(
         f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind
     )
-
-
-@decomposition("expand_as")
-def _expand_as(input: Any, other: Any) -> Any:
-    return input.expand(other.shape)
 
 
 @decomposition_maker(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
@@ -301,18 +266,11 @@ def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
 def with_whole_dims(
     input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any
 ) -> Rule:
-    """Return the rule of an operator that moves elements, needs `dims` whole, and changes their
-    size or drops them.
-    """
+    """Return the rule of an operator that moves elements, and changes the size of whole dims."""
     chosen = {d % input.ndim for d in dims} if input.ndim else ()
     return along_dims(
         input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options
     )
-
-
-@rule("split", "chunk", "tensor_split", "split_with_sizes", view=True)
-def _split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [dim])
 
 
 @rule("stack")
