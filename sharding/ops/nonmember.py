@@ -125,9 +125,7 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
 
 @thread_context.setting(outside_mesh=True)
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
-    """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors
-    that it is made of.
-    """
+    """Return a result with an empty part, outside the mesh, in the graph of what it is made of."""
     on = _part_on(sources[0])
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):

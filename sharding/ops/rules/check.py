@@ -181,9 +181,7 @@ class _Sample:
         ]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Call the operator on other tensors; an in-place one gets a copy to write, since leaves
-        refuse it.
-        """
+        """Call the operator on other tensors, on a copy of what it writes: leaves refuse it."""
         given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(given)
         args, kwargs = (
@@ -277,9 +275,7 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
 def _ragged_combinations(
     sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]
 ) -> list[tuple[P, ...]]:
-    """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for
-    the others.
-    """
+    """Yield, on a mesh of one axis, each tensor once in parts of given sizes."""
     if mesh.ndim > 1:
         return []
     combinations = []
@@ -293,9 +289,7 @@ def _ragged_combinations(
 
 
 def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
-    """Return the spec with one element (of two or fewer, none) on the first rank and the others on
-    the last.
-    """
+    """Return the spec with one element (or none) on the first rank and the others on the last."""
     (axis,), count, size = mesh.axis_names, mesh.size(), x.shape[dim]
     sizes = [0] * count
     sizes[0] = int(size > 2 and count > 1)
@@ -304,9 +298,7 @@ def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
 
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:
-    """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in
-    each order.
-    """
+    """Return every spec of a tensor of this shape and dtype, with each order of axes."""
     kinds = [
         k
         for k in kinds
@@ -324,9 +316,7 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Return whether this combination ran (and gave the right result); False if an in-place
-    operator refused it.
-    """
+    """Return whether this combination ran, with the right result, and was not refused in place."""
     leaves = [
         place(x, mesh, spec, seed)
         for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
@@ -361,9 +351,7 @@ def _failure(sample: _Sample, leaves: Sequence[ShardedTensor], error: Exception)
 
 
 def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
-    """Return this value as a leaf in this layout. Pending contributions differ from rank to
-    rank.
-    """
+    """Return this value as a leaf in this layout; pending contributions differ between ranks."""
     layout = Layout.of(mesh, spec, x.shape, x.dtype)
     index = count = 0
     for axis, _ in layout.spec.unreduced:
@@ -376,9 +364,7 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 
 
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
-    """Return `count` tensors that combine to x: small integers (powers of two for a product), and
-    the rest.
-    """
+    """Return `count` tensors that combine to x: small integers or powers of two, and the rest."""
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
     offsets = [
         torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x)

@@ -106,8 +106,10 @@ rules(
 
 def _sum(input: Any, other: Any) -> Rule:
     operands = tensors_of(input, other)
+    if len(operands) == 2:
+        return broadcast(*operands, linear=((0, 1),))
     zero = _is_zero(input) or _is_zero(other)  # as in Python's sum(), which starts with 0
-    return broadcast(*operands, linear=((0, 1),) if len(operands) == 2 else ((0,),) * zero)
+    return broadcast(*operands, linear=((0,),) if zero else ())
 
 
 def _product(input: Any, other: Any) -> Rule:

@@ -30,9 +30,7 @@ from .masked import mask_of
 
 @handler("__setitem__")
 def _skip_written(input: Any, index: Any, value: Any) -> Any:
-    """Skip the last step of `x[i] += y` where the second one has already written to x; write also
-    to what a copy is a slice of.
-    """
+    """Skip the last step of `x[i] += y` where x is written; write through copies of slices."""
     source = value._sliced_from if type(value) is ShardedTensor else None
     if source is not None and source.has_written(input, index, value):
         return None

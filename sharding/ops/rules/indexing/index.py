@@ -46,10 +46,6 @@ def selects(entry: Any) -> bool:
     return type(entry) is int or (isinstance(entry, Tensor) and entry.ndim == 0)
 
 
-def _is_full(entry: Any, size: int) -> bool:
-    return isinstance(entry, slice) and entry.indices(size) == (0, size, 1)
-
-
 def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tuple[str, str, str]:
     """Return the pattern of the operand, and of the result before and after the dims that index
     tensors make.
@@ -62,7 +58,8 @@ def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tupl
         if entry is None:
             right.append("1")
             continue
-        full = _is_full(entry, input.shape[dim])
+        size = input.shape[dim]
+        full = isinstance(entry, slice) and entry.indices(size) == (0, size, 1)
         left.append(f"d{dim}" if full or (parts and isinstance(entry, Tensor)) else f"[d{dim}]")
         if not selects(entry):
             right.append(f"d{dim}" if full else "1" if isinstance(entry, slice) else "picked")

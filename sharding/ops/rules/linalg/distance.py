@@ -26,9 +26,7 @@ def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
     rule=lambda a: einrule(aligned_along(a.dim, "[k]", "", a.x1, a.x2), a.x1, a.x2),
 )
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Take two norms and a sum, each with one small reduction. As in torch, norms are at least eps
-    and have their own gradients.
-    """
+    """Take two norms, at least eps as in torch, and a sum, each with one small reduction."""
     x1, x2 = torch.broadcast_tensors(x1, x2)
     return (_directions(x1, dim, eps) * _directions(x2, dim, eps)).sum(dim)
 

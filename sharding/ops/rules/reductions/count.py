@@ -58,9 +58,7 @@ def _bucketize(input: Any, boundaries: Tensor, **options: Any) -> Rule | None:
 def _isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Rule:
-    """Combine by max: an element is found if it is in any part; by min, if it is missing
-    from all.
-    """
+    """Combine by max: an element is in any part; by min if inverted: it is missing from all."""
     operands = tensors_of(elements, test_elements)
     dims = [
         dim_names(x.ndim, prefix=name)
@@ -115,9 +113,7 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     rule=lambda a: einrule(f"{whole_dims(a.input)} -> 1", a.input),
 )
 def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """Count between the least and the greatest of all elements where no limits are given, as torch
-    does.
-    """
+    """Count between the least and the greatest of all elements where no limits are given."""
     x = reduce_pending(input.detach())
     if min == max:
         min, max = (extreme.item() for extreme in torch.aminmax(x))

@@ -90,9 +90,7 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
 
 
 class _Shared(torch.autograd.Function):
-    """The extreme of all ranks' parts as a function of this rank's part, with its gradient divided
-    among equal elements.
-    """
+    """The extreme of all parts as a function of this one; equal elements share the gradient."""
 
     @staticmethod
     def forward(

@@ -275,9 +275,7 @@ def _split(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _tensor_split_at(
     input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any
 ) -> Any:
-    """Cut at a tuple of indices into pieces with the device of their parts in C++, where
-    `torch.vmap(chunk_size=)` wraps them.
-    """
+    """Cut at indices into pieces that expose their device, for `torch.vmap(chunk_size=)`."""
     if (
         type(indices_or_sections) is not tuple
         or not isinstance(input, ShardedTensor)
