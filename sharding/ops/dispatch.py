@@ -47,7 +47,7 @@ from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
 from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
-from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
+from .strategy import AS_RETURNED, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # they ask for no values
@@ -446,7 +446,7 @@ def _run(
         return wrap(result, outputs)
     if outputs is None:
         return result
-    if outputs is FOUND:
+    if outputs is AS_RETURNED:
         like = operands[0]._layout
         return nonmember.map_tensors(
             result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like))

@@ -34,7 +34,7 @@ from .rules.notation import Dim, NoMatch, Rule
 from .rules.propagation import CannotKeep, assign
 from .rules.registry import DECOMPOSITIONS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
 
-FOUND = object()  # as `OpStrategy.outputs`: whatever tensors the function returns, replicated
+AS_RETURNED = object()  # as `OpStrategy.outputs`: whatever tensors the function returns, replicated
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +47,11 @@ class OpStrategy:
             arguments.
         moves: whether any operand has to be redistributed.
         outputs: layout of the result, or of each result; None if the operator returns no tensor; or
-            `FOUND`.
+            `AS_RETURNED`.
         container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
-        example: for `FOUND`, the results on meta tensors, or None if their shapes depend on values.
+        example: for `AS_RETURNED`, the results on meta tensors, or None if their shapes depend on values.
         decomposition: what to call instead, with the operator's own arguments.
         run: `(strategy, args, kwargs, local_args, local_kwargs, operands) -> result`.
         wrap: if all there is to do is to call `func` on the locals and wrap its one result: makes
@@ -422,7 +422,7 @@ def _gathered(
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
     run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
     return OpStrategy(
-        run, tuple(targets), targets != layouts, FOUND, in_place=in_place, example=result
+        run, tuple(targets), targets != layouts, AS_RETURNED, in_place=in_place, example=result
     )
 
 

@@ -304,15 +304,15 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
         for k in kinds
         if x.dtype not in (torch.bool, torch.uint8) and (k != "avg" or x.is_floating_point())
     ]
-    found: dict[P, None] = {}
+    specs: dict[P, None] = {}
     for order in itertools.permutations(mesh.axis_names):
         for states in itertools.product([None, *range(x.ndim), *kinds], repeat=mesh.ndim):
             placed = list(zip(order, states, strict=True))
             pending = {axis: state for axis, state in placed if isinstance(state, str)}
             if len(set(pending.values())) <= 1:
                 dims = [tuple(axis for axis, state in placed if state == d) for d in range(x.ndim)]
-                found[P(*dims, unreduced=pending)] = None
-    return list(found)
+                specs[P(*dims, unreduced=pending)] = None
+    return list(specs)
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
@@ -406,16 +406,16 @@ def _check_value(what: str, got: Any, want: Any, tolerance: float) -> None:
             f"{what} is {got._layout}, with a local tensor "
             f"{got._local.dtype}{list(got._local.shape)}"
         )
-    found, wanted = got.detach()._local, want[slices(got._layout.box)]
+    actual, wanted = got.detach()._local, want[slices(got._layout.box)]
     if got._layout.pending:
-        found, wanted = got.detach().full_tensor(), want
-    if not torch.equal(found, wanted):
-        _check_close(f"{what} in layout {got._layout}", found, wanted, tolerance)
+        actual, wanted = got.detach().full_tensor(), want
+    if not torch.equal(actual, wanted):
+        _check_close(f"{what} in layout {got._layout}", actual, wanted, tolerance)
 
 
-def _check_close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+def _check_close(what: str, actual: Tensor, wanted: Tensor, tolerance: float) -> None:
     try:
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise RuleError(f"{what}: {error}") from None
 

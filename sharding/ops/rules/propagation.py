@@ -113,10 +113,12 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)
-    found = _assigned(rule, layouts, fixed)
-    if key and all(target is layout for target, layout in zip(found.targets, layouts, strict=True)):
-        keep(unmoved, key, found.outputs)
-    return found
+    assignment = _assigned(rule, layouts, fixed)
+    if key and all(
+        target is layout for target, layout in zip(assignment.targets, layouts, strict=True)
+    ):
+        keep(unmoved, key, assignment.outputs)
+    return assignment
 
 
 def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
@@ -183,7 +185,7 @@ def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
 
 def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
     """Return axis -> the factor that it splits, for axes of a dim that split at boundaries."""
-    size, found, at, parts = layout.mesh.size, {}, 0, 1
+    size, factor_of, at, parts = layout.mesh.size, {}, 0, 1
     for axis in layout.spec.dims[dim]:
         while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
             at, parts = at + 1, 1
@@ -192,8 +194,8 @@ def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[s
         parts *= size(axis)
         if at < len(factors) - 1 and rule.sizes[factors[at]] % parts:
             break
-        found[axis] = factors[at]
-    return found
+        factor_of[axis] = factors[at]
+    return factor_of
 
 
 def axis_order(by_weight: Sequence[Layout]) -> list[str]:

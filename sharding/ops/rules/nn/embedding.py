@@ -71,9 +71,9 @@ def _rows(
     counted: Tensor | None = None,
 ) -> Tensor:
     """Return the rows that this rank has; zeros for others, and for those that are not counted."""
-    local, mine = part.find(input, 0)
-    mine = mine if counted is None else mine & counted
-    return masked(mine, F.embedding(local, not_empty(weight, [0]), padding), 1)
+    local, own = part.find(input, 0)
+    own = own if counted is None else own & counted
+    return masked(own, F.embedding(local, not_empty(weight, [0]), padding), 1)
 
 
 @rule("torch.embedding")

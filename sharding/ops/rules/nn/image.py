@@ -142,15 +142,14 @@ def _step(
     taps: Taps, dim: int, src: Layout, dst: Layout, device: Any
 ) -> Callable[[Tensor], Tensor]:
     """Return the function that interpolates one dim of this rank's part."""
-    mine = slice(*dst.box[dim])
+    own = slice(*dst.box[dim])
     start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
     first, last = (
-        torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start
-        for numbers in taps[:2]
+        torch.tensor(numbers[own], dtype=torch.int64, device=device) - start for numbers in taps[:2]
     )
     if taps.weights is None:
         return lambda x: x.index_select(dim, first)
-    w, v = (weight[mine].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
+    w, v = (weight[own].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 

@@ -107,13 +107,13 @@ def _argument_of(func: Any, name: str) -> Any:
     Under a mode torch calls the function once more from itself, without the argument: those calls
     have the same input.
     """
-    frame, found, first = inspect.currentframe(), None, None
-    while frame is not None and found is None:
+    frame, value, first = inspect.currentframe(), None, None
+    while frame is not None and value is None:
         if frame.f_code is func.__code__:
             first = frame.f_locals["input"] if first is None else first
-            found = frame.f_locals[name] if frame.f_locals["input"] is first else None
+            value = frame.f_locals[name] if frame.f_locals["input"] is first else None
         frame = frame.f_back
-    return found
+    return value
 
 
 # -- by row ----------------------------------------------------------------------------------------

@@ -128,12 +128,12 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
 
 
 def on_parts(
-    made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
+    rule: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
 ) -> Callable[..., Any]:
     """Return a function that redistributes the operands of a rule and runs a function of the parts.
 
     Args:
-        made: the rule; `dims` of the result may differ in size from their factors.
+        rule: the rule; `dims` of the result may differ in size from their factors.
         result: the operator's result or results on meta tensors.
         dims: those dims; each result is split evenly along them.
         bind: `(layouts of the operands, layouts of the results) -> function of the parts`.
@@ -141,7 +141,7 @@ def on_parts(
     Returns:
         a function of the operands in the order of the rule.
     """
-    chosen = assign(made, [layout_of(x) for x in made.operands])
+    chosen = assign(rule, [layout_of(x) for x in rule.operands])
     results = [result] if isinstance(result, Tensor) else list(result)
     specs = chosen.outputs * len(results) if len(chosen.outputs) == 1 else chosen.outputs
     mesh: Any = chosen.targets[0].mesh

@@ -125,13 +125,13 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
                 [x._local for x in lists[0] if type(x) is ShardedTensor]
             )
         return _torchs_grouping(parts, with_indices)
-    found = _torchs_grouping(parts, True)
+    by_device = _torchs_grouping(parts, True)
     return {
         key: (
             [[tensors[i] for i in numbers] if tensors else [] for tensors in lists],
             numbers if with_indices else [],
         )
-        for key, (_, numbers) in found.items()
+        for key, (_, numbers) in by_device.items()
     }
 
 

@@ -188,11 +188,11 @@ def _pad(
 def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
     """Raise a ValueError for a border longer than its dim after negative lengths cut it."""
     for d, (before, after) in sides.items():
-        kept = input.shape[d] + min(before, 0) + min(after, 0)
-        if max(before, after) > kept:
+        length = input.shape[d] + min(before, 0) + min(after, 0)
+        if max(before, after) > length:
             raise ValueError(
                 f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to "
-                f"{kept}, too few for a border of {max(before, after)}; cut with narrow first and "
+                f"{length}, too few for a border of {max(before, after)}; cut with narrow first and "
                 "pad the result in several steps"
             )
 

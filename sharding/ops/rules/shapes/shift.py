@@ -23,7 +23,7 @@ from ...sliced_from import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, decomposition_maker
-from .view import listed, with_whole_dims
+from .view import grown, listed, with_whole_dims
 
 Decomposition = Callable[..., Any]
 
@@ -60,15 +60,10 @@ def _mirror(size: int, start: int, stop: int) -> list[Interval]:
     return [(size - stop, size - start)]
 
 
-def _dims_given(a: Any) -> Sequence[int]:
-    """Return the dims of a method that takes them as several arguments, as a list or by name."""
-    return listed(a.dims) if a.dims else a.kwargs.get("dims", ())
-
-
 @decomposition_maker(
     "Tensor.flip",
     check=torch.Tensor.flip,
-    rule=lambda a: with_whole_dims(a.input, _dims_given(a)),
+    rule=lambda a: with_whole_dims(a.input, listed(a.dims) if a.dims else a.kwargs["dims"]),
 )
 def _flip_method(input: Tensor, *dims: Any, **kwargs: Any) -> Decomposition | None:
     return _flip(input, listed(dims) if dims else kwargs["dims"])
@@ -157,12 +152,8 @@ def _unrolled(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tenso
 
 def _repeat_rule(a: Any) -> Rule:
     """Return the rule: dims repeated once may be split; the others must not."""
-    input, counts = a.input, _counts(a.input, a.sizes, a.kwargs)
-    new = len(counts) - input.ndim
-    kept = [counts[new + i] == 1 for i in range(input.ndim)]
-    left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
-    right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
-    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True)
+    pattern = grown(a.input.ndim, [n == 1 for n in _counts(a.input, a.sizes, a.kwargs)])
+    return einrule(pattern, a.input, linear=((0,),), transparent=True)
 
 
 def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:

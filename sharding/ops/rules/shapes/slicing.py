@@ -104,8 +104,8 @@ class Piece:
 def _local_slice(chosen: range | None, start: int, stop: int) -> slice:
     if chosen is None:
         return slice(None)
-    mine = within(chosen, start, stop)
-    return slice(mine.start - start, mine.stop - start, mine.step) if mine else slice(0, 0)
+    own = within(chosen, start, stop)
+    return slice(own.start - start, own.stop - start, own.step) if own else slice(0, 0)
 
 
 def _moved(piece: Piece, local: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def _chosen(entry: Any, size: int) -> range:
 
 def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
     """Return the layout after dims are dropped (0) and added (None)."""
-    kept = [isinstance(e, slice) for e in last if e is not None]
-    cuts, sizes = compress(layout.spec.cuts, kept), compress(layout.shape, kept)
+    stays = [isinstance(e, slice) for e in last if e is not None]
+    cuts, sizes = compress(layout.spec.cuts, stays), compress(layout.shape, stays)
     dims = [((), 1) if e is None else (next(cuts), next(sizes)) for e in last if e != 0]
     return Layout.of(
         layout.mesh,
@@ -187,12 +187,12 @@ def _getitem(input: Tensor, index: Any) -> Callable[..., Any] | None:
     if entries is None:
         return index_by_mask(input, index)
     input[index]  # raises torch's own error before any of Python's
-    found = sliced(input, entries)
-    return found and partial(_sliced_by_index, found)
+    slice_of = sliced(input, entries)
+    return slice_of and partial(_sliced_by_index, slice_of)
 
 
-def _sliced_by_index(found: Callable[[Any], Any], input: Any, index: Any) -> Any:
-    out = found(input)
+def _sliced_by_index(slice_of: Callable[[Any], Any], input: Any, index: Any) -> Any:
+    out = slice_of(input)
     out._sliced_from = SlicedFrom(input, index)
     return out
 
@@ -210,8 +210,8 @@ def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
     view=True,
 )
 def _select(input: Tensor, dim: int, index: int | Tensor) -> Callable[..., Any] | None:
-    found = _along(input, dim, index) if type(index) is int else None
-    return found and (lambda input, dim, index: found(input))
+    slice_of = _along(input, dim, index) if type(index) is int else None
+    return slice_of and (lambda input, dim, index: slice_of(input))
 
 
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., Any] | None:
@@ -219,8 +219,8 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., A
         return None
     input.narrow(dim, start, length)
     first = start % input.shape[dim] if start < 0 else start
-    found = _along(input, dim, slice(first, first + length))
-    return found and (lambda input, dim, start, length: found(input))
+    slice_of = _along(input, dim, slice(first, first + length))
+    return slice_of and (lambda input, dim, start, length: slice_of(input))
 
 
 def _copy_of_narrow(local: Tensor, dim: int, start: Any, length: int) -> Tensor:

@@ -86,10 +86,10 @@ def factor_shapes(
             _assign(left, before, dims, names, total)
             _assign(right, after, others, names, total)
         else:
-            for found, shape, group in ((left, before, dims), (right, after, others)):
+            for side, shape, group in ((left, before, dims), (right, after, others)):
                 for d in group:
                     name = f"f{len(sizes)}"
-                    found[d], sizes[name] = (name,), shape[d]
+                    side[d], sizes[name] = (name,), shape[d]
                     whole.add(name)
     for d, other in _single_pairs(before, after):
         name = f"f{len(sizes)}"
@@ -123,17 +123,17 @@ def _factor_empty(
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Return the smallest runs of dims with as many elements in both shapes, but of size 1."""
-    found: list[tuple[list[int], list[int]]] = []
+    runs: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
     while dims:
-        mine, theirs = [dims.pop(0)], [others.pop(0)]
-        while (a := math.prod(before[d] for d in mine)) != (
-            b := math.prod(after[d] for d in theirs)
+        left, right = [dims.pop(0)], [others.pop(0)]
+        while (a := math.prod(before[d] for d in left)) != (
+            b := math.prod(after[d] for d in right)
         ):
-            mine.append(dims.pop(0)) if a < b else theirs.append(others.pop(0))
-        found.append((mine, theirs))
-    return found
+            left.append(dims.pop(0)) if a < b else right.append(others.pop(0))
+        runs.append((left, right))
+    return runs
 
 
 def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -145,13 +145,13 @@ def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 
 def _assign(
-    found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int
+    side: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int
 ) -> None:
     """Give each dim the factors between its own cuts, major to minor."""
     low = 1
     for d in reversed(dims):
         high = low * shape[d]
-        found[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
+        side[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
         low = high
 
 
@@ -238,24 +238,28 @@ def listed(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
+def grown(ndim: int, same: Sequence[bool]) -> str:
+    """Return the pattern of a tensor with new dims first, and whole other dims that change size."""
+    new = len(same) - ndim
+    left = " ".join(f"d{i}" if same[new + i] else f"[d{i}]" for i in range(ndim))
+    right = " ".join(f"d{i}" if same[new + i] else "1" for i in range(ndim))
+    return f"{left} -> {'1 ' * new}{right}"
+
+
 def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     shape = input.expand(size).shape
     new = len(shape) - input.ndim
-    kept = [input.shape[i] == shape[new + i] for i in range(input.ndim)]
-    left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
-    right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
-    bind = partial(_to_local_shape, torch.Tensor.expand)
-    return einrule(
-        f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind
-    )
+    same = [d >= new and n == input.shape[d - new] for d, n in enumerate(shape)]
+    bind = partial(_to_local_shape, Tensor.expand)
+    return einrule(grown(input.ndim, same), input, linear=((0,),), transparent=True, bind=bind)
 
 
 @decomposition_maker(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
 def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
     """Broadcast tensors that are given as several arguments or as a list."""
     shapes = [x.shape for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])]
-    made, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
-    return lambda *tensors: made(
+    container, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
+    return lambda *tensors: container(
         x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])
     )
 
