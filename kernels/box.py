@@ -1,6 +1,4 @@
-"""A box: one half-open interval per tensor dim, `((start, stop), ...)`. The box of a 0-d tensor is
-`()`.
-"""
+"""A box: one half-open interval per tensor dim, `((start, stop), ...)`; `()` of a 0-d tensor."""
 
 import math
 from collections.abc import Sequence

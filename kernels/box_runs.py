@@ -64,9 +64,7 @@ def _join_neighbours(boxes: Iterable[BoxRange]) -> list[Run]:
 
 
 def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
-    """Return the distance from a to b if they are otherwise equal and torch can express it (no
-    negative stride), else None.
-    """
+    """Return the distance from a to b if otherwise equal and a stride of torch's, not negative."""
     if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
         return None
     step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])

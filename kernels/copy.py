@@ -417,14 +417,10 @@ _cached_unpack: Callable[..., Unpack] = lru_cache(maxsize=1024)(compile_unpack)
 
 
 def pack(x: Tensor, boxes: Sequence[Box], out: Tensor | None = None) -> Tensor:
-    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, consecutive. See
-    `compile_pack`.
-    """
+    """`pack(x, boxes, out=None) -> flat`: the boxes of x, row-major, one after the other."""
     return _cached_pack(tuple(x.shape), tuple(boxes))(x, out)
 
 
 def unpack(flat: Tensor, boxes: Sequence[Box], out: Tensor) -> Tensor:
-    """`unpack(flat, boxes, out) -> out`: the boxes of `out` read from `flat`, as `pack`
-    wrote them.
-    """
+    """`unpack(flat, boxes, out) -> out`: the boxes of `out` from `flat`, as `pack` wrote them."""
     return _cached_unpack(tuple(out.shape), tuple(boxes))(flat, out)

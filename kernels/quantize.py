@@ -302,9 +302,7 @@ def dequantize_many(
 def _alike(
     compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]
 ) -> list[list[int]]:
-    """Return the indices of those that can share a launch, of one dtype and format; those without
-    boxes are omitted.
-    """
+    """Return the indices of those that can share a launch; those without boxes are omitted."""
     found: dict[object, list[int]] = {}
     for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
         if one.size:

@@ -1,6 +1,4 @@
-"""The format of quantized records: block sizes, scales and alignment, shared by the definition and
-the kernels.
-"""
+"""The format of quantized records, which the definition and the kernels share."""
 
 from __future__ import annotations
 

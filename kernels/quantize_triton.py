@@ -348,9 +348,7 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
-    """Return the blocks per program: enough to keep the memory busy, not many more than a typical
-    box has.
-    """
+    """Return the blocks per program: enough for the memory, not many more than boxes have."""
     return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
@@ -394,9 +392,7 @@ def _quantize_tables(
     itemsize: int,
     aligned: int,
 ) -> list[BoxTable]:
-    """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a
-    launch.
-    """
+    """Return the launches, cached: computing rows of hundreds of boxes takes longer than one."""
     rows = [
         make_row(i, ours, box, (start,), max(1, aligned // itemsize))
         for i, (quantize, ours) in enumerate(zip(quantizes, strides, strict=True))

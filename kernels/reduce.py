@@ -138,9 +138,7 @@ def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView
 
 
 def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
-    """Return the contributions to a box, combined in order; 16-bit floats in float32, not
-    rounded.
-    """
+    """Return the contributions to a box, combined in order; 16-bit floats in float32, unrounded."""
     shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
     first, *others = [flat[start:][:size].view(shape) for start in starts]
     if not others:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -32,24 +33,43 @@ COMPUTED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 )
 
+# If the parts of a sum are in several tensors, elements are numbered as if each had this many.
 SPAN = 1 << 40
-"""If the parts of a sum are in several tensors, elements are numbered as if each tensor had this
-many.
-"""
 
-COLUMNS = 27
-"""Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a
-plane, then
 
-    rows    5 lanes of a plane, 6 lanes of a run, 7 and 8 their divisor, 9 and 10 strides of A, ...,
-            21 size of B, 22 and 23 its divisor, 24 and 25 strides of B, 26 units of a run
-    tiles   5 words along I (a run padded to a power of two), 6 along J, 7 source stride of J,
-            8 destination stride of I, 9 programs along J
+class Column(IntEnum):
+    """The columns of a table; those of rows and those of tiles share places.
 
-and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest
-first, and 20 the first entry in the table of parts, for sums. Everything of the source is counted
-in its units, everything of the destination in those.
-"""
+    Everything of the source is counted in its units, everything of the destination in those.
+    """
+
+    FIRST_PROGRAM = 0
+    TENSOR = 1
+    SRC = 2  # offset
+    DST = 3
+    PROGRAMS = 4  # of a plane
+    BATCH = 11  # to 19: (size, source stride, destination stride) of each dim, the fastest first
+    PART = 20  # the first entry in the table of parts, for sums
+    # rows
+    PLANE_LANES = 5
+    RUN_LANES = 6
+    RUN_DIVISOR = 7  # and 8: of lanes by RUN_LANES, see `divisor`
+    A_SRC = 9  # strides
+    A_DST = 10
+    B_SIZE = 21
+    B_DIVISOR = 22  # and 23
+    B_SRC = 24
+    B_DST = 25
+    RUN_UNITS = 26
+    # tiles
+    I_WORDS = 5  # a run padded to a power of two
+    J_WORDS = 6
+    J_SRC = 7  # strides
+    I_DST = 8
+    J_PROGRAMS = 9
+
+
+COLUMNS = 27  # of a table
 NEVER = (1 << 62) - 1  # first program of a row that pads the table
 
 
@@ -61,7 +81,7 @@ class Table:
         kind: the constants of the kernel.
         lanes: of a program of rows, (lanes,); of tiles, (runs along I, runs along J).
         programs: the size of the grid.
-        rows: see `COLUMNS`; padded to a power of two.
+        rows: see `Column`; padded to a power of two.
         parts: the offsets that rows with several parts refer to, in units; the rows if none has.
         elements: number of elements written.
         aligned: the power of two that divides every address.
@@ -101,9 +121,9 @@ def make_tables(
             for row in rows_of(p, to_flat, itemsizes, aligned, raw):
                 rows.setdefault(row.kind, []).append(row)
     return [
-        _table(kind, found[i : i + MAX_ROWS], max(itemsizes), aligned)
-        for kind, found in rows.items()
-        for i in range(0, len(found), MAX_ROWS)
+        _table(kind, alike[i : i + MAX_ROWS], max(itemsizes), aligned)
+        for kind, alike in rows.items()
+        for i in range(0, len(alike), MAX_ROWS)
     ]
 
 
@@ -114,15 +134,14 @@ _known: dict[tuple, tuple[Sequence[object], list[Table]]] = {}
 def remembered(
     owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]
 ) -> list[Table]:
-    """Return the tables of these objects, cached by identity (and kept alive): comparing hundreds
-    of views takes longer than a launch."""
+    """Return the tables of these objects, cached by identity, which is faster than by value."""
     key = (*map(id, owners), *key)
-    found = _known.get(key)
-    if found is None:
+    known = _known.get(key)
+    if known is None:
         if len(_known) >= _MOST_KNOWN:
             _known.pop(next(iter(_known)), None)
-        found = _known[key] = owners, make()
-    return found[1]
+        known = _known[key] = owners, make()  # the objects live as long as their ids are keys
+    return known[1]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -130,11 +149,18 @@ def remembered(
 
 def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
     lanes = _tile_lanes(rows, kind, itemsize) if kind.tiled else _row_lanes(rows, kind, itemsize)
-    made, parts, program = [], [], 0
+    filled, parts, program = [], [], 0
     for row in rows:
-        count, own, more = (_tile_columns if kind.tiled else _row_columns)(row, lanes)
-        at = (program, row.tensor, row.src // kind.unit, row.dst // kind.dst_unit, count)
-        made.append([*at, *own, *_batch_columns(row), len(parts), *more])
+        count, own = (_tile_columns if kind.tiled else _row_columns)(row, lanes)
+        columns = [0] * COLUMNS
+        columns[: Column.PROGRAMS + 1] = (
+            program, row.tensor, row.src // kind.unit, row.dst // kind.dst_unit, count
+        )  # fmt: skip
+        columns[Column.BATCH : Column.PART] = _batch_columns(row)
+        columns[Column.PART] = len(parts)
+        for column, value in own.items():
+            columns[column] = value
+        filled.append(columns)
         program += count * math.prod(size for size, _, _ in row.batch)
         parts += [p // kind.unit for p in row.parts]
     if program > MAX_PROGRAMS:
@@ -142,21 +168,18 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
             f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: "
             "copy in parts"
         )
-    made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
+    filled += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(filled)) - len(filled))
     elements = sum(row.size for row in rows)
-    table = DeviceCopies(made)
+    table = DeviceCopies(filled)
     offsets = DeviceCopies(parts) if parts else table
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 
 def _row_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int]:
-    """Return the lanes of a program: enough bytes to keep the memory busy, not much more than a
-    typical plane has.
-    """
+    """Return the lanes of a program: enough for the memory, not many more than planes have."""
     planes = sorted(_lanes_of_plane(row) for row in rows)
-    accesses = (
-        MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2
-    )  # without groups each needs an address
+    # without groups each access needs an address
+    accesses = MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2
     most = min(accesses, PROGRAM_BYTES // (kind.unit * itemsize)) // kind.group
     if kind.parts > 1:
         most //= 2
@@ -168,21 +191,27 @@ def _lanes_of_plane(row: Row) -> int:
     return a * b * -(-run // (row.kind.unit * row.kind.group))
 
 
-def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
+def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, dict[int, int]]:
+    """Return the programs of a plane, and the columns of rows."""
     unit, ((_, *a), (size_b, *b), (run, *_)) = row.kind.unit, row.inner
     plane, of_run = _lanes_of_plane(row), -(-run // (unit * row.kind.group))
-    own = [plane, of_run, *divisor(of_run), *(s // unit for s in a)]
-    return (
-        -(-plane // lanes[0]),
-        own,
-        [size_b, *divisor(size_b), *(s // unit for s in b), run // unit],
-    )
+    columns: dict[int, int] = {
+        Column.PLANE_LANES: plane,
+        Column.RUN_LANES: of_run,
+        Column.A_SRC: a[0] // unit,
+        Column.A_DST: a[1] // unit,
+        Column.B_SIZE: size_b,
+        Column.B_SRC: b[0] // unit,
+        Column.B_DST: b[1] // unit,
+        Column.RUN_UNITS: run // unit,
+    }
+    for column, d in ((Column.RUN_DIVISOR, of_run), (Column.B_DIVISOR, size_b)):
+        columns[column], columns[column + 1] = divisor(d)
+    return -(-plane // lanes[0]), columns
 
 
 def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int, int]:
-    """Return runs along I and J: about as many bytes along both, more along one if the other is
-    short.
-    """
+    """Return runs along I and J: about as many bytes along both, or more along the longer one."""
     words = min(kind.unit, kind.dst_unit) // kind.word * MAX_ACCESSES
     most = min(words, MAX_TILE, PROGRAM_BYTES // (kind.word * itemsize)) // kind.padded
     i, j = (next_power_of_two(max(row.inner[side][0] for row in rows)) for side in (0, 1))
@@ -190,12 +219,17 @@ def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[i
     return along_i, min(j, most // along_i)
 
 
-def _tile_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
+def _tile_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, dict[int, int]]:
+    """Return the programs of a plane, and the columns of tiles."""
     kind, ((i, _, i_dst), (j, j_src, _)) = row.kind, row.inner
     tiles_i, tiles_j = -(-i // lanes[0]), -(-j // lanes[1])
-    sizes = [i * kind.padded * kind.word // kind.unit, j * kind.padded * kind.word // kind.dst_unit]
-    own = [*sizes, j_src // kind.unit, i_dst // kind.dst_unit, tiles_j, 0]
-    return tiles_i * tiles_j, own, [0] * (COLUMNS - 21)
+    return tiles_i * tiles_j, {
+        Column.I_WORDS: i * kind.padded * kind.word // kind.unit,
+        Column.J_WORDS: j * kind.padded * kind.word // kind.dst_unit,
+        Column.J_SRC: j_src // kind.unit,
+        Column.I_DST: i_dst // kind.dst_unit,
+        Column.J_PROGRAMS: tiles_j,
+    }
 
 
 def _batch_columns(row: Row) -> list[int]:
@@ -208,8 +242,8 @@ def divisor(d: int) -> tuple[int, int]:
     for n and d < 2**31.
 
     >>> multiplier, shift = divisor(7)
-    >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)]
-    [0, 0, 1, 306783378]
+    >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1, (2**31 - 1) // 7]
+    True
     """
     shift = (d - 1).bit_length()
     return ((1 << 32) * ((1 << shift) - d)) // d + 1, shift

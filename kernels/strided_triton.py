@@ -29,14 +29,34 @@ from torch import Tensor
 from . import strided
 from .launcher import NO_FUSION, KernelLauncher
 from .number_triton import cast, widened
-from .strided import SPAN, Table
+from .strided import SPAN, Column, Table
 from .transfer.device_copies import DeviceCopies
 
+# the columns of a table
 COLUMNS = tl.constexpr(strided.COLUMNS)
-BATCH_AT = tl.constexpr(11)
-ROWS_AT_ONCE = tl.constexpr(
-    32
-)  # rows that a program compares at a time when it searches for its own
+TENSOR = tl.constexpr(Column.TENSOR.value)
+SRC = tl.constexpr(Column.SRC.value)
+DST = tl.constexpr(Column.DST.value)
+PROGRAMS = tl.constexpr(Column.PROGRAMS.value)
+BATCH = tl.constexpr(Column.BATCH.value)
+PART = tl.constexpr(Column.PART.value)
+PLANE_LANES = tl.constexpr(Column.PLANE_LANES.value)
+RUN_LANES = tl.constexpr(Column.RUN_LANES.value)
+RUN_DIVISOR = tl.constexpr(Column.RUN_DIVISOR.value)
+A_SRC = tl.constexpr(Column.A_SRC.value)
+A_DST = tl.constexpr(Column.A_DST.value)
+B_SIZE = tl.constexpr(Column.B_SIZE.value)
+B_DIVISOR = tl.constexpr(Column.B_DIVISOR.value)
+B_SRC = tl.constexpr(Column.B_SRC.value)
+B_DST = tl.constexpr(Column.B_DST.value)
+RUN_UNITS = tl.constexpr(Column.RUN_UNITS.value)
+I_WORDS = tl.constexpr(Column.I_WORDS.value)
+J_WORDS = tl.constexpr(Column.J_WORDS.value)
+J_SRC = tl.constexpr(Column.J_SRC.value)
+I_DST = tl.constexpr(Column.I_DST.value)
+J_PROGRAMS = tl.constexpr(Column.J_PROGRAMS.value)
+
+ROWS_AT_ONCE = tl.constexpr(32)  # that a program compares at a time when it searches for its row
 WARP = tl.constexpr(32)
 AREA = tl.constexpr(SPAN)
 AT_ONCE = tl.constexpr(8)  # parts whose loads are all in flight before the first is added
@@ -62,13 +82,11 @@ def _last_not_after(table, program, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def batch_offsets(row, index):
-    """Return the offset of the batch with this index, below 2**31, in the source and in the
-    destination.
-    """
+    """Return the offsets of the batch with this index, below 2**31, in source and destination."""
     index = index.to(tl.uint32)
     src, dst = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for d in tl.static_range(3):
-        column = row + BATCH_AT + 3 * d
+        column = row + BATCH + 3 * d
         size = tl.load(column).to(tl.uint32)
         digit = (index % size).to(tl.int64)
         index = index // size
@@ -85,11 +103,11 @@ def quotient(n, multiplier, shift):
 
 @triton.jit
 def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the start of the row's tensor: the given pointer, or that of the tensor with the row's
-    index.
-    """
+    """Return the start of the row's tensor: the given pointer, or that of its index."""
     if FROM_TABLE:
-        given = tl.load(pointers + tl.load(row + 1)).to(tl.pointer_type(given.dtype.element_ty))
+        given = tl.load(pointers + tl.load(row + TENSOR)).to(
+            tl.pointer_type(given.dtype.element_ty)
+        )
     return tl.multiple_of(given, ALIGNED)
 
 
@@ -97,9 +115,7 @@ def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 def part_at(
     src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return the start of a part of a sum, in the given tensor or in the one that its offset
-    encodes.
-    """
+    """Return the start of a part of a sum, in the given tensor or the one that its offset says."""
     place = (tl.load(parts) + batch) * UNIT
     if FROM_TABLE:
         src = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
@@ -109,22 +125,21 @@ def part_at(
 
 @triton.jit
 def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
-    """Return, for each lane of a program of rows: source and destination offset inside the plane,
-    in units, its position in its run, and whether it is inside the plane."""
+    """Return each lane's source and destination offset, its place in the run, if in the plane."""
     lane = (tile * LANES + tl.arange(0, LANES)).to(tl.uint32)
-    ab = quotient(lane, tl.load(row + 7), tl.load(row + 8))
-    a = quotient(ab, tl.load(row + 22), tl.load(row + 23))
-    b = ab - a * tl.load(row + 21).to(tl.uint32)
-    r = (lane - ab * tl.load(row + 6).to(tl.uint32)) * GROUP
+    ab = quotient(lane, tl.load(row + RUN_DIVISOR), tl.load(row + RUN_DIVISOR + 1))
+    a = quotient(ab, tl.load(row + B_DIVISOR), tl.load(row + B_DIVISOR + 1))
+    b = ab - a * tl.load(row + B_SIZE).to(tl.uint32)
+    r = (lane - ab * tl.load(row + RUN_LANES).to(tl.uint32)) * GROUP
     if WIDE:
         a, b, r = a.to(tl.int64), b.to(tl.int64), r.to(tl.int64)
-        src = a * tl.load(row + 9) + b * tl.load(row + 24) + r
-        dst = a * tl.load(row + 10) + b * tl.load(row + 25) + r
+        src = a * tl.load(row + A_SRC) + b * tl.load(row + B_SRC) + r
+        dst = a * tl.load(row + A_DST) + b * tl.load(row + B_DST) + r
     else:
         a, b, r = a.to(tl.int32), b.to(tl.int32), r.to(tl.int32)
-        src = a * tl.load(row + 9).to(tl.int32) + b * tl.load(row + 24).to(tl.int32) + r
-        dst = a * tl.load(row + 10).to(tl.int32) + b * tl.load(row + 25).to(tl.int32) + r
-    return src, dst, r, lane < tl.load(row + 5).to(tl.uint32)
+        src = a * tl.load(row + A_SRC).to(tl.int32) + b * tl.load(row + B_SRC).to(tl.int32) + r
+        dst = a * tl.load(row + A_DST).to(tl.int32) + b * tl.load(row + B_DST).to(tl.int32) + r
+    return src, dst, r, lane < tl.load(row + PLANE_LANES).to(tl.uint32)
 
 
 @triton.jit
@@ -145,7 +160,7 @@ def unit_offsets(
     else:
         within = tl.arange(0, WARP * UNIT)[None, :]
         left = (
-            tl.where(inside, tl.load(row + 26).to(tl.int32) - r.to(tl.int32), 0)[:, None]
+            tl.where(inside, tl.load(row + RUN_UNITS).to(tl.int32) - r.to(tl.int32), 0)[:, None]
             - within // UNIT
         )
     return src[:, None] * UNIT + within, dst[:, None] * UNIT + within, left
@@ -225,29 +240,29 @@ def move_rows(
     row, index = find_row(table, ROWS)
     # programs that run together take the same position of different batches, which often share
     # cache lines
-    count = (
-        tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)
-    ).to(tl.uint32)
+    count = (tl.load(row + BATCH) * tl.load(row + BATCH + 3) * tl.load(row + BATCH + 6)).to(
+        tl.uint32
+    )
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
-    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (dst_batch + tl.load(row + 3)) * UNIT
+    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (dst_batch + tl.load(row + DST)) * UNIT
     if (
         GROUP > 1
         and UNIT * src.dtype.element_ty.primitive_bitwidth < 32
         and src.dtype == dst.dtype
         and not SCALED
     ):
-        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
+        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + SRC)) * UNIT
         src_at, dst_at, r, inside = _lane_offsets(row, index // count, LANES, GROUP, WIDE)
         left = tl.where(
-            inside, tl.minimum(tl.load(row + 26).to(tl.int32) - r.to(tl.int32), GROUP + 8), 0
+            inside, tl.minimum(tl.load(row + RUN_UNITS).to(tl.int32) - r.to(tl.int32), GROUP + 8), 0
         )
         move_words(src + src_at * UNIT, dst + dst_at * UNIT, left * UNIT, r == 0, GROUP * UNIT)
         return
     src_at, dst_at, left = unit_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
     dst_at = dst + dst_at
     if GROUP > 1:
-        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
+        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + SRC)) * UNIT
         src_at = src + src_at
         # all loads before the first store; a loop, for in three dims the order of warps is the
         # compiler's choice
@@ -263,9 +278,9 @@ def move_rows(
         inside = left > 0
         if PARTS == 1:
             src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
-            value = tl.load(src + tl.load(row + 2) * UNIT + src_at, mask=inside)
+            value = tl.load(src + tl.load(row + SRC) * UNIT + src_at, mask=inside)
         else:
-            first = parts + tl.load(row + 20)
+            first = parts + tl.load(row + PART)
             part = part_at(src, pointers, first, src_batch, UNIT, SRC_MANY, ALIGNED)
             value = widened(tl.load(part + src_at, mask=inside))
             if PARTS <= AT_ONCE:
@@ -303,19 +318,19 @@ def move_tiles(
 ):
     row, index = find_row(table, ROWS)
     index = index.to(tl.uint32)
-    tiles, tiles_j = tl.load(row + 4).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
+    tiles, tiles_j = tl.load(row + PROGRAMS).to(tl.uint32), tl.load(row + J_PROGRAMS).to(tl.uint32)
     tile = index % tiles
     src_batch, dst_batch = batch_offsets(row, index // tiles)
     i0, j0 = (tile // tiles_j).to(tl.int32) * ALONG_I, (tile % tiles_j).to(tl.int32) * ALONG_J
-    stride_j, stride_i = tl.load(row + 7) * UNIT_I, tl.load(row + 8) * UNIT_J
-    src = base(src, pointers, row, SRC_MANY, ALIGNED) + (tl.load(row + 2) + src_batch) * UNIT_I
-    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (tl.load(row + 3) + dst_batch) * UNIT_J
+    stride_j, stride_i = tl.load(row + J_SRC) * UNIT_I, tl.load(row + I_DST) * UNIT_J
+    src = base(src, pointers, row, SRC_MANY, ALIGNED) + (tl.load(row + SRC) + src_batch) * UNIT_I
+    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (tl.load(row + DST) + dst_batch) * UNIT_J
     src, dst = src + i0 * RUN + j0 * stride_j, dst + j0 * RUN + i0 * stride_i
     if not WIDE:
         stride_i, stride_j = stride_i.to(tl.int32), stride_j.to(tl.int32)
     # sizes in words, where a run counts as PADDED words, and the rest of them for this tile
-    left_i = (tl.load(row + 5) * UNIT_I).to(tl.int32) - i0 * PADDED
-    left_j = (tl.load(row + 6) * UNIT_J).to(tl.int32) - j0 * PADDED
+    left_i = (tl.load(row + I_WORDS) * UNIT_I).to(tl.int32) - i0 * PADDED
+    left_j = (tl.load(row + J_WORDS) * UNIT_J).to(tl.int32) - j0 * PADDED
     i, j = tl.arange(0, ALONG_I)[:, None], tl.arange(0, ALONG_J)[:, None]
     at, inside = _along(left_i, ALONG_I, RUN, PADDED)
     value = tl.load(src + at + j * stride_j, mask=inside & (j * PADDED < left_j))
@@ -330,9 +345,7 @@ def move_tiles(
 
 @triton.jit
 def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
-    """[1, words]: offsets of the words of consecutive runs, and which of them belong to the
-    view.
-    """
+    """[1, words]: offsets of the words of consecutive runs, and which belong to the view."""
     word = tl.arange(0, RUNS * PADDED)[None, :]
     if RUN == PADDED:
         return word, word < left

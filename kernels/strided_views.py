@@ -168,9 +168,7 @@ def _common(most: int, *numbers: int) -> int:
 
 
 def _transposed_dims(others: Sequence[Dim], run: int) -> tuple[Dim, Dim] | None:
-    """Return the dims next to the run in the source and in the destination, None if they are the
-    same.
-    """
+    """Return the dims next to the run in source and destination; None if they are the same."""
     i = next((d for d in others if d[1] == run), None)
     j = next((d for d in others if d[2] == run and d is not i), None)
     return None if i is None or j is None else (i, j)
@@ -223,18 +221,14 @@ def _group(units: int) -> int:
 
 
 def _split(row: Row) -> Iterable[Row]:
-    """Yield the row as several, if it has more batch dims than a table has columns or a plane is
-    too large.
-    """
+    """Yield the row as several if it has too many batch dims or a plane is too large."""
     extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
     for index in product(*(range(size) for size, _, _ in extra)):
         yield from _cut(_moved(row, *_at(index, extra)))
 
 
 def _cut(row: Row) -> Iterable[Row]:
-    """Yield rows whose planes are small enough for 32 bits; only offsets inside a program may need
-    more.
-    """
+    """Yield rows whose planes fit into 32 bits; only offsets inside a program may need more."""
     pieces = [_pieces(dim, most) for dim, most in zip(row.inner, _most(row), strict=True)]
     for cut in product(*pieces):
         starts, inner = zip(*cut, strict=True)

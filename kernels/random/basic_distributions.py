@@ -1,6 +1,4 @@
-"""Uniform, normal, Bernoulli and integer random numbers; the formulas are in the docstring of the
-package.
-"""
+"""Uniform, normal, Bernoulli and integer random numbers; the package has the formulas."""
 
 from __future__ import annotations
 

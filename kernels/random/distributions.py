@@ -315,9 +315,7 @@ def _rejected(
     alpha: Tensor,
     log_likelihood: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return whole numbers by transformed rejection; each try draws a new pair of u for all
-    elements.
-    """
+    """Return whole numbers by transformed rejection, with a new pair of u for each try."""
     found, number = torch.zeros_like(a), 0
     while bool(wanted.any()):
         number += 2

@@ -1,6 +1,4 @@
-"""Draw the elements of a box from a distribution: one kernel launch on a GPU, torch operations
-elsewhere.
-"""
+"""Draw the elements of a box from a distribution: one kernel on a GPU, else torch operations."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def top53(words: Tensor) -> Tensor:
 
 
 def box_muller(m: Tensor, n: Tensor, bits: int) -> Tensor:
-    """Return, for two integers of `bits` bits [...], two independent standard normal numbers [...,
-    2].
-    """
+    """Return two independent normal numbers [..., 2] for two integers of `bits` bits [...]."""
     radius = sqrt(log((m + 1).to(torch.float64) * 2.0**-bits).mul_(-2))
     cos, sin = cos_sin_turns(n.to(torch.float64) * 2.0**-bits)
     return torch.stack((cos.mul_(radius), sin.mul_(radius)), dim=-1)

@@ -1,6 +1,4 @@
-"""all_gather, all_to_all and reduce_scatter of tensors that are cut as `torch.chunk` does, as
-pulls.
-"""
+"""all_gather, all_to_all and reduce_scatter of tensors cut as by `torch.chunk`, as pulls."""
 
 from __future__ import annotations
 

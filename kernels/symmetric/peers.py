@@ -67,9 +67,7 @@ class Peers:
         return self.buffer.numel() // (8 * MAX_PROGRAMS) // 128 * 128
 
     def staging(self, dtype: torch.dtype) -> Tensor:
-        """`staging(dtype) -> flat`: the area in which this rank packs data for its peers to
-        pull.
-        """
+        """`staging(dtype) -> flat`: where this rank packs data for its peers to pull."""
         found = self._staging.get(dtype)
         if found is None:
             area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]

@@ -182,9 +182,7 @@ def finished(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Apply the epilogue to one piece: residual sum and norm of a row; then cast, or write a
-    record.
-    """
+    """Apply the epilogue to a piece: residual sum and norm of a row; cast, or write a record."""
     inside = (lane < PIECE) & (lane < n - at)
     result = normed(value, residual, added, weight, at, lane, inside, eps, PIECE) if NORM else value
     if BLOCK:
@@ -369,9 +367,7 @@ def _all_reduce_launcher(
 
 
 def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:
-    """Return the constants of the record format, 16 bytes per thread at a time; zeros without a
-    record.
-    """
+    """Return the constants of the record format, for 16 bytes per thread; zeros without one."""
     if record is None:
         return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
     return {"LARGEST": LARGEST[record.transport], "BLOCK": record.block, "VECTOR": UNIT // itemsize}

@@ -74,9 +74,7 @@ class DeviceCopies:
 
 
 class _StreamCopy:
-    """A copy that was enqueued on one stream, and the streams whose later work is known to run
-    after it.
-    """
+    """A copy that one stream enqueued, and the streams whose later work runs after it."""
 
     __slots__ = ("_event", "_streams", "tensor")
 
@@ -94,9 +92,7 @@ class _StreamCopy:
 
 
 def _stream_of(device: torch.device) -> int:
-    """Return the number of the current stream, without the object, which takes a microsecond to
-    make.
-    """
+    """Return the number of the current stream, without its object, which takes a microsecond."""
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 

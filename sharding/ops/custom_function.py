@@ -180,9 +180,7 @@ def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
 def _run_backward(
     node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result], owner: Any
 ) -> dict[int, Any]:
-    """Run the backward of a node and of the custom functions before it, last one first; return
-    gradients by the leaf's id.
-    """
+    """Run the backward of a node and of custom functions before it; return gradients by leaf id."""
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
     found: dict[int, Any] = {}
     while waiting:

@@ -60,9 +60,7 @@ def device_result(
 
 
 def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
-    """Return shapes for the operands (by id) in which every factor is small; None if operands
-    contradict each other.
-    """
+    """Return shapes for operands, by id, with small factors; None if operands contradict."""
     sizes = {
         name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2)
         for name, n in made.sizes.items()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,18 +37,20 @@ from ..tensor.autograd.local_part import known_local
 from ..tensor.resharding import Resharding, settled
 from ..tensor.sharded_tensor import ShardedTensor
 from . import nonmember, plain_operands, torch_transforms
+from .rules.argument_forms import (
+    has_numpy_names,
+    has_tensor_as_number,
+    with_numbers,
+    with_torch_names,
+)
 from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
-from .rules.number_arguments import has_tensor_as_number, with_numbers
-from .rules.numpy_names import has_numpy_names, with_torch_names
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
 from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
-from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
+from .strategy import AS_RETURNED, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
-_ATTRIBUTE_ACCESS = frozenset(
-    {"__get__", "__set__", "__delete__"}
-)  # attributes that do not depend on values
+_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # they ask for no values
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -116,12 +118,13 @@ def torch_function(
         if any(isinstance(item, Resharding) for item in key):
             return func(*settled(tuple(args)), **settled(kwargs))
         strategy = _new_strategy(func, args, kwargs, key, operands)
-    if strategy.direct:
-        out = strategy.wrap(strategy.func(*local_args, **local_kwargs))
+    wrap_result = strategy.wrap
+    if wrap_result is not None:
+        out = wrap_result(strategy.func(*local_args, **local_kwargs))
         out._lineage = mixed(strategy.seed, operands)
         return out
-    if strategy.run is _on_wrappers:
-        return _on_wrappers(strategy, args, kwargs)
+    if strategy.run is _ON_WRAPPERS:
+        return _on_wrappers(func, args, kwargs)
     lineage, before = mixed(strategy.seed, operands), thread_context.last_draw
     result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)
     if thread_context.last_draw is not before:
@@ -133,9 +136,7 @@ def torch_function(
 
 
 def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """Return an argument with `ShardedTensor`s replaced by their locals; extend the cache key and
-    the list of operands.
-    """
+    """Return an argument with locals for `ShardedTensor`s; extend the key and the operands."""
     kind = type(item)
     if kind is ShardedTensor:
         local = item._local
@@ -147,9 +148,8 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     if kind in _VALUES:
         key += kind, item
     elif kind is float or kind is complex:
-        key.append(
-            item if func in LOOKS_AT_FLOATS else kind if item else 0.0
-        )  # others only compare with zero
+        # most only compare it with zero
+        key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)
     elif kind is list or kind is tuple:
         return locals_of(item, key, operands, func)
     elif kind is slice:
@@ -163,9 +163,7 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
 
 
 def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """Return `_local_of` of a list or tuple; the loop handles numbers and slices (shapes and
-    indices) without a call.
-    """
+    """Return `_local_of` of a list or tuple, of numbers and slices without a call for each."""
     key += type(items), len(items)
     before = len(key)
     for item in items:
@@ -181,28 +179,21 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
-_WRAPPED = (
-    object()
-)  # in a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`
-_PLAIN = (
-    object()
-)  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
+# In a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`; and a
+# plain tensor that may be treated as replicated, see `plain_operands.py`.
+_WRAPPED, _PLAIN = object(), object()
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
-    """Return the key of a plain tensor. With one element it is used as a number; others are errors
-    outside of prepared modules.
+    """Return the key of a plain tensor, which with one element is used as a number.
 
     Raises:
         RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported
             operand".
     """
     if is_transformed(tensor):
-        if (
-            is_foreign()
-            and isinstance(innermost(tensor), ShardedTensor)
-            and not in_foreign_forward_mode()
-        ):
+        sharded = isinstance(innermost(tensor), ShardedTensor)
+        if sharded and is_foreign() and not in_foreign_forward_mode():
             return _WRAPPED
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -214,7 +205,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
     return plain_operands.refuse(tensor, func)
 
 
-# -- running ---------------------------------------------------------------------------------------
+# -- new strategies -------------------------------------------------------------------------------
 
 
 _SPELLINGS = 16  # of each strategy, the calls with different ints that are looked up at once
@@ -227,9 +218,7 @@ def _new_strategy(
     key: list[Any],
     operands: list[Any],
 ) -> OpStrategy:
-    """Return the strategy for a new key: that of calls which differ only in ints that decide
-    nothing, or one made now.
-    """
+    """Return the strategy for a new key, shared by calls that differ in ints that decide nothing."""
     shared = shared_arguments(func, args, kwargs) if operands else None
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
@@ -262,9 +251,7 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 def _keep_spelling(
     strategies: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
 ) -> None:
-    """Cache a strategy under the key of one call too, and no longer under that of the call longest
-    ago.
-    """
+    """Cache a strategy under the key of one call too, and no longer under the oldest of those."""
     if strategy.spellings is None:
         strategy.spellings = deque()
     keep(strategies, key, spelled)
@@ -284,53 +271,17 @@ def _make_strategy(
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
-    if any(k is _WRAPPED for k in key):
-        strategy = OpStrategy(func)
-        strategy.run = _run_with_wrapped
-    elif operands and plain_operands.plain_targets(func, args, kwargs):
-        strategy = OpStrategy(func)
-        strategy.run = _run_into_plain
-    elif has_numpy_names(func, kwargs):
-        strategy = OpStrategy(func)
-        strategy.run = _run_with_torch_names
-    elif has_tensor_as_number(func, kwargs):
-        strategy = OpStrategy(func)
-        strategy.run = _run_with_numbers
-    elif any(k is _PLAIN for k in key):
-        if not operands:
-            plain_operands.refuse(
-                next(
-                    filter(
-                        plain_operands.is_plain_operand,
-                        plain_operands.tensors_in((*args, *kwargs.values())),
-                    )
-                ),
-                func,
-            )
-        strategy = OpStrategy(func)
-        strategy.run = _run_with_plain
-    elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
-        strategy = OpStrategy(func)
-        strategy.run = _on_wrappers
+    call = _Call(func, args, kwargs, key, operands)
+    run = next((run for applies, run in _CALLS if applies(call)), None)
+    if run is not None:
+        strategy = OpStrategy(func, run=run)
     elif (public := public_call(func)) is not None:
-        strategy = OpStrategy(func)
-        strategy.decomposition, strategy.run = public, _run_decomposition
-    elif kwargs.get("out") is not None:
-        strategy = OpStrategy(func)
-        strategy.run = _into_out
+        strategy = OpStrategy(func, decomposition=public, run=_run_decomposition)
     else:
         strategy = choose_strategy(func, args, kwargs, operands, key)
-        outputs = strategy.outputs
-        if strategy.decomposition is not None:
-            strategy.run = _run_decomposition
-        elif _is_outside(operands[0]._layout):
-            strategy.run = partial(nonmember.run, func)
-        elif strategy.detached_view and is_reshape(func):
-            strategy.run = _run_reshape
-        elif strategy.moves or strategy.in_place or type(outputs) is not Layout:
-            strategy.run = _run
-        else:
-            strategy.direct, strategy.run, strategy.wrap = True, _run, wrapper(outputs)
+        strategy.run = _runner(func, strategy, operands[0]._layout)
+        if strategy.run is None:
+            strategy.wrap = wrapper(strategy.outputs)
     strategy.seed = seed_of(
         " ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)])
     )
@@ -340,45 +291,110 @@ def _make_strategy(
     return strategy
 
 
-def _run_with_plain(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
-) -> Any:
-    args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
-    return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
+def _runner(func: Any, strategy: OpStrategy, layout: Layout) -> Callable[..., Any] | None:
+    """Return how to run a strategy; None if its one result only has to be wrapped."""
+    if strategy.decomposition is not None:
+        return _run_decomposition
+    if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
+        return partial(nonmember.run, func)
+    if strategy.detached_view and is_reshape(func):
+        return _run_reshape
+    if strategy.moves or strategy.in_place or type(strategy.outputs) is not Layout:
+        return _run
+    return None
 
 
-def _run_with_wrapped(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
-) -> Any:
-    return torch_transforms.run_with_wrapped(strategy.func, args, kwargs)
+# -- calls that are not of an operator on the local tensors ----------------------------------------
 
 
-def _run_into_plain(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
-) -> Any:
-    return plain_operands.write_plain(strategy.func, args, kwargs)
+class _Call(NamedTuple):
+    """A call, its key and its sharded operands."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    key: list[Any]
+    operands: list[Any]
 
 
-def _run_with_numbers(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
-) -> Any:
-    return torch_function(
-        ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs)
-    )
+def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `run` of a strategy that calls `function(func, args, kwargs)`."""
+    return lambda strategy, args, kwargs, *_: function(strategy.func, args, kwargs)
 
 
-def _run_with_torch_names(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
-) -> Any:
-    return torch_function(ShardedTensor, strategy.func, (), args, with_torch_names(kwargs))
+def _with_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = plain_operands.replicated(func, args, kwargs)
+    return torch_function(ShardedTensor, func, (), args, kwargs)
+
+
+def _refuse_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = plain_operands.tensors_in((*args, *kwargs.values()))
+    return plain_operands.refuse(next(filter(plain_operands.is_plain_operand, tensors)), func)
+
+
+def _with_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return torch_function(ShardedTensor, func, (), args, with_numbers(func, kwargs))
+
+
+def _with_torch_names(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return torch_function(ShardedTensor, func, (), args, with_torch_names(kwargs))
+
+
+def _into_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run `torch.f(x, out=y)`: copy the result into y, in its layout. As in torch, no gradient."""
+    out = kwargs["out"]
+    result = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    sharded = isinstance(out, ShardedTensor) and isinstance(result, ShardedTensor)
+    if not sharded or out.shape != result.shape:
+        raise NotImplementedError(
+            f"{name_of(func)}: out= takes one ShardedTensor of the shape of the result; use the "
+            "result instead"
+        )
+    if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
+        raise RuntimeError(
+            f"{name_of(func)}: out= has no gradient, and one of the arguments requires grad"
+        )
+    return out.copy_(result)
+
+
+def _on_wrappers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with _no_torch_function():
+        return func(*args, **kwargs)
+
+
+def _has(mark: object) -> Callable[[_Call], bool]:
+    return lambda call: any(k is mark for k in call.key)
+
+
+def _asks_wrapper(call: _Call) -> bool:
+    is_access = name_of(call.func) in _ATTRIBUTE_ACCESS and call.func not in RULES
+    return not call.operands or is_access
+
+
+_ON_WRAPPERS = _calls(_on_wrappers)
+# Kinds of calls, and how to run them. The first that applies counts.
+_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
+    (_has(_WRAPPED), _calls(torch_transforms.run_with_wrapped)),
+    (
+        lambda c: c.operands and plain_operands.plain_targets(c.func, c.args, c.kwargs),
+        _calls(plain_operands.write_plain),
+    ),
+    (lambda c: has_numpy_names(c.func, c.kwargs), _calls(_with_torch_names)),
+    (lambda c: has_tensor_as_number(c.func, c.kwargs), _calls(_with_numbers)),
+    (lambda c: not c.operands and _has(_PLAIN)(c), _calls(_refuse_plain)),
+    (_has(_PLAIN), _calls(_with_plain)),
+    (_asks_wrapper, _ON_WRAPPERS),
+    (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _calls(_into_out)),
+)
+
+
+# -- running ---------------------------------------------------------------------------------------
 
 
 def _moved(
     strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments with each operand replaced by its local tensor in the layout that the
-    strategy requires.
-    """
+    """Return the arguments with each operand's local tensor in the layout that it must have."""
     moved = []
     for x, target in zip(operands, strategy.targets, strict=True):
         with comm_context(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
@@ -430,7 +446,7 @@ def _run(
         return wrap(result, outputs)
     if outputs is None:
         return result
-    if outputs is FOUND:
+    if outputs is AS_RETURNED:
         like = operands[0]._layout
         return nonmember.map_tensors(
             result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like))
@@ -446,21 +462,14 @@ def _run_reshape(
     __: Any,
     operands: list[Any],
 ) -> Any:
-    """Run a reshape of a redistributed copy; writes to the result reach its operand through
-    `sliced_from.py`.
-    """
+    """Run a reshape of a redistributed copy; `sliced_from.py` takes writes to it to the operand."""
     out = _run(strategy, args, kwargs, (), {}, operands)
     out._sliced_from = ReshapedFrom(operands[0], out.shape)
     return out
 
 
-def _is_outside(layout: Layout) -> bool:
-    return layout.mesh.coordinate is None  # type: ignore[attr-defined]
-
-
 def wrap(local: Tensor, layout: Layout) -> Any:
-    """Return a `ShardedTensor` with this rank's part; its dtype is that of the part (autocast may
-    have changed it).
+    """Return a `ShardedTensor` with this rank's part, of the part's dtype (see autocast).
 
     Raises:
         RuntimeError: the part does not have the shape of the layout: the rule of an operator is
@@ -477,9 +486,7 @@ def wrap(local: Tensor, layout: Layout) -> Any:
 
 
 def _detached(local: Tensor) -> Tensor:
-    """Detach a local tensor and keep its mark as a view of a redistributed copy: a detached tensor
-    has no base in torch.
-    """
+    """Detach a local tensor and keep its mark as a view of a copy: detached, it has no base."""
     if transforming():
         return local  # detached, it would lose its tangent
     out = local.detach()
@@ -489,9 +496,7 @@ def _detached(local: Tensor) -> Tensor:
 
 
 def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
-    """Return `wrap` for one layout, which makes no call for results of the expected shape and
-    dtype.
-    """
+    """Return `wrap` for one layout, without a call for results of the expected shape and dtype."""
     meta, shape, dtype = layout.meta, layout.local_shape, layout.dtype
 
     def wrap_local(local: Tensor) -> Any:
@@ -510,33 +515,3 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         return out
 
     return wrap_local
-
-
-def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    """Run `torch.f(x, out=y)`: copy the result into y, in y's layout. As in torch, not
-    differentiable.
-    """
-    out = kwargs["out"]
-    result = strategy.func(
-        *args, **{name: value for name, value in kwargs.items() if name != "out"}
-    )
-    if (
-        not isinstance(out, ShardedTensor)
-        or not isinstance(result, ShardedTensor)
-        or out.shape != result.shape
-    ):
-        raise NotImplementedError(
-            f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; "
-            "use the result instead"
-        )
-    if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
-        raise RuntimeError(
-            f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires "
-            "grad"
-        )
-    return out.copy_(result)
-
-
-def _on_wrappers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    with _no_torch_function():
-        return strategy.func(*args, **kwargs)

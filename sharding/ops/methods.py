@@ -65,25 +65,19 @@ def _value(x: ShardedTensor) -> Tensor:
 
 
 def item(x: ShardedTensor) -> Any:
-    """Return the one element, the same on every rank. Communication: reduces or gathers it where
-    needed.
-    """
+    """Return the one element, the same on every rank. Communication: that of reducing it."""
     if x.numel() != 1:
         raise RuntimeError(f"a tensor with {x.numel()} elements cannot be converted to a number")
     return _value(x).item()
 
 
 def tolist(x: ShardedTensor) -> Any:
-    """Return the whole tensor as nested lists, the same on every rank. Communication: as
-    `full_tensor`.
-    """
+    """Return the whole tensor as nested lists, on every rank. Communication: as `full_tensor`."""
     return _value(x).tolist()
 
 
 def numpy(x: ShardedTensor, *, force: bool = False) -> Any:
-    """Return the whole tensor as a numpy array, the same on every rank. Communication: as
-    `full_tensor`.
-    """
+    """Return the whole tensor as a numpy array, on every rank. Communication: as `full_tensor`."""
     if x.requires_grad and not force:
         raise RuntimeError(
             "cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()"

@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
 from .rules.registry import RESULT_IS_VIEW, functions
-from .strategy import FOUND, OpStrategy, name_of, with_values
+from .strategy import AS_RETURNED, OpStrategy, name_of, with_values
 
 _CASTS = frozenset(functions("to", "type"))
 
@@ -125,9 +125,7 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
 
 @thread_context.setting(outside_mesh=True)
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
-    """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors
-    that it is made of.
-    """
+    """Return a result with an empty part, outside the mesh, in the graph of what it is made of."""
     on = _part_on(sources[0])
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
@@ -139,7 +137,7 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
 
 
 def _check_shapes_known(strategy: OpStrategy) -> None:
-    if strategy.outputs is FOUND and strategy.example is None:
+    if strategy.outputs is AS_RETURNED and strategy.example is None:
         raise NotImplementedError(
             f"{name_of(strategy.func)}: the shape of its result depends on values, which this "
             "rank, outside the mesh, does not have"
@@ -148,7 +146,7 @@ def _check_shapes_known(strategy: OpStrategy) -> None:
 
 def _example(strategy: OpStrategy) -> Any:
     """Return meta tensors like the operator's results."""
-    if strategy.outputs is FOUND:
+    if strategy.outputs is AS_RETURNED:
         return strategy.example
     if strategy.outputs is None or strategy.in_place:
         return None
@@ -163,7 +161,7 @@ def _wrapped(
     strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]
 ) -> Any:
     """Return the whole results as `ShardedTensor`s with an empty part on this rank."""
-    if strategy.outputs is FOUND:
+    if strategy.outputs is AS_RETURNED:
         return map_tensors(
             result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout))
         )

@@ -1,6 +1,4 @@
-"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and
-`implicit_comm`.
-"""
+"""Which operator a frame of the dispatch runs: name, operands and advice, for reports."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _ASKED_IN = frozenset({backward.__name__, methods.__name__})
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall | str:
-    """Return the operator that `torch_function` runs; its name alone where the program asks for
-    values or gradients.
-    """
+    """Return the operator that `torch_function` runs; the name alone of what asks for values."""
     func = frame["func"]
     if getattr(HANDLERS.get(func), "__module__", None) in _ASKED_IN:
         return name_of(func)

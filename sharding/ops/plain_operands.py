@@ -257,9 +257,7 @@ def compared_arguments(
 def plain_targets(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the plain tensors that an operator writes: the operand of an in-place one, or the
-    list, and `out=`.
-    """
+    """Return the plain tensors that an operator writes: its first operand or list, and `out=`."""
     written = [kwargs.get("out")]
     of_lists = name_of(func).startswith("_foreach_") and name_of(func).endswith("_")
     if writes_first_operand(func) or of_lists or kwargs.get("inplace") is True:
@@ -312,9 +310,7 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
-    """Return whether a plain tensor is a number here: 0-d where it is written, of one element where
-    it is read.
-    """
+    """Return whether a plain tensor is a number: 0-d where written, of one element where read."""
     return x.ndim == 0 if any(x is target for target in targets) else is_one_element(x)
 
 
@@ -333,9 +329,7 @@ def _whole(items: Iterable[Any]) -> list[Any]:
 
 
 def _write_nothing(target: Tensor, sharded: Sequence[ShardedTensor]) -> Tensor:
-    """Leave the tensor as it is on a rank outside the mesh, which has no values, in the graph as on
-    other ranks.
-    """
+    """Leave the tensor as it is outside the mesh, in the graph as on other ranks."""
     parts = [x._local for x in sharded if x._local.requires_grad] if torch.is_grad_enabled() else []
     if parts and (target.is_floating_point() or target.is_complex()):
         nothing = (target if target.ndim else target.unsqueeze(0)).narrow(0, 0, 0)
@@ -365,9 +359,7 @@ def is_one_element(x: Tensor) -> bool:
 def replicated_arguments(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors converted to replicated `ShardedTensor`s on the mesh
-    of the others.
-    """
+    """Return the arguments with plain tensors replicated on the mesh of the others."""
     mesh = next(
         (t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)),
         None,

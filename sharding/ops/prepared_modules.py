@@ -36,14 +36,10 @@ def prepare(module: nn.Module) -> None:
 
 
 def is_prepared(x: Any) -> bool:
-    """Return whether this is a module that the library has laid out, or one inside such a
-    module.
-    """
+    """Return whether the library has laid out this module, or one that it is inside of."""
     return isinstance(x, nn.Module) and _PREPARED in x.__dict__
 
 
 def adapts_prepared(x: Any) -> bool:
-    """Return whether this is an adapter, as peft puts it around a layer, of a module that the
-    library has laid out before.
-    """
+    """Return whether this is an adapter, as peft's, of a module that the library has laid out."""
     return isinstance(x, nn.Module) and is_prepared(x._modules.get("base_layer"))

@@ -63,9 +63,7 @@ def check_base(x: Any) -> None:
 
 
 def check_bases(tensors: Iterable[Any]) -> None:
-    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was
-    ever made.
-    """
+    """Call `check_base` for several tensors; free until the first view of a copy is made."""
     if _moved_copies.exist and any(
         getattr(base_of(x._local), "_is_moved_copy", False) for x in tensors
     ):
@@ -76,9 +74,7 @@ def check_bases(tensors: Iterable[Any]) -> None:
 
 
 def _version(x: ShardedTensor) -> _Version:
-    """Return a token that changes when x is written; None for an inference tensor, which has no
-    version counter.
-    """
+    """Return a token that changes when x is written; None for an inference tensor."""
     return None if x._local.is_inference() else (x._local._version, x._data_accesses)
 
 
@@ -147,9 +143,7 @@ class SlicedFrom:
         base[self._index] = copy
 
     def has_written(self, base: Any, index: Any, copy: ShardedTensor) -> bool:
-        """Return whether `base[index] = copy` would repeat the last `write`, with no change
-        since.
-        """
+        """Return whether `base[index] = copy` would repeat the last `write`, without a change."""
         if self._written is None or self.base is not base or not _is_same(self._index, index):
             return False
         return None not in self._written and self._written == (_version(base), _version(copy))
@@ -188,9 +182,7 @@ def _is_written_through(x: Any) -> bool:
 
 
 def write_through(operator: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Run an in-place operator on a copy of a slice and on the tensor that it was sliced from;
-    NotImplemented if x is no such copy.
-    """
+    """Run an in-place operator on a copy of a slice and on its source, else NotImplemented."""
     if type(x) is not ShardedTensor or not _is_written_through(x):
         return NotImplemented
     return x._sliced_from.write(x, operator, *args)  # type: ignore[union-attr]
@@ -204,9 +196,7 @@ def _is_same(index: Any, other: Any) -> bool:
 
 
 def _writing_through(operator: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Return the method of `ShardedTensor` for an augmented assignment: torch's, which writes
-    through a copy of a slice.
-    """
+    """Return the method for an augmented assignment: torch's, which writes through a copy."""
 
     @wraps(operator)
     def augmented(self: ShardedTensor, other: Any) -> Any:

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,79 +34,54 @@ from .rules.notation import Dim, NoMatch, Rule
 from .rules.propagation import CannotKeep, assign
 from .rules.registry import DECOMPOSITIONS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
 
-FOUND = object()  # as `OpStrategy.outputs`: whatever tensors the function returns, replicated
+AS_RETURNED = object()  # as `OpStrategy.outputs`: whatever tensors the function returns, replicated
 
 
+@dataclass(slots=True, eq=False)
 class OpStrategy:
     """How to run one operator on operands of known layouts.
 
     Attributes:
-        func: what to call on the local tensors.
+        func: what to call on the local tensors; the operator itself if it does not run on those.
         targets: the layout each operand must have, in the order of the operands among the
             arguments.
         moves: whether any operand has to be redistributed.
         outputs: layout of the result, or of each result; None if the operator returns no tensor; or
-            `FOUND`.
+            `AS_RETURNED`.
         container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
-        example: for `FOUND`, the results on meta tensors, or None if their shapes depend on values.
+        example: for `AS_RETURNED`, the results on meta tensors, or None if their shapes depend on values.
+        decomposition: what to call instead, with the operator's own arguments.
+        run: `(strategy, args, kwargs, local_args, local_kwargs, operands) -> result`.
+        wrap: if all there is to do is to call `func` on the locals and wrap its one result: makes
+            that a `ShardedTensor`; `run` is not called then.
         seed: the hash that the operator and its static arguments add to lineages.
         spellings: the keys of the calls that share the strategy and differ in ints alone
             (`free_ints`), the latest ones.
-        decomposition: what to call instead, with the operator's own arguments; everything above is
-            unused then.
-        direct: whether all there is to do is to call `func` on the locals and wrap its one result.
-        run: how to execute the strategy if it is not direct.
-        wrap: makes the one result a `ShardedTensor`.
     """
 
-    __slots__ = (
-        "container",
-        "decomposition",
-        "detached_view",
-        "direct",
-        "example",
-        "func",
-        "in_place",
-        "moves",
-        "outputs",
-        "run",
-        "seed",
-        "spellings",
-        "targets",
-        "wrap",
-    )
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        targets: Sequence[Layout] = (),
-        moves: bool = False,
-        outputs: Any = None,
-    ) -> None:
-        self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
-        self.container: Callable[[list[Any]], Any] = tuple
-        self.in_place = False
-        self.decomposition: Callable[..., Any] | None = None
-        self.detached_view = False
-        self.example: Any = None
-        self.direct = False
-        self.run: Callable[..., Any] = func
-        self.wrap: Callable[[Tensor], Any] = func
-        self.seed = 0
-        self.spellings: deque[Any] | None = None
+    func: Callable[..., Any]
+    targets: tuple[Layout, ...] = ()
+    moves: bool = False
+    outputs: Any = None
+    container: Callable[[list[Any]], Any] = tuple
+    in_place: bool = False
+    detached_view: bool = False
+    example: Any = None
+    decomposition: Callable[..., Any] | None = None
+    run: Callable[..., Any] | None = None
+    wrap: Callable[[Tensor], Any] | None = None
+    seed: int = 0
+    spellings: deque[Any] | None = None
 
     def with_seed(self, seed: int) -> OpStrategy:
         """Return a strategy that differs in its seed alone."""
-        out = OpStrategy.__new__(OpStrategy)
-        for name in _SLOTS:
-            setattr(out, name, getattr(self, name))
-        out.seed = seed
-        return out
-
-
-_SLOTS = OpStrategy.__slots__
+        strategy = OpStrategy.__new__(OpStrategy)
+        for name in OpStrategy.__slots__:
+            setattr(strategy, name, getattr(self, name))
+        strategy.seed = seed
+        return strategy
 
 
 def choose_strategy(
@@ -141,9 +117,7 @@ def choose_strategy(
         if isinstance(decomposition, OpStrategy):
             return decomposition
         if decomposition is not None:
-            strategy = OpStrategy(func)
-            strategy.decomposition = decomposition
-            return strategy
+            return OpStrategy(func, decomposition=decomposition)
         rule = rule_for(func, meta_args, meta_kwargs, metas)
         if rule is None:
             _check_operator(func)
@@ -161,9 +135,7 @@ def choose_strategy(
 
 
 def common_name(func: Any) -> str:
-    """Return a name that is the same on every rank: without addresses, and without names that a
-    program may choose.
-    """
+    """Return a name that is the same on every rank, without addresses and names of the program."""
     if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
         return "operator of the program"
     return getattr(func, "__name__", type(func).__name__)
@@ -196,9 +168,7 @@ def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
 
 
 def operand_meta(layout: Layout) -> Tensor:
-    """Return a meta tensor for an operand of this layout; rule makers tell operands from numbers by
-    its `_operand`.
-    """
+    """Return a meta tensor for an operand; rule makers tell it from a number by its `_operand`."""
     meta = layout.meta.detach()
     meta._operand = layout  # type: ignore[attr-defined]
     return meta
@@ -236,9 +206,7 @@ def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
 def decomposition_for(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return the decomposition for operands with these layouts, if there is one; torch's own errors
-    about the arguments come first.
-    """
+    """Return the decomposition for these operands, if any, after torch's errors about arguments."""
     maker = DECOMPOSITIONS.get(func)
     if maker is None:
         return None
@@ -260,7 +228,7 @@ def rule_for(
     if maker is None:
         return None
     try:
-        made = maker(*args, **kwargs)
+        rule = maker(*args, **kwargs)
     except NoMatch:
         return None
     except (TypeError, AttributeError, IndexError, KeyError):
@@ -268,8 +236,8 @@ def rule_for(
             return None
         meta_result(func, None, args, kwargs)  # torch's own error about these arguments comes first
         raise
-    covered = made is not None and sorted(map(id, made.operands)) == sorted(map(id, metas))
-    return made if covered else None
+    covered = rule is not None and sorted(map(id, rule.operands)) == sorted(map(id, metas))
+    return rule if covered else None
 
 
 def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -281,20 +249,20 @@ def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def meta_result(
-    func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Callable[..., Any], rule: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Return the operator's result on meta tensors; None if its shape depends on values."""
-    if made is not None and made.result is not None:
-        return made.result
+    if rule is not None and rule.result is not None:
+        return rule.result
     try:
         with torch.no_grad():
             return func(*args, **kwargs)
     except RuntimeError as error:
         unknown = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
-        found = None if made is None else device_result(func, made, args, kwargs)
-        if found is None and (made is not None or not unknown):
+        result = None if rule is None else device_result(func, rule, args, kwargs)
+        if result is None and (rule is not None or not unknown):
             raise
-        return found
+        return result
 
 
 _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, without shapes -> dtype of its result
@@ -302,7 +270,7 @@ _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, without shapes -> dtype 
 
 def _pointwise_result(
     func: Callable[..., Any],
-    made: Rule,
+    rule: Rule,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     key: Sequence[Any],
@@ -313,26 +281,24 @@ def _pointwise_result(
     torch needs up to half a millisecond for it; broadcasting the shapes is all that is needed after
     the first time.
     """
-    shape = _broadcast_shape([x.shape for x in made.operands])
+    shape = _broadcast_shape([x.shape for x in rule.operands])
     if shape is None:
-        return meta_result(func, made, args, kwargs)
+        return meta_result(func, rule, args, kwargs)
     kind = tuple((k.dtype, k.shape == ()) if type(k) is Layout else k for k in key)
     try:
         dtype = _dtypes.get(kind)
     except TypeError:  # an argument that cannot be hashed
-        return meta_result(func, made, args, kwargs)
-    if dtype is not None and (shape == made.operands[0].shape or not writes_first_operand(func)):
+        return meta_result(func, rule, args, kwargs)
+    if dtype is not None and (shape == rule.operands[0].shape or not writes_first_operand(func)):
         return torch.empty(shape, dtype=dtype, device="meta")
-    result = meta_result(func, made, args, kwargs)
+    result = meta_result(func, rule, args, kwargs)
     if isinstance(result, Tensor) and result.shape == shape:
         keep(_dtypes, kind, result.dtype)
     return result
 
 
 def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
-    """Return the common shape; None if they do not broadcast, for which torch has the best
-    error.
-    """
+    """Return the common shape; None if they do not broadcast, of which torch's error is best."""
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:
@@ -343,16 +309,16 @@ def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
 
 def _from_rule(
     func: Callable[..., Any],
-    made: Rule,
+    rule: Rule,
     layouts: list[Layout],
     metas: list[Tensor],
     result: Any,
     in_place: bool,
 ) -> OpStrategy:
     position = {id(meta): i for i, meta in enumerate(metas)}
-    order = [position[id(x)] for x in made.operands]
+    order = [position[id(x)] for x in rule.operands]
     try:
-        chosen = assign(made, [layouts[i] for i in order], order.index(0) if in_place else None)
+        chosen = assign(rule, [layouts[i] for i in order], order.index(0) if in_place else None)
     except CannotKeep:
         raise CannotKeep(
             f"{name_of(func)} writes into {layouts[0]}, and would have to change its layout to do "
@@ -361,10 +327,10 @@ def _from_rule(
     targets = list(layouts)
     for i, target in zip(order, chosen.targets, strict=True):
         targets[i] = target
-    outputs = _output_layouts(func, made, chosen.outputs, layouts[0], result)
-    local = made.local or func
-    if made.bind is not None:
-        local = made.bind(
+    outputs = _output_layouts(func, rule, chosen.outputs, layouts[0], result)
+    local = rule.local or func
+    if rule.bind is not None:
+        local = rule.bind(
             chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or []
         )
     return make_strategy(func, local, layouts, targets, outputs, result, in_place)
@@ -387,15 +353,22 @@ def make_strategy(
         result: what the operator returns on meta tensors.
         in_place: the result is the first operand.
     """
-    strategy = OpStrategy(local, targets, list(targets) != list(layouts), outputs)
-    strategy.in_place = in_place
-    strategy.container = _container(result)
-    strategy.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]
-    return strategy
+    container: Any = tuple  # or torch's: a list, or a named tuple such as torch.return_types.max
+    if isinstance(result, (list, tuple)):
+        container = list if isinstance(result, list) else type(result)
+    return OpStrategy(
+        local,
+        tuple(targets),
+        moves=list(targets) != list(layouts),
+        outputs=outputs,
+        container=container,
+        in_place=in_place,
+        detached_view=func in RESULT_IS_VIEW and targets[0] is not layouts[0],
+    )
 
 
 def _output_layouts(
-    func: Callable[..., Any], made: Rule, specs: Sequence[P], like: Layout, result: Any
+    func: Callable[..., Any], rule: Rule, specs: Sequence[P], like: Layout, result: Any
 ) -> Any:
     """Return the layout of each result tensor; a rule with one spec gives it to all results.
 
@@ -408,7 +381,7 @@ def _output_layouts(
     several = len(specs) == len(results)
     layouts = []
     for i, r in enumerate(results):
-        _check_describes(func, made.outputs[i if several else 0], made.sizes, r)
+        _check_describes(func, rule.outputs[i if several else 0], rule.sizes, r)
         layouts.append(Layout.of(like.mesh, specs[i if several else 0], r.shape, r.dtype))
     return layouts[0] if isinstance(result, Tensor) else layouts
 
@@ -426,15 +399,6 @@ def _check_describes(
         )
 
 
-def _container(result: Any) -> Callable[[list[Any]], Any]:
-    """Return the type of torch's result: a tuple, a list, or a named tuple such as
-    `torch.return_types.max`.
-    """
-    return (
-        list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
-    )
-
-
 # -- without a rule --------------------------------------------------------------------------------
 
 _warned: set[Any] = set()
@@ -443,28 +407,23 @@ _warned: set[Any] = set()
 def _gathered(
     func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool
 ) -> OpStrategy:
-    """Return the strategy without a rule: every rank gathers whole operands, with a warning, and
-    runs the operator on them.
-    """
+    """Return the strategy without a rule: every rank gathers whole operands, with a warning."""
     if in_place:
         _check_writable(func, layouts, result)
     targets = [layout.replicated for layout in layouts]
     if targets != layouts and func not in _warned:
         _warned.add(func)
-        total = sum(
-            layout.nbytes
-            for layout, target in zip(layouts, targets, strict=True)
-            if layout is not target
-        )
+        pairs = zip(layouts, targets, strict=True)
+        total = sum(layout.nbytes for layout, target in pairs if layout is not target)
         text = (
             f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on "
             "every rank "
         )
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
     run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
-    strategy = OpStrategy(run, targets, targets != layouts, FOUND)
-    strategy.in_place, strategy.example = in_place, result
-    return strategy
+    return OpStrategy(
+        run, tuple(targets), targets != layouts, AS_RETURNED, in_place=in_place, example=result
+    )
 
 
 # Where torch's operators on values come from; methods of Tensor have no module.
@@ -493,9 +452,7 @@ def _check_operator(func: Callable[..., Any]) -> None:
 
 
 def _check_writable(func: Callable[..., Any], layouts: list[Layout], result: Any) -> None:
-    """Raise unless the tensor is replicated and keeps its shape: only then can it be written
-    without a rule.
-    """
+    """Raise unless the tensor is replicated and keeps its shape, to be written without a rule."""
     if not all(layout.is_fully_replicated for layout in layouts):
         raise NotImplementedError(
             f"{name_of(func)} has no sharding rule and writes in place; use its out-of-place form, "

@@ -72,9 +72,7 @@ def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F
 
 
 def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
-    """Mark a public function, or the constructor of a public class, as `not_compiled`;
-    return it.
-    """
+    """Mark a public function, or a class's constructor, as `not_compiled`; return it."""
     f: Any = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
         not_compiled(

@@ -91,17 +91,13 @@ def torch_dispatch(
 
 
 def run_with_wrapped(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on tensors that torch's transforms have wrapped, and `ShardedTensor`s that
-    they have not.
-    """
+    """Run a function on tensors that torch's transforms wrap, and on `ShardedTensor`s."""
     args, kwargs = pytree.tree_map_only(ShardedTensor, _as_operand, (tuple(args), kwargs))
     return func(*args, **kwargs)
 
 
 class _OperandInCpp(ShardedTensor):
-    """A `ShardedTensor` that torch's functions take as it is: its operators reach
-    `__torch_dispatch__`.
-    """
+    """A `ShardedTensor` that torch's functions take as it is, down to `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -115,9 +111,7 @@ def _as_sharded(x: _OperandInCpp) -> ShardedTensor:
 
 
 def _without_history(x: ShardedTensor) -> ShardedTensor:
-    """Return a wrapper that C++ code may make a result of autograd: a new one that does not require
-    grad. The part has its own graph.
-    """
+    """Return a new wrapper of the part, without grad, which C++ may make a result of autograd."""
     return _wrapped(ShardedTensor, x, False)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shardmesh.kernels import strided, strided_views
 from shardmesh.kernels.box import row_major_strides
 from shardmesh.kernels.copy import compile_pack
+from shardmesh.kernels.strided import Column as C
 from shardmesh.kernels.strided import PlacedView, Table, View, divisor, make_tables
 from tests.kernels.drawn import chunks, grids, offsets, shapes
 from tests.tiers import examples
@@ -52,9 +53,14 @@ def in_32_bits(offset, inside, table):
     return offset
 
 
+def batches(row):
+    """Return (size, source stride, destination stride) of each batch dim."""
+    return [row[at : at + 3] for at in range(C.BATCH, C.PART, 3)]
+
+
 def batch_offsets(row, batch):
     src, dst = np.zeros_like(batch), np.zeros_like(batch)
-    for size, src_stride, dst_stride in (row[11:14], row[14:17], row[17:20]):
+    for size, src_stride, dst_stride in batches(row):
         batch, digit = np.divmod(batch, size)
         src, dst = src + digit * src_stride, dst + digit * dst_stride
     return src, dst
@@ -65,20 +71,20 @@ def elements_of_rows(table, row, index):
     of a lane's unit.
     """
     kind, (lanes,) = table.kind, table.lanes
-    tile, batch = np.divmod(index, row[11] * row[14] * row[17])
+    tile, batch = np.divmod(index, math.prod(size for size, *_ in batches(row)))
     lane = tile[:, None] * lanes + np.arange(lanes)
-    ab = quotient(lane, *row[7:9])
-    a = quotient(ab, *row[22:24])
-    b, r = ab - a * row[21], (lane - ab * row[6]) * kind.group
+    ab = quotient(lane, *row[C.RUN_DIVISOR : C.RUN_DIVISOR + 2])
+    a = quotient(ab, *row[C.B_DIVISOR : C.B_DIVISOR + 2])
+    b, r = ab - a * row[C.B_SIZE], (lane - ab * row[C.RUN_LANES]) * kind.group
     unit = r[..., None] + np.arange(kind.group)
-    inside = (lane < row[5])[..., None] & (unit < row[26])
-    src = in_32_bits((a * row[9] + b * row[24])[..., None] + unit, inside, table)
-    dst = in_32_bits((a * row[10] + b * row[25])[..., None] + unit, inside, table)
+    inside = (lane < row[C.PLANE_LANES])[..., None] & (unit < row[C.RUN_UNITS])
+    src = in_32_bits((a * row[C.A_SRC] + b * row[C.B_SRC])[..., None] + unit, inside, table)
+    dst = in_32_bits((a * row[C.A_DST] + b * row[C.B_DST])[..., None] + unit, inside, table)
     src_batch, dst_batch = (offset[:, None, None] for offset in batch_offsets(row, batch))
     within = np.arange(kind.unit)
     places = [
         (start + x)[inside][:, None] * kind.unit + within
-        for start, x in ((row[2] + src_batch, src), (row[3] + dst_batch, dst))
+        for start, x in ((row[C.SRC] + src_batch, src), (row[C.DST] + dst_batch, dst))
     ]
     return [x.ravel() for x in places]
 
@@ -89,17 +95,21 @@ def elements_of_tiles(table, row, index):
     """
     kind, (along_i, along_j), run = table.kind, table.lanes, table.kind.run
     unit_i, unit_j = kind.unit // kind.word, kind.dst_unit // kind.word
-    batch, tile = np.divmod(index, row[4])
-    i0, j0 = tile // row[9] * along_i, tile % row[9] * along_j
+    batch, tile = np.divmod(index, row[C.PROGRAMS])
+    i0, j0 = tile // row[C.J_PROGRAMS] * along_i, tile % row[C.J_PROGRAMS] * along_j
     i = (i0[:, None] + np.arange(along_i))[:, :, None, None]
     j = (j0[:, None] + np.arange(along_j))[:, None, :, None]
     r = np.arange(run)
-    assert row[5] * unit_i < 1 << 31
-    assert row[6] * unit_j < 1 << 31
-    inside = (i * kind.padded < row[5] * unit_i) & (j * kind.padded < row[6] * unit_j) & (r >= 0)
+    assert row[C.I_WORDS] * unit_i < 1 << 31
+    assert row[C.J_WORDS] * unit_j < 1 << 31
+    inside = (
+        (i * kind.padded < row[C.I_WORDS] * unit_i)
+        & (j * kind.padded < row[C.J_WORDS] * unit_j)
+        & (r >= 0)
+    )
     src_batch, dst_batch = (offset[:, None, None, None] for offset in batch_offsets(row, batch))
-    src = (row[2] + src_batch) * unit_i + i * run + r + j * row[7] * unit_i
-    dst = (row[3] + dst_batch) * unit_j + j * run + r + i * row[8] * unit_j
+    src = (row[C.SRC] + src_batch) * unit_i + i * run + r + j * row[C.J_SRC] * unit_i
+    dst = (row[C.DST] + dst_batch) * unit_j + j * run + r + i * row[C.I_DST] * unit_j
     words = np.arange(kind.word)
     return [
         (np.broadcast_to(x, inside.shape)[inside][:, None] * kind.word + words).ravel()
@@ -126,7 +136,7 @@ def moved(tables):
         )
         for row, first, stop in rows_of(table):
             src, dst = elements(table, row, np.arange(stop - first))
-            found.append(np.stack([np.full_like(src, row[1]), src, dst]))
+            found.append(np.stack([np.full_like(src, row[C.TENSOR]), src, dst]))
     return np.array(sorted(np.concatenate(found, axis=1).T.tolist())).reshape(-1, 3)
 
 

@@ -102,10 +102,14 @@ def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
     With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in
     C++ and words in Python.
     """
-    found = list(_candidates(name))
-    known = [func for func in found if func in HANDLERS or func in DECOMPOSITIONS or func in RULES]
+    candidates = list(_candidates(name))
+    known = [
+        func for func in candidates if func in HANDLERS or func in DECOMPOSITIONS or func in RULES
+    ]
     known.sort(key=lambda func: in_python and not inspect.isfunction(func))
-    others = [func for func in found if not inspect.isfunction(func) and not name.endswith("_")]
+    others = [
+        func for func in candidates if not inspect.isfunction(func) and not name.endswith("_")
+    ]
     return next(iter((*known, *others)), None)
 
 

@@ -182,9 +182,7 @@ class _Sample:
         ]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Call the operator on other tensors; an in-place one gets a copy to write, since leaves
-        refuse it.
-        """
+        """Call the operator on other tensors, on a copy of what it writes: leaves refuse it."""
         given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(given)
         args, kwargs = (
@@ -278,9 +276,7 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
 def _ragged_combinations(
     sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]
 ) -> list[tuple[P, ...]]:
-    """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for
-    the others.
-    """
+    """Yield, on a mesh of one axis, each tensor once in parts of given sizes."""
     if mesh.ndim > 1:
         return []
     combinations = []
@@ -294,9 +290,7 @@ def _ragged_combinations(
 
 
 def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
-    """Return the spec with one element (of two or fewer, none) on the first rank and the others on
-    the last.
-    """
+    """Return the spec with one element (or none) on the first rank and the others on the last."""
     (axis,), count, size = mesh.axis_names, mesh.size(), x.shape[dim]
     sizes = [0] * count
     sizes[0] = int(size > 2 and count > 1)
@@ -305,29 +299,25 @@ def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
 
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:
-    """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in
-    each order.
-    """
+    """Return every spec of a tensor of this shape and dtype, with each order of axes."""
     kinds = [
         k
         for k in kinds
         if x.dtype not in (torch.bool, torch.uint8) and (k != "avg" or x.is_floating_point())
     ]
-    found: dict[P, None] = {}
+    specs: dict[P, None] = {}
     for order in itertools.permutations(mesh.axis_names):
         for states in itertools.product([None, *range(x.ndim), *kinds], repeat=mesh.ndim):
             placed = list(zip(order, states, strict=True))
             pending = {axis: state for axis, state in placed if isinstance(state, str)}
             if len(set(pending.values())) <= 1:
                 dims = [tuple(axis for axis, state in placed if state == d) for d in range(x.ndim)]
-                found[P(*dims, unreduced=pending)] = None
-    return list(found)
+                specs[P(*dims, unreduced=pending)] = None
+    return list(specs)
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Return whether this combination ran (and gave the right result); False if an in-place
-    operator refused it.
-    """
+    """Return whether this combination ran, with the right result, and was not refused in place."""
     leaves = [
         place(x, mesh, spec, seed)
         for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
@@ -362,9 +352,7 @@ def _failure(sample: _Sample, leaves: Sequence[ShardedTensor], error: Exception)
 
 
 def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
-    """Return this value as a leaf in this layout. Pending contributions differ from rank to
-    rank.
-    """
+    """Return this value as a leaf in this layout; pending contributions differ between ranks."""
     layout = Layout.of(mesh, spec, x.shape, x.dtype)
     index = count = 0
     for axis, _ in layout.spec.unreduced:
@@ -377,9 +365,7 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 
 
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
-    """Return `count` tensors that combine to x: small integers (powers of two for a product), and
-    the rest.
-    """
+    """Return `count` tensors that combine to x: small integers or powers of two, and the rest."""
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
     offsets = [
         torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x)
@@ -421,16 +407,16 @@ def _check_value(what: str, got: Any, want: Any, tolerance: float) -> None:
             f"{what} is {got._layout}, with a local tensor "
             f"{got._local.dtype}{list(got._local.shape)}"
         )
-    found, wanted = got.detach()._local, want[slices(got._layout.box)]
+    actual, wanted = got.detach()._local, want[slices(got._layout.box)]
     if got._layout.pending:
-        found, wanted = got.detach().full_tensor(), want
-    if not torch.equal(found, wanted):
-        _check_close(f"{what} in layout {got._layout}", found, wanted, tolerance)
+        actual, wanted = got.detach().full_tensor(), want
+    if not torch.equal(actual, wanted):
+        _check_close(f"{what} in layout {got._layout}", actual, wanted, tolerance)
 
 
-def _check_close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+def _check_close(what: str, actual: Tensor, wanted: Tensor, tolerance: float) -> None:
     try:
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise RuleError(f"{what}: {error}") from None
 

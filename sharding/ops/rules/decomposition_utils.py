@@ -27,9 +27,7 @@ from ..dispatch import wrap
 
 
 def layout_of(x: Any) -> Layout:
-    """Return the layout of an operand, given the meta tensor that stands for it while rules and
-    decompositions are made.
-    """
+    """Return the layout of an operand, given the meta tensor that stands for it."""
     return x._operand
 
 
@@ -44,16 +42,12 @@ def all_splitting_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def is_split(x: Any, dims: Iterable[int] | None = None) -> bool:
-    """Return whether any of these dims of an operand (a meta tensor) is split; without `dims`,
-    whether any dim is.
-    """
+    """Return whether any of these dims (by default any dim) of a meta operand is split."""
     return any(splitting_axes(layout_of(x), d) for d in (range(x.ndim) if dims is None else dims))
 
 
 def reduce_pending(x: Any) -> Any:
-    """Return the tensor with pending values reduced, so that using it several times communicates
-    once.
-    """
+    """Return the tensor with pending values reduced, to communicate once for several uses."""
     return x.redistribute(x.spec.with_unreduced({})) if x._layout.pending else x
 
 
@@ -93,9 +87,7 @@ def part_sizes(layout: Layout, dim: int) -> list[int]:
 
 
 def with_part_sizes(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
-    """Return the layout with other lengths of the parts of a split dim, as an operator leaves it
-    that shortens every part.
-    """
+    """Return the layout with other lengths of the parts of a split dim."""
     axes = layout.spec.dims[dim]
     return with_dim(layout, dim, [Cut(axes, tuple(sizes))] if axes else (), sum(sizes))
 
@@ -115,9 +107,7 @@ def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
 
 
 def interval_of(layout: Layout, dim: int, start: int, stop: int) -> Layout:
-    """Return the layout of the interval [start, stop) of a dim, with every element on the rank that
-    has it.
-    """
+    """Return the layout of the interval [start, stop) of a dim, each element where it is."""
     bounds = accumulate(part_sizes(layout, dim), initial=0)
     return with_part_sizes(
         layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)]
@@ -140,9 +130,7 @@ def replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
 
 @cached_on_mesh(attrgetter("mesh"), 1024)
 def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
-    """Return the layout after a reduction that leaves `dims` with one element: pending over the
-    axes that split them.
-    """
+    """Return the layout after a reduction to one element of `dims`, pending over their axes."""
     cuts = [() if d in dims else old for d, old in enumerate(layout.spec.cuts)]
     shape = [1 if d in dims else n for d, n in enumerate(layout.shape)]
     axes = {axis: kind for d in dims for axis in layout.spec.dims[d]}
@@ -152,9 +140,7 @@ def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
 def all_from_parts(
     layouts: Sequence[Layout], func: Callable[..., Iterable[Tensor]], *tensors: ShardedTensor
 ) -> list[ShardedTensor]:
-    """Return the `ShardedTensor`s of which the results of `func` of this rank's parts are this
-    rank's parts.
-    """
+    """Return the `ShardedTensor`s whose parts are the results of `func` of this rank's parts."""
     if layouts[0].mesh.coordinate is None:  # type: ignore[attr-defined]
         return [nonmember.unknown(layout, *tensors) for layout in layouts]
     return [
@@ -199,9 +185,7 @@ def _never(*_: Any) -> bool:
 
 
 def sequential(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[..., ShardedTensor]:
-    """Return the decomposition that applies these functions to this rank's part one after the
-    other; its result has this layout.
-    """
+    """Return the decomposition that applies these functions to this rank's part in turn."""
 
     def local(part: Tensor) -> Tensor:
         for step in steps:

@@ -140,9 +140,7 @@ def numbers_of(func: Callable[..., Any]) -> Numbers:
 
 
 def _own_order(func: Callable[..., Any]) -> list[str] | None:
-    """Return the parameters of a function that is written in Python, whose order may be another
-    than the schema's.
-    """
+    """Return the parameters of a function written in Python, whose order may be its own."""
     if not inspect.isfunction(func):
         return None
     try:
@@ -157,9 +155,7 @@ def _own_order(func: Callable[..., Any]) -> list[str] | None:
 
 
 def _tensor_schemas(packet: Any) -> Iterator[Any]:
-    """Yield the schemas of an operator that take a tensor; others are of Python's numbers and
-    lists.
-    """
+    """Yield the schemas of an operator that take a tensor; others are of numbers and lists."""
     for overload in packet.overloads():
         schema = getattr(packet, overload)._schema
         if any(str(argument.type) == "Tensor" for argument in schema.arguments):
@@ -167,9 +163,7 @@ def _tensor_schemas(packet: Any) -> Iterator[Any]:
 
 
 def _kind(type_name: str, declared: bool) -> set[bool]:
-    """Return whether an argument of this type is a number; nothing for tensors, for which others
-    may be given.
-    """
+    """Return whether an argument of this type is a number; nothing for a tensor."""
     name = type_name.removeprefix("Optional[").removesuffix("]")
     return set() if name == "Tensor" else {declared or name in ("number", "float")}
 

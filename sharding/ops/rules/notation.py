@@ -135,11 +135,31 @@ def einrule(
 
 
 def dim_names(count: int, whole: Iterable[int] = (), prefix: str = "d") -> str:
-    """Return the pattern of a tensor of `count` dims, of which those in `whole` must not be split:
-    `"d0 [d1] d2"`.
-    """
+    """Return the pattern of a tensor of `count` dims, those in `whole` unsplit: `"d0 [d1] d2"`."""
     chosen = set(whole)
     return " ".join([f"[{prefix}{d}]" if d in chosen else f"{prefix}{d}" for d in range(count)])
+
+
+def whole_dims(x: torch.Tensor, prefix: str = "d") -> str:
+    """Return the pattern of a tensor of which no dim must be split: `"[d0] [d1]"`."""
+    return dim_names(x.ndim, range(x.ndim), prefix)
+
+
+def aligned_along(dim: int, name: str, result: str, *operands: torch.Tensor) -> str:
+    """Return the pattern of operands that broadcast, and of an operator along `dim`.
+
+    Args:
+        name, result: that dim in the operands, and in the result.
+
+    Example:
+        >>> aligned_along(1, "[k]", "", torch.empty(5, 4, 3), torch.empty(4, 3))
+        'd0 [k] d2, [k] d2 -> d0  d2'
+    """
+    names = [f"d{i}" for i in range(max(x.ndim for x in operands))]
+    names[dim] = name
+    left = ", ".join([" ".join(names[len(names) - x.ndim :]) for x in operands])
+    names[dim] = result
+    return f"{left} -> {' '.join(names)}"
 
 
 def along_dims(
@@ -151,8 +171,7 @@ def along_dims(
     results: int = 1,
     **options: Any,
 ) -> Rule:
-    """Return the rule of an operator that works along some dims of one operand and keeps the
-    others.
+    """Return the rule of an operator that works along some dims of one operand.
 
     Args:
         dims: those dims, counted from 0.
@@ -163,20 +182,16 @@ def along_dims(
     """
     chosen = set(dims)
     left = dim_names(input.ndim, chosen if whole else ())
-    right = (
-        left
-        if result is None
-        else " ".join([result if d in chosen else f"d{d}" for d in range(input.ndim)])
-    )
+    right = left
+    if result is not None:
+        right = " ".join([result if d in chosen else f"d{d}" for d in range(input.ndim)])
     return einrule(f"{left} -> {', '.join([right] * results)}", input, **options)
 
 
 def _factor_sizes(
     inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the size of every factor: that of the dims that have it, where they are not
-    broadcast.
-    """
+    """Return the size of every factor: that of the dims that have it and are not broadcast."""
     sizes = dict(given)
     for dims, tensor in zip(inputs, tensors, strict=True):
         for factors, size in zip(dims, tensor.shape, strict=True):
@@ -214,9 +229,7 @@ class _Sides(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
-    """Return the pattern with its ellipses written out; the parts of operands that are not given
-    are left out.
-    """
+    """Return the pattern with its ellipses written out, without operands that are not given."""
     left, right = _parse(pattern)
     if len(left) != len(ndims):
         raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
@@ -258,9 +271,7 @@ def _side(text: str) -> tuple[Dim, ...]:
 
 
 def _expand_ellipsis(names: tuple[Dim, ...], ndim: int) -> tuple[Dim, ...]:
-    """Replace `...` by factors numbered from the right, so that shorter operands line up as in
-    broadcasting.
-    """
+    """Replace `...` by factors numbered from the right, to line up as in broadcasting."""
     if _ANY not in names:
         return names
     at, extra = names.index(_ANY), ndim - len(names) + 1

@@ -113,10 +113,12 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)
-    found = _assigned(rule, layouts, fixed)
-    if key and all(target is layout for target, layout in zip(found.targets, layouts, strict=True)):
-        keep(unmoved, key, found.outputs)
-    return found
+    assignment = _assigned(rule, layouts, fixed)
+    if key and all(
+        target is layout for target, layout in zip(assignment.targets, layouts, strict=True)
+    ):
+        keep(unmoved, key, assignment.outputs)
+    return assignment
 
 
 def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
@@ -142,7 +144,7 @@ def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assig
         for axis in mesh.axis_names
     }
     choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
-    by_weight = _by_weight(layouts, fixed)
+    by_weight = sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
     order = axis_order([layouts[i] for i in by_weight])
     while (excess := _unrepresentable(rule, mesh.size, choices, order)) is not None:
         choices[excess] = Choice(WHOLE)
@@ -182,10 +184,8 @@ def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
 
 
 def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
-    """Return axis -> the factor that it splits, for the axes of one dim, as far as the split is on
-    factor boundaries.
-    """
-    size, found, at, parts = layout.mesh.size, {}, 0, 1
+    """Return axis -> the factor that it splits, for axes of a dim that split at boundaries."""
+    size, factor_of, at, parts = layout.mesh.size, {}, 0, 1
     for axis in layout.spec.dims[dim]:
         while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
             at, parts = at + 1, 1
@@ -194,19 +194,12 @@ def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[s
         parts *= size(axis)
         if at < len(factors) - 1 and rule.sizes[factors[at]] % parts:
             break
-        found[axis] = factors[at]
-    return found
-
-
-def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
-    """Return the operands by priority in how dims are split: the fixed one, then the largest."""
-    return sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
+        factor_of[axis] = factors[at]
+    return factor_of
 
 
 def axis_order(by_weight: Sequence[Layout]) -> list[str]:
-    """Return the axes in the order in which they split dims: those of the first operand first, then
-    mesh order.
-    """
+    """Return the axes in the order in which they split dims, of the first operand first."""
     order: dict[str, None] = {}
     for layout in by_weight:
         order.update(dict.fromkeys(axis for axes in layout.spec.dims for axis in axes))
@@ -276,9 +269,7 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
 
 
 def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
-    """Return whether a linear operator may be applied to values pending with this kind; bools do
-    not add up.
-    """
+    """Return whether a linear operator may have values pending with this kind; bools do not add."""
     return rule.transparent or (
         kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending)
     )
@@ -314,9 +305,7 @@ def _reduces(rule: Rule, choice: Choice) -> bool:
 def _price(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, choice: Choice
 ) -> tuple[float, float]:
-    """Return the bytes received per rank for this choice, then the bytes of operands that do not
-    stay in place.
-    """
+    """Return the bytes received per rank, then the bytes of operands that do not stay in place."""
     here, n = states[axis], layouts[0].mesh.size(axis)
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
@@ -334,9 +323,7 @@ def _price(
 
 
 def move_price(state: State, target: State, n: int) -> float:
-    """Return the bytes received per local byte when an axis of `n` ranks changes from one state to
-    another.
-    """
+    """Return the bytes received per local byte where an axis of `n` ranks changes its state."""
     if state.what == WHOLE or n == 1:
         return 0
     if state.what == SPLIT:
@@ -349,9 +336,7 @@ def move_price(state: State, target: State, n: int) -> float:
 def _output_bytes(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str
 ) -> float:
-    """Return the estimated size of one rank's part of the first result, given how the other axes
-    split its factors now.
-    """
+    """Estimate the size of a rank's part of the first result, given the splits by other axes."""
     factors = {f for dim in rule.outputs[0] for f in dim}
     numel = math.prod(rule.sizes.get(f, 1) for f in factors)
     for other, here in states.items():
@@ -366,9 +351,7 @@ def _output_bytes(
 def _unrepresentable(
     rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]
 ) -> str | None:
-    """Return an axis to leave whole where a composite dim cannot be split as chosen, since its
-    parts would not be boxes.
-    """
+    """Return an axis to leave whole where parts of a composite dim would not be boxes."""
     split = _axes_by_factor(choices, order)
     for dims in (*rule.inputs, *rule.outputs):
         for factors in dims:
@@ -394,9 +377,7 @@ def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[st
 def _sized_factors(
     rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
 ) -> dict[str, Cut]:
-    """Return factor -> its cut into parts of given sizes, where the largest operand that is split
-    on it has such a cut.
-    """
+    """Return factor -> its cut into parts of given sizes, of the largest operand with such."""
     if not any(layout.spec.sizes for layout in layouts):
         return {}
     alone = factors_alone(rule)
@@ -423,9 +404,7 @@ def factors_alone(rule: Rule) -> set[str]:
 def _outer_cuts(
     dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]
 ) -> Iterator[tuple[str, Cut]]:
-    """Yield the outermost cut of each dim that is one factor, if the axes of the cut split that
-    factor first.
-    """
+    """Yield the outermost cut of each dim of one factor, if its axes split that factor first."""
     size = layout.mesh.size
     for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
         axes = split.get(factors[0], []) if len(factors) == 1 and cuts else []
@@ -442,9 +421,7 @@ def _moves(
     choices: dict[str, Choice],
     splits: Splits,
 ) -> bool:
-    """Return whether the operand may have to change its layout, also the order of axes in a factor
-    or the sizes of parts.
-    """
+    """Return whether the operand may have to change its layout, with order of axes and sizes."""
     if any(
         states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()
     ):

@@ -92,9 +92,7 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
 def _by_schema(
     schema: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments by the names of an aten overload, without those it lacks (such as
-    dtype=None), added flags False.
-    """
+    """Return the arguments by the names of an aten overload, without those it lacks."""
     kinds = {argument.name: argument for argument in schema.arguments}
     named = dict(zip(kinds, args, strict=False))
     named.update({"self" if name == "input" else name: value for name, value in kwargs.items()})

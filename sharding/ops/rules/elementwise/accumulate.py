@@ -17,17 +17,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from ....layout.layout import Layout
 from ..decomposition_utils import layout_of
 from ..notation import Rule
 from ..registry import rule
 from .pointwise import broadcast, is_operand
 
-_EXTREMES = {"max", "min"}
 
-
+@rule("add_", "sub_", "subtract_", "__iadd__", "__isub__", with_func=True)
 def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
     if not is_operand(input):
         return broadcast(other)
@@ -38,27 +35,17 @@ def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any
 
 
 def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
-    """Return whether x is pending as a maximum or minimum, over axes along which the added value is
-    replicated.
-    """
-    if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
+    """Return whether x is pending as a maximum (minimum), and what is added replicated there."""
+    if not layout.pending or not set(layout.pending.values()) <= {"max", "min"}:
         return False
-    return added is None or not any(
-        axis in added.dim_of or axis in added.pending for axis in layout.pending
-    )
+    return added is None or not any(a in added.dim_of or a in added.pending for a in layout.pending)
 
 
 def _bind_number(func: Callable[..., Any], targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
-    """Return what adds a number to this rank's part: itself on one rank of each sum, nothing on the
-    others.
-    """
+    """Return what adds a number to this rank's part; of a pending sum, on one rank only."""
     layout = targets[0]
     mesh: Any = layout.mesh
     summed = [mesh.axis_index(axis) for axis, kind in layout.spec.unreduced if kind == "sum"]
     if mesh.coordinate is None or all(mesh.coordinate[i] == 0 for i in summed):
         return func
     return lambda input, other, **kwargs: func(input, 0, **kwargs)
-
-
-for _name in ("add_", "sub_", "subtract_", "__iadd__", "__isub__"):
-    rule(_name)(partial(_accumulated, getattr(torch.Tensor, _name)))

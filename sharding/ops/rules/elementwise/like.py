@@ -1,6 +1,4 @@
-"""New tensors like an old one, copies of values, and functions that call methods of
-`ShardedTensor`.
-"""
+"""New tensors like an old one, copies of values, and calls of methods of `ShardedTensor`."""
 
 from __future__ import annotations
 
@@ -37,26 +35,21 @@ def _like(
 
 
 def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
-    """Return the device of the parts of a new tensor like `x`: the requested one, of the mesh's
-    device type or "meta".
+    """Return the device of the parts of a new tensor like `x`, of the mesh's type or "meta".
 
     Raises:
         ValueError: another kind of device.
     """
-    here = x._local.device
-    wanted = here if device is None else torch.device(device)
-    if wanted.type not in (here.type, x.mesh.device_type, "meta"):
+    own = x._local.device
+    wanted = own if device is None else torch.device(device)
+    if wanted.type not in (own.type, x.mesh.device_type, "meta"):
         raise ValueError(
             f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a "
             "mesh of that device type"
         )
-    return (
-        here
-        if wanted.type == here.type
-        else x.mesh.device
-        if wanted.type == x.mesh.device_type
-        else wanted
-    )
+    if wanted.type == own.type:
+        return own
+    return x.mesh.device if wanted.type == x.mesh.device_type else wanted
 
 
 def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device], Tensor]]) -> None:
@@ -81,9 +74,7 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
 
 
 def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
-    """Return a function that fills parts with the strides of x, as in torch: fused optimizers rely
-    on equal strides.
-    """
+    """Return a function that fills parts with the strides of x, which fused optimizers rely on."""
     return lambda layout, device: torch.full_like(
         x._local, fill_value, dtype=layout.dtype, device=device
     )
@@ -98,48 +89,34 @@ register_like(
 )
 
 
-def _register_new(name: str, fill: Callable[..., Any]) -> None:
-    """Register `x.new_zeros(shape)` or its like: in the layout of x where the shape is that of x,
-    as in torch; else replicated.
-    """
-
-    @handler(name)
-    def new(
-        input: Any,
-        size: Any,
-        *rest: Any,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
-        layout = (
-            without_pending(input._layout)
-            if tuple(size) == input.shape
-            else Layout.of(input.mesh, None, size)
-        )
-        options = {"dtype": dtype, "device": _device_of_parts(input, device)}
-        local = fill(
-            input._local,
-            layout.local_shape,
-            *rest,
-            **options,
-            **{k: v for k, v in kwargs.items() if v is not None},
-        )
-        out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))
-        return out.requires_grad_() if requires_grad else out
+@handler("new_zeros", "new_ones", "new_empty", "new_full", with_func=True)
+def _new_filled(
+    fill: Callable[..., Any],
+    input: Any,
+    size: Any,
+    *rest: Any,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return it in the layout of x where the shape is that of x, as in torch; else replicated."""
+    size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
+    is_alike = tuple(size) == input.shape
+    layout = without_pending(input._layout) if is_alike else Layout.of(input.mesh, None, size)
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    options |= {"dtype": dtype, "device": _device_of_parts(input, device)}
+    local = fill(input._local, layout.local_shape, *rest, **options)
+    out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))
+    return out.requires_grad_() if requires_grad else out
 
 
 @handler("new")
 def _new(input: Any, *size: Any, device: Any = None) -> Any:
     """Return `new_empty`, of which this is torch's old name where it is given a shape."""
     shape = (size or (0,)) if all(type(n) is int for n in size) else size[0]
-    return (
-        input.new_empty(shape, device=device)
-        if isinstance(shape, torch.Size | tuple)
-        else NotImplemented
-    )
+    is_shape = isinstance(shape, torch.Size | tuple)
+    return input.new_empty(shape, device=device) if is_shape else NotImplemented
 
 
 @handler("new_tensor")
@@ -156,17 +133,12 @@ def _new_tensor(
     return out.requires_grad_() if requires_grad else out
 
 
-for _name in ("new_zeros", "new_ones", "new_empty", "new_full"):
-    _register_new(_name, getattr(torch.Tensor, _name))
-
-
 # -- values in -------------------------------------------------------------------------------------
 
 
 @handler("copy_")
 def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
-    """Copy into x in its own layout. A plain `src` is taken as the whole tensor, the same on every
-    rank.
+    """Copy into x in its own layout; a plain `src` is the whole tensor, the same on every rank.
 
     Communication: what redistributing a sharded `src` to the layout of x needs; none for a plain
     one.
@@ -192,24 +164,10 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     return x
 
 
-@handler("zero_")
-def _zero_(x: Any) -> Any:
-    return write_through(torch.Tensor.zero_, x)
-
-
-@handler("fill_")
-def _fill_(x: Any, value: Any) -> Any:
-    return write_through(torch.Tensor.fill_, x, value)
-
-
-@handler("detach")
-def _detach(x: Any) -> Any:
-    return ShardedTensor.detach(x)
-
-
-@handler("is_nonzero")
-def _is_nonzero(x: Any) -> bool:
-    return bool(x)
+handler("zero_")(lambda x: write_through(torch.Tensor.zero_, x))
+handler("fill_")(lambda x, value: write_through(torch.Tensor.fill_, x, value))
+handler("detach")(lambda x: ShardedTensor.detach(x))
+handler("is_nonzero")(lambda x: bool(x))
 
 
 @handler("_make_dual")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..notation import Rule, einrule
-from ..registry import handler, rule
+from ..registry import handler, rule, rules
 
 # Any function of the elements: pending operands are reduced first.
 _NONLINEAR = """
@@ -58,16 +58,12 @@ def broadcast(*operands: Tensor, **options: Any) -> Rule:
 
 
 def tensors_of(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return the operands among an operator's arguments. Plain numbers and 0-d tensors are not
-    operands.
-    """
+    """Return the operands among an operator's arguments, without numbers and plain 0-d tensors."""
     return [a for a in (*args, *kwargs.values()) if is_operand(a)]
 
 
 def is_operand(x: Any) -> bool:
-    """Return whether an argument stands for a `ShardedTensor`; plain 0-d tensors are meta tensors
-    here too.
-    """
+    """Return whether a meta tensor stands for a `ShardedTensor`, and not for a plain 0-d one."""
     return isinstance(x, Tensor) and hasattr(x, "_operand")
 
 
@@ -89,37 +85,39 @@ def _gradient(*args: Any, **kwargs: Any) -> Rule:
     return broadcast(*tensors_of(*args, **kwargs), linear=((0,),))
 
 
-@rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
-def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
+rules(
+    {
+        "add sub subtract __add__ __radd__ __sub__ rsub __rsub__(input, other, **_)": lambda a: (
+            _sum(a.input, a.other)
+        ),
+        "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__(input, other)": lambda a: _product(
+            a.input, a.other
+        ),
+        "div div_ divide divide_ true_divide true_divide_ __truediv__ __div__ __itruediv__ __idiv__"
+        "(input, other, *, rounding_mode=None)": lambda a: _linear_if(
+            a.rounding_mode is None and is_operand(a.input), a.input, a.other
+        ),
+        "lerp lerp_(input, end, weight)": lambda a: _linear_if(
+            is_operand(a.input) and is_operand(a.end), a.input, a.end, a.weight, group=(0, 1)
+        ),
+        "complex(real, imag)": lambda a: broadcast(a.real, a.imag, linear=((0, 1),)),
+        "fill fill_(input, value)": lambda a: broadcast(*tensors_of(a.input, a.value)),
+        "frexp(input)": "... -> ..., ...",
+    }
+)
+
+
+def _sum(input: Any, other: Any) -> Rule:
     operands = tensors_of(input, other)
-    alone = (
-        ((0,),) if _is_zero(input) or _is_zero(other) else ()
-    )  # as in Python's sum(), which starts with 0
-    return broadcast(*operands, linear=((0, 1),) if len(operands) == 2 else alone)
+    if len(operands) == 2:
+        return broadcast(*operands, linear=((0, 1),))
+    zero = _is_zero(input) or _is_zero(other)  # as in Python's sum(), which starts with 0
+    return broadcast(*operands, linear=((0,),) if zero else ())
 
 
-@rule("rsub", "__rsub__")
-def _rsub(input: Any, other: Any, **kwargs: Any) -> Rule:
-    return _add(input, other)
-
-
-@rule(*with_in_place("mul multiply __mul__ __rmul__ __imul__"))
-def _mul(input: Any, other: Any) -> Rule:
+def _product(input: Any, other: Any) -> Rule:
     operands = tensors_of(input, other)
     return broadcast(*operands, linear=tuple((i,) for i in range(len(operands))))
-
-
-@rule(*with_in_place("div divide true_divide __truediv__ __div__ __itruediv__ __idiv__"))
-def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Rule:
-    operands = tensors_of(input, other)
-    linear = ((0,),) if rounding_mode is None and is_operand(input) else ()
-    return broadcast(*operands, linear=linear)
-
-
-@rule(*with_in_place("lerp"))
-def _lerp(input: Any, end: Any, weight: Any) -> Rule:
-    operands = tensors_of(input, end, weight)
-    return broadcast(*operands, linear=((0, 1),) if is_operand(input) and is_operand(end) else ())
 
 
 _GETTERS = (torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
@@ -130,14 +128,6 @@ def _linear(input: Tensor, *, memory_format: Any = None) -> Rule:
     return broadcast(input, linear=((0,),))
 
 
-@rule("to_dense")
-def _to_dense(
-    input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
-) -> Rule:
-    """Change the dtype only: a ShardedTensor is dense."""
-    return cast(input, dtype or input.dtype)
-
-
 @rule("prelu")
 def _prelu(input: Tensor, weight: Tensor) -> Rule:
     """Return the rule: one slope for each channel, which is dim 1."""
@@ -146,37 +136,18 @@ def _prelu(input: Tensor, weight: Tensor) -> Rule:
     return einrule(f"{names}, {channels} -> {names}", input, weight)
 
 
-@rule("frexp")
-def _frexp(input: Tensor) -> Rule:
-    return einrule("... -> ..., ...", input)
-
-
-@rule("complex")
-def _complex(real: Tensor, imag: Tensor) -> Rule:
-    return broadcast(real, imag, linear=((0, 1),))
-
-
 @rule("renorm", "renorm_")
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Return the rule: each slice along `dim` is scaled by its norm over all other dims, which must
-    not be split.
-    """
+    """Return the rule: slices along `dim` are scaled by norms over all others, which are whole."""
     names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
     return einrule(f"{names} -> {names}", input)
-
-
-@rule("fill", "fill_")
-def _fill_(input: Tensor, value: Any) -> Rule:
-    return broadcast(*tensors_of(input, value))
 
 
 # -- casts -----------------------------------------------------------------------------------------
 
 
 def casts_linearly(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Return whether the sum of casts is the cast of the sum: not where a cast rounds to integers
-    or bools.
-    """
+    """Return whether the sum of casts is the cast of the sum: not where a cast rounds."""
     if target is None or source == target:
         return True
     return target != torch.bool and (_is_fractional(target) or not _is_fractional(source))
@@ -191,24 +162,35 @@ def cast(input: Tensor, dtype: torch.dtype, **options: Any) -> Rule:
     return broadcast(input, linear=((0,),) if casts_linearly(input.dtype, dtype) else (), **options)
 
 
-def _register_casts(**dtypes: torch.dtype) -> None:
-    for name, dtype in dtypes.items():
-        rule(name)(lambda input, memory_format=None, dtype=dtype: cast(input, dtype))
-
-
-_register_casts(
-    float=torch.float32,
-    double=torch.float64,
-    half=torch.float16,
-    bfloat16=torch.bfloat16,
-    cfloat=torch.complex64,
-    cdouble=torch.complex128,
-    long=torch.int64,
-    int=torch.int32,
-    short=torch.int16,
-    char=torch.int8,
-    byte=torch.uint8,
-    bool=torch.bool,
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+    "long": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
+rules(
+    {
+        f"{name}(input, memory_format=None)": lambda a: cast(a.input, _CASTS[a.func.__name__])
+        for name in _CASTS
+    },
+    with_func=True,
+)
+rules(
+    {
+        "to_dense(input, dtype=None, *, masked_grad=None)": lambda a: cast(
+            a.input, a.dtype or a.input.dtype
+        ),
+        "cpu(input, **_)": lambda a: _to(a.input, "cpu"),
+        "cuda(input, *_, **__)": lambda a: _to(a.input, "cuda"),
+    }
 )
 
 
@@ -219,9 +201,7 @@ def _type_as(input: Any, other: Any) -> Any:
 
 @handler("type")
 def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Return torch's old name of a tensor's type, or cast to the type of such a name
-    (`"torch.DoubleTensor"`).
-    """
+    """Return torch's old name of a tensor's type, such as "torch.DoubleTensor", or cast to it."""
     here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
     if dtype is None:
         return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
@@ -248,9 +228,7 @@ def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("to", "type")
 def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
-    """Change the dtype, or move to "meta" and from there to the mesh's devices; another device type
-    is refused.
-    """
+    """Change the dtype, or move to "meta" and back to the mesh's devices; refuse other devices."""
     values = [*args, *kwargs.values()]
     dtype = next((v for v in values if isinstance(v, torch.dtype)), input.dtype)
     device = next((torch.device(v) for v in values if isinstance(v, (str, torch.device))), None)
@@ -272,9 +250,7 @@ def _cast_local(
     copy: bool,
     **kwargs: Any,
 ) -> Tensor:
-    """Cast this rank's part; it stays on its device if that is of the wanted type, whatever its
-    index.
-    """
+    """Cast this rank's part, which stays on its device if that is of the wanted type."""
     device = None if moved_to is None or moved_to.type == local.device.type else moved_to
     return local.to(device=device, dtype=dtype, copy=copy)
 
@@ -298,41 +274,35 @@ def check_device(input: Tensor, device: torch.device) -> None:
         )
 
 
-@rule("cpu")
-def _cpu(input: Tensor, **kwargs: Any) -> Rule | None:
-    return _to(input, "cpu")
-
-
-@rule("cuda")
-def _cuda(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
-    return _to(input, "cuda")
-
-
 # -- choices ---------------------------------------------------------------------------------------
 
 
-@rule(also=(torch.where,))
+rules(
+    {
+        "torch.where(condition, input, other)": lambda a: _where(a.condition, a.input, a.other),
+        "Tensor.where(input, condition, other)": lambda a: (
+            _where(a.condition, a.input, a.other)
+            if is_operand(a.condition)
+            else broadcast(*tensors_of(a.input, a.other))
+        ),
+        "masked_fill masked_fill_(input, mask, value)": lambda a: _linear_if(
+            _is_zero(a.value), a.input, a.mask, a.value
+        ),
+    }
+)
+
+
 def _where(condition: Tensor, input: Any, other: Any) -> Rule:
-    """Return the rule: linear in both branches together if both are tensors or the other one is
-    zero.
-    """
+    """Return the rule: linear in both branches together if both are tensors or one is zero."""
     operands = tensors_of(condition, input, other)
     both = is_operand(condition) and all(is_operand(v) or _is_zero(v) for v in (input, other))
-    return broadcast(
-        *operands, linear=(range(1, len(operands)),) if both and len(operands) > 1 else ()
-    )
+    branches = (range(1, len(operands)),) if both and len(operands) > 1 else ()
+    return broadcast(*operands, linear=branches)
 
 
-@rule(also=(torch.Tensor.where,))
-def _where_method(input: Any, condition: Tensor, other: Any) -> Rule:
-    if not is_operand(condition):
-        return broadcast(*tensors_of(input, other))
-    return _where(condition, input, other)
-
-
-@rule("masked_fill", "masked_fill_")
-def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Rule:
-    return broadcast(*tensors_of(input, mask, value), linear=((0,),) if _is_zero(value) else ())
+def _linear_if(condition: bool, *arguments: Any, group: tuple[int, ...] = (0,)) -> Rule:
+    """Return the rule of an operator that is linear in a group of its operands in some cases."""
+    return broadcast(*tensors_of(*arguments), linear=(group,) if condition else ())
 
 
 def _is_zero(value: Any) -> bool:

@@ -21,28 +21,16 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ...sliced_from import check_base, write_through
 from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
 from ..elementwise.pointwise import is_operand
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, handler, rule
 from .index import expanded, index_names, patterns, selects
 from .local_indices import Part
 from .masked import mask_of
 
-Write = Callable[[Tensor, tuple[Any, ...], Any], Any]
-
-
-def _set(local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
-    local[entries] = value
-
-
-def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
-    local.index_put_(tuple(e for e in entries if isinstance(e, Tensor)), value, accumulate)
-
 
 @handler("__setitem__")
 def _skip_written(input: Any, index: Any, value: Any) -> Any:
-    """Skip the last step of `x[i] += y` where the second one has already written to x; write also
-    to what a copy is a slice of.
-    """
+    """Skip the last step of `x[i] += y` where x is written; write through copies of slices."""
     source = value._sliced_from if type(value) is ShardedTensor else None
     if source is not None and source.has_written(input, index, value):
         return None
@@ -54,56 +42,60 @@ def _skip_written(input: Any, index: Any, value: Any) -> Any:
 
 @rule("__setitem__")
 def _setitem(input: Tensor, index: Any, value: Any) -> Rule | None:
-    return _written(input, index, value, partial(_in_place, _set), torch.Tensor.__setitem__)
+    return _written(input, index, value, _SetItem(), torch.Tensor.__setitem__)
 
 
-@rule("index_put_")
-def _index_put_(
-    input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
-) -> Rule | None:
-    write = partial(_in_place, partial(_put, accumulate))
-    return _written(input, tuple(indices), values, write, torch.Tensor.index_put_, accumulate)
-
-
-@rule("index_put")
+@rule("index_put", "index_put_", with_func=True)
 def _index_put(
-    input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
+    func: Any, input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Rule | None:
-    write = partial(_out_of_place, partial(_put, accumulate))
-    return _written(input, tuple(indices), values, write, torch.index_put, accumulate)
+    write = _IndexPut(func.__name__ == "index_put_", accumulate)
+    return _written(input, tuple(indices), values, write, func, accumulate)
 
 
-def _in_place(
-    write: Write,
-    entries_of: Callable[..., Any],
-    input: Tensor,
-    indices: Any,
-    values: Any,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    entries, values = entries_of(input, indices if write is _set else tuple(indices), values)
-    if entries is None:
-        _touch(input, values)
-    else:
-        write(input, entries, values)
-    return input
+# (part, index, value) -> the index and the value for this rank's part, see `_entries_here`
+EntriesOf = Callable[[Tensor, Any, Any], tuple[Any, Any]]
 
 
-def _out_of_place(
-    write: Write, entries_of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    return _in_place(write, entries_of, input.clone(), *args, **kwargs)
+class _SetItem:
+    """`x[index] = value` on this rank's part."""
+
+    def __call__(self, entries_of: EntriesOf, input: Tensor, index: Any, value: Any) -> Tensor:
+        entries, value = entries_of(input, index, value)
+        if entries is None:
+            _touch(input, value)
+        else:
+            input[entries] = value
+        return input
+
+
+@dataclass(frozen=True)
+class _IndexPut:
+    """`index_put` on this rank's part."""
+
+    in_place: bool
+    accumulate: bool
+
+    def __call__(
+        self, entries_of: EntriesOf, input: Tensor, indices: Any, values: Any, *_: Any, **__: Any
+    ) -> Tensor:
+        result = input if self.in_place else input.clone()
+        entries, values = entries_of(input, tuple(indices), values)
+        if entries is None:
+            _touch(result, values)
+        else:
+            tensors = tuple(e for e in entries if isinstance(e, Tensor))
+            result.index_put_(tensors, values, self.accumulate)
+        return result
 
 
 def _touch(local: Tensor, value: Any) -> None:
-    """Write no elements in place, so that leaves raise and the value is in the autograd graph, as
-    on ranks that write some.
-    """
+    """Write no elements, so that leaves raise and the value is in the graph, as on other ranks."""
     none = local.narrow(0, 0, 0)
-    none.add_(value.reshape(-1)[:0].sum()) if isinstance(
-        value, Tensor
-    ) and value.requires_grad else none.zero_()
+    if isinstance(value, Tensor) and value.requires_grad:
+        none.add_(value.reshape(-1)[:0].sum())
+    else:
+        none.zero_()
 
 
 def _written(
@@ -122,25 +114,14 @@ def _written(
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned(taken, value.ndim))
-    names = (
-        names
-        if accumulate
-        else [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
-    )
+    if not accumulate:
+        names = [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
     left = left.replace("[", "").replace("]", "")
-    linear, additive = (
-        (((0, 1 + len(indices)),), (0,) if accumulate else ()) if values else ((), ())
-    )
-    bind = partial(_bind_entries, write, func)
-    return einrule(
-        f"{', '.join([left, *names])} -> {left}",
-        input,
-        *indices,
-        *values,
-        linear=linear,
-        additive=additive,
-        bind=bind,
-    )
+    options: dict[str, Any] = {"bind": partial(_bind_entries, write, func)}
+    if values:
+        options |= {"linear": ((0, 1 + len(indices)),), "additive": (0,) * accumulate}
+    pattern = f"{', '.join([left, *names])} -> {left}"
+    return einrule(pattern, input, *indices, *values, **options)
 
 
 def _aligned(taken: Sequence[str], ndim: int) -> str:
@@ -157,9 +138,7 @@ def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> C
 def _entries_here(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[Any, Any]:
-    """Return the index and the value for this rank's part; None for an index that selects nothing
-    of it.
-    """
+    """Return the index and the value for this rank's part; None for an index of nothing of it."""
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
     order, after = _result_dims(entries)
@@ -181,9 +160,7 @@ def _entries_here(
 
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
-    """Return the dim of the result of each slice, counted from the right from 0, and the number of
-    dims after those of index tensors.
-    """
+    """Return the result's dim of each slice, from the right, and how many follow index tensors."""
     kept = [n for n, e in enumerate(entries) if not selects(e)]
     picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
     ndim = max((entries[kept[i]].ndim for i in picks), default=0)
@@ -196,39 +173,30 @@ def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
 def _slice_here(
     bounds: tuple[int, int, int], start: int, stop: int
 ) -> tuple[slice, tuple[int, int]]:
-    """Return a slice of a dim as a slice of this rank's part, and the interval of its elements that
-    this is.
-    """
+    """Return a slice of a dim as one of this rank's part, and the interval of its elements."""
     first, last, step = bounds
     count = len(range(first, last, step))
     low, high = (min(max(0, -((first - edge) // step)), count) for edge in (start, stop))
-    here = (
-        slice(first + low * step - start, first + (high - 1) * step - start + 1, step)
-        if high > low
-        else slice(0, 0)
-    )
-    return here, (low, high)
+    if high <= low:
+        return slice(0, 0), (low, high)
+    begin, end = (first + i * step - start for i in (low, high - 1))
+    return slice(begin, end + 1, step), (low, high)
 
 
 def _narrowed(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
-    return (
-        value
-        if dim < 0 or value.shape[dim] == 1
-        else value.narrow(dim, chosen[0], chosen[1] - chosen[0])
-    )
+    if dim < 0 or value.shape[dim] == 1:
+        return value
+    return value.narrow(dim, chosen[0], chosen[1] - chosen[0])
 
 
 def _local_entries(
     parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int
 ) -> tuple[list[Any], Any]:
-    """Return index tensors as local indices, without those outside of this rank's part; and the
-    values written there.
-    """
+    """Return local indices in this rank's part for index tensors, and the values written there."""
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
-    indices = dict(
-        zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True)
-    )
+    tensors = torch.broadcast_tensors(*[entries[n] for n in numbers])
+    indices = dict(zip(numbers, tensors, strict=True))
     wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
     for n, part in parts.items():
         indices[n], _ = part.find(indices[n], part.length)
@@ -251,9 +219,7 @@ def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
 
 
 def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
-    """Return the layout of x and the spec that a value split along a slice of a split dim needs;
-    None for other calls.
-    """
+    """Return the layout of x and the spec that a value split along a split dim needs, or None."""
     input, index, value = a.input, a.index, a.value
     if not (is_operand(value) and is_operand(input)) or mask_of(index, input.ndim) is not None:
         return None
@@ -279,16 +245,17 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
     split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
     inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
     entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
-    _touch(input._local, part) if entries is None else _set(input._local, entries, part)
+    if entries is None:
+        _touch(input._local, part)
+    else:
+        input._local[entries] = part
     input._sync_requires_grad()
 
 
 def _cuts_of_value(
     layout: Layout, entries: Sequence[Any], value: Tensor
 ) -> dict[int, tuple[int, Any]]:
-    """Return, for dims of the value, the dim of x that each is written along, and the cuts that it
-    needs there.
-    """
+    """Return, for dims of the value, the dim of x that each is written along, and its cuts."""
     order, _ = _result_dims(entries)
     numbers = [n for n, e in enumerate(entries) if e is not None]
     cuts = {}
@@ -311,30 +278,19 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
 
 
 def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:
-    """Return the rule of writing one value for each true element of a mask, in order, or one for
-    all of them.
-    """
+    """Return the rule of writing a value for each true element of a mask, or one for all."""
     dims = [f"d{d}" for d in range(input.ndim)]
     before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
-    numbered = (
-        is_operand(value)
-        and value.ndim > len(after)
-        and value.shape[value.ndim - 1 - len(after)] != 1
-    )
+    dim = value.ndim - 1 - len(after) if is_operand(value) else -1
+    numbered = dim >= 0 and value.shape[dim] != 1
     names = [" ".join(f"[m{d}]" for d in range(mask.ndim)) if numbered else " ".join(masked)]
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned([*before, "[v]" if numbered else "1", *after], value.ndim))
     bind = partial(_bind_mask, at, mask.ndim, len(after), write, func) if numbered else None
+    pattern = f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}"
     linear = ((0, 2),) if values else ()
-    return einrule(
-        f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}",
-        input,
-        mask,
-        *values,
-        linear=linear,
-        bind=bind,
-    )
+    return einrule(pattern, input, mask, *values, linear=linear, bind=bind)
 
 
 def _bind_mask(
@@ -350,13 +306,11 @@ def _bind_mask(
 def _mask_here(
     at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor
 ) -> tuple[Any, Any]:
-    mask = next(
-        e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor)
-    )
-    dim = value.ndim - 1 - after
-    return (*[slice(None)] * at, mask[box]), value.index_select(
-        dim, _order(mask, int(value.shape[dim]))[box][mask[box]]
-    )
+    entries = index if isinstance(index, tuple) else (index,)
+    mask = next(e for e in entries if isinstance(e, Tensor))
+    dim, here = value.ndim - 1 - after, mask[box]
+    chosen = _order(mask, int(value.shape[dim]))[box][here]
+    return (*[slice(None)] * at, here), value.index_select(dim, chosen)
 
 
 def _order(mask: Tensor, given: int) -> Tensor:
@@ -374,35 +328,27 @@ def _order(mask: Tensor, given: int) -> Tensor:
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
 
 
-@dataclass(frozen=True)
-class _Scatter:
-    """`masked_scatter` on this rank's part; `mask` and `source` are whole."""
-
-    layout: Layout
-    in_place: bool
-
-    def __call__(self, input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        mask = mask.expand(self.layout.shape)
-        box = tuple(slice(*interval) for interval in self.layout.box)
-        here, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
-        result = input if self.in_place else input.clone()
-        result[here] = taken.take(_order(mask, taken.numel())[box][here])
-        return result
-
-
-def _masked_scatter(in_place: bool, input: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
+@rule("masked_scatter", "masked_scatter_", with_func=True)
+def _masked_scatter(func: Any, input: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
     if not (is_operand(mask) and is_operand(source)) or not input.ndim or mask.ndim > input.ndim:
         return None
     dims = dim_names(input.ndim)
-    sides = [dim_names(x.ndim, range(x.ndim), name) for name, x in (("m", mask), ("s", source))]
-
-    def bind(targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
-        return _Scatter(targets[0], in_place)
-
-    return einrule(
-        f"{', '.join([dims, *sides])} -> {dims}", input, mask, source, linear=((0, 2),), bind=bind
-    )
+    pattern = f"{dims}, {whole_dims(mask, 'm')}, {whole_dims(source, 's')} -> {dims}"
+    bind = partial(_bind_masked_scatter, func.__name__ == "masked_scatter_")
+    return einrule(pattern, input, mask, source, linear=((0, 2),), bind=bind)
 
 
-rule("masked_scatter")(partial(_masked_scatter, False))
-rule("masked_scatter_")(partial(_masked_scatter, True))
+def _bind_masked_scatter(
+    in_place: bool, targets: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
+    """Return what writes into this rank's part; mask and source are whole."""
+    shape, box = targets[0].shape, tuple(slice(*interval) for interval in targets[0].box)
+
+    def write(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        mask = mask.expand(shape)
+        here, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
+        result = input if in_place else input.clone()
+        result[here] = taken.take(_order(mask, taken.numel())[box][here])
+        return result
+
+    return write

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, rule
 from .local_indices import Part, kind_of_sum, masked, not_empty, reads_in_parts
 
@@ -20,9 +20,7 @@ Local = Callable[..., Tensor]
 
 
 def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
-    """Return the index with one entry per dim (None entries add dims), or None if it is of a kind
-    without a rule.
-    """
+    """Return the index with one entry per dim (None adds one), or None if it has no rule."""
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None
@@ -48,10 +46,6 @@ def selects(entry: Any) -> bool:
     return type(entry) is int or (isinstance(entry, Tensor) and entry.ndim == 0)
 
 
-def _is_full(entry: Any, size: int) -> bool:
-    return isinstance(entry, slice) and entry.indices(size) == (0, size, 1)
-
-
 def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tuple[str, str, str]:
     """Return the pattern of the operand, and of the result before and after the dims that index
     tensors make.
@@ -64,7 +58,8 @@ def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tupl
         if entry is None:
             right.append("1")
             continue
-        full = _is_full(entry, input.shape[dim])
+        size = input.shape[dim]
+        full = isinstance(entry, slice) and entry.indices(size) == (0, size, 1)
         left.append(f"d{dim}" if full or (parts and isinstance(entry, Tensor)) else f"[d{dim}]")
         if not selects(entry):
             right.append(f"d{dim}" if full else "1" if isinstance(entry, slice) else "picked")
@@ -76,9 +71,7 @@ def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tupl
 
 
 def index_names(entries: Sequence[Any]) -> tuple[list[Tensor], list[str], str]:
-    """Return the index tensors among the operands, the pattern of each, and that of all index
-    tensors broadcast together.
-    """
+    """Return the index tensors among the operands, their patterns, and that of all broadcast."""
     tensors = [e for e in entries if isinstance(e, Tensor)]
     operands = [t for t in tensors if is_operand(t)]
     ndim = max((t.ndim for t in tensors), default=0)
@@ -150,9 +143,7 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
 @rule("gather")
 def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    """Return the rule: dims in which the index is as long as the input may be split; of the others,
-    only the indexed one.
-    """
+    """Return the rule: the indexed dim may be split, and those in which the index is as long."""
     if sparse_grad or not is_operand(index):
         return None
     dim %= max(input.ndim, 1)
@@ -185,10 +176,8 @@ def _take(input: Tensor, index: Tensor) -> Rule | None:
     if not is_operand(index):
         return None
     read = reads_in_parts(input, index.numel())
-    left, right = (
-        dim_names(input.ndim, () if read else range(input.ndim)),
-        dim_names(index.ndim, prefix="i"),
-    )
+    left = dim_names(input.ndim) if read else whole_dims(input)
+    right = dim_names(index.ndim, prefix="i")
     options = {"combine": kind_of_sum(input.dtype), "bind": _bind_take}
     return einrule(f"{left}, {right} -> {right}", input, index, linear=((0,),), **options)
 
@@ -216,20 +205,17 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     shape = torch.broadcast_shapes(
         *[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)]
     )
-    indices = torch.where(
-        indices < 0, indices + input.shape[dim], indices
-    )  # `gather` takes no negative indices
-    sized = [
+    # `gather` takes no negative indices
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)
+    input, indices = (
         x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)])
         for x in (input, indices)
-    ]
-    return sized[0].gather(dim, sized[1])
+    )
+    return input.gather(dim, indices)
 
 
 @rule("unravel_index")
 def _unravel_index(indices: Tensor, shape: Any) -> Rule:
     count = 1 if isinstance(shape, int) else len(shape)
-    result = tuple(
-        torch.empty(indices.shape, dtype=torch.int64, device="meta") for _ in range(count)
-    )
+    result = tuple(torch.empty_like(indices, dtype=torch.int64) for _ in range(count))
     return einrule(f"... -> {', '.join(['...'] * count)}", indices, result=result)

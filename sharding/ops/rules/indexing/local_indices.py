@@ -24,8 +24,7 @@ from ..decomposition_utils import layout_of
 
 
 class Part:
-    """This rank's part of one dim, or of several dims numbered together in row-major order (as
-    `take` numbers them).
+    """This rank's part of one dim, or of several that are numbered together, as by `take`.
 
     Args:
         layout: the layout of the indexed tensor.
@@ -35,15 +34,11 @@ class Part:
 
     def __init__(self, layout: Layout, *dims: int, wraps: bool = False) -> None:
         self.boxes, self.sizes = [layout.box[d] for d in dims], [layout.shape[d] for d in dims]
-        self.size, self.length, self.wraps = (
-            math.prod(self.sizes),
-            math.prod(b - a for a, b in self.boxes),
-            wraps,
-        )
+        self.size, self.length = math.prod(self.sizes), math.prod(b - a for a, b in self.boxes)
+        self.wraps = wraps
 
     def find(self, index: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
-        """Return local indices, `elsewhere` for elements of other ranks, and which of them are this
-        rank's.
+        """Return local indices, `elsewhere` for those of other ranks, and which are this rank's.
 
         Indices that are out of range in the whole dim stay out of range, so that torch raises.
         """
@@ -78,16 +73,13 @@ def kind_of_sum(dtype: torch.dtype) -> str:
 
 
 def adds_in_parts(input: Tensor) -> bool:
-    """Return whether values read from an operand (a meta tensor) may be left pending, in addition
-    to its own pending axes.
-    """
+    """Return whether values read from an operand may be left pending, as its own axes are."""
     adds = input.dtype.itemsize > 1 or not input.dtype.is_floating_point  # float8 does not add
     return adds and set(layout_of(input).pending.values()) <= {kind_of_sum(input.dtype)}
 
 
 def reads_in_parts(input: Tensor, taken: int) -> bool:
-    """Return whether to read each part of an operand by itself and leave the result of `taken`
-    elements pending.
+    """Return whether to read each part by itself and leave the result of `taken` elements pending.
 
     That is where it is exact, and the result no larger than the operand, which would otherwise be
     gathered.
@@ -96,16 +88,12 @@ def reads_in_parts(input: Tensor, taken: int) -> bool:
 
 
 def masked(mine: Tensor, found: Tensor, after: int = 0) -> Tensor:
-    """Return the values read, neutral where the element is another rank's; `mine` lacks the last
-    `after` dims.
-    """
+    """Return the values read, neutral where not `mine`, a mask without the last `after` dims."""
     return found.masked_fill(~mine.reshape((*mine.shape, *[1] * after)), nothing(found.dtype))
 
 
 def not_empty(local: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the part with one element along each of these dims where it has none, so that index 0
-    exists.
-    """
+    """Return the part with one element along those of these dims that are empty."""
     for d in dims:
         if not local.shape[d]:
             local = widened(local, d)

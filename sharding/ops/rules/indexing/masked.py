@@ -30,9 +30,7 @@ Decomposition = Callable[..., Any]
 
 
 def split_by_rows(x: Any, ndim: int) -> Any:
-    """Return the tensor with its first dim split over all axes that split any of its first `ndim`
-    dims, and the others whole.
-    """
+    """Return the tensor with its first dim split over the axes that split its first `ndim` dims."""
     x = reduce_pending(x)
     inner = [axis for dim in x.spec.dims[1:ndim] for axis in dim]
     if not inner:
@@ -89,7 +87,7 @@ def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
     return indices.unbind(1) if x.ndim else (indices.new_zeros((len(indices),), dtype=torch.int64),)
 
 
-@decomposition(also=(torch.where,), when=lambda a: not a.choices and not a.named)
+@decomposition("torch.where", when=lambda a: not a.choices and not a.named)
 def _where(condition: Any, *choices: Any, **named: Any) -> Any:
     """Return the indices for `where(mask)`; with choices it is an elementwise operator."""
     return _nonzero(condition, as_tuple=True)
@@ -102,33 +100,26 @@ def _masked_select(input: Any, mask: Any) -> Any:
 
 
 def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
-    """Return the decomposition of `x[mask]` or `x[:, mask]`, which leaves the selected elements
-    where they are.
-    """
-    found = mask_of(index, input.ndim) if is_operand(input) else None
-    if found is None or input.shape[found[1] : found[1] + found[0].ndim] != found[0].shape:
+    """Return the decomposition of `x[:, mask]`, which leaves selected elements where they are."""
+    place = mask_of(index, input.ndim) if is_operand(input) else None
+    if place is None or input.shape[place[1] : place[1] + place[0].ndim] != place[0].shape:
         return None
-    at, ndim = found[1], found[0].ndim
+    at, ndim = place[1], place[0].ndim
     first = [*range(at, at + ndim), *range(at), *range(at + ndim, input.ndim)]
     back = [*range(1, at + 1), 0, *range(at + 1, input.ndim - ndim + 1)]
 
     def run(input: Any, index: Any) -> Any:
-        mask = next(
-            e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor)
-        )
-        return (
-            _selected(input, mask)
-            if not at
-            else _selected(input.permute(first), mask).permute(back)
-        )
+        entries = index if isinstance(index, tuple) else (index,)
+        mask = next(e for e in entries if isinstance(e, Tensor))
+        if not at:
+            return _selected(input, mask)
+        return _selected(input.permute(first), mask).permute(back)
 
     return run
 
 
 def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
-    """Return the mask of an index that consists of one, and the first dim that it indexes; None for
-    another index.
-    """
+    """Return the mask of an index that is one, and the first dim that it indexes; else None."""
     entries = list(index) if isinstance(index, tuple) else [index]
     masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
     if len(masks) != 1 or not all(
@@ -142,9 +133,7 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
 
 
 def _selected(input: Any, mask: Any) -> Any:
-    """Return the elements (or slices of further dims) where the mask is true, in row-major
-    order.
-    """
+    """Return the elements (or slices of further dims) where the mask is true."""
     if not mask.ndim:
         return _selected(input.reshape(1), mask.reshape(1))
     x, ndim = split_by_rows(input, mask.ndim), mask.ndim
@@ -175,30 +164,21 @@ def _unique(
     final, indices = torch.unique(unshard(proposed, 0)._local, return_inverse=True)
     results = [replicated(final, x)]
     if return_inverse:
-        results.append(
-            wrap(
-                indices[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)
-            )
-        )
+        numbers_of_x = indices[inverse + proposed._layout.box[0][0]]
+        results.append(wrap(numbers_of_x, x._layout.replace(dtype=torch.int64)))
     if return_counts:
         zeros = final.new_zeros(len(final), dtype=torch.int64)
         results.append(replicated(zeros.index_add(0, indices, unshard(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-@decomposition("unique_consecutive")
-def _unique_consecutive(input: Any, *args: Any, **kwargs: Any) -> Any:
-    return _on_whole(torch.unique_consecutive, input, *args, **kwargs)
-
-
+@decomposition("unique_consecutive", with_func=True)
 def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the whole tensor, on every rank.
 
     Communication: an all_gather of the tensor.
     """
-    found = func(input.detach().full_tensor(), *args, **kwargs)
-    return (
-        tuple(replicated(x, input) for x in found)
-        if isinstance(found, tuple)
-        else replicated(found, input)
-    )
+    result = func(input.detach().full_tensor(), *args, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(replicated(x, input) for x in result)
+    return replicated(result, input)

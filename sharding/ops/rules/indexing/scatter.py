@@ -18,29 +18,20 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
-from ..elementwise.pointwise import is_operand
-from ..notation import Rule, dim_names, einrule
+from ..elementwise.pointwise import is_operand, with_in_place
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import rule
 from .local_indices import Part, widened
 
 Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this rank writes along them
 
 
-def _register(maker: Callable[..., Rule | None], *names: str) -> None:
-    """Register the rules of operators and their in-place variants; the maker gets the name and
-    which of the two it is for.
-    """
-    for name in names:
-        rule(name)(partial(maker, name, False))
-        rule(f"{name}_")(partial(maker, name, True))
-
-
 # -- through one dim -------------------------------------------------------------------------------
 
 
+@rule(*with_in_place("scatter scatter_add scatter_reduce"), with_func=True)
 def _scatter(
-    name: str,
-    in_place: bool,
+    func: Any,
     input: Tensor,
     dim: int,
     index: Tensor,
@@ -49,35 +40,26 @@ def _scatter(
     value: Any = None,
     **kwargs: Any,
 ) -> Rule | None:
-    """Return the rule: index and source describe each written element; they may be shorter than the
-    written tensor.
-    """
+    """Return the rule: index and source describe written elements; they may be the shorter ones."""
     if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
         return None
     dim %= input.ndim
-    given = [index, src] if is_operand(src) else [index]
+    name = func.__name__.rstrip("_")
+    others = [index, src] if is_operand(src) else [index]
     short = [
         d
         for d in range(input.ndim)
-        if d != dim and any(x.shape[d] != input.shape[d] for x in given)
+        if d != dim and any(x.shape[d] != input.shape[d] for x in others)
     ]
     adds = name == "scatter_add" and src.shape[dim] == index.shape[dim]
-    names = [
-        _names(input, short, dim, letter if not adds else "i", not adds)
-        for letter, _ in zip("is", given, strict=False)
-    ]
+    letters = "ii" if adds else "is"
+    names = [_names(input, short, dim, letter, not adds) for letter in letters[: len(others)]]
     left = dim_names(input.ndim)
     reduce = kwargs.get("reduce", args[0] if args else None)
     linear = _linear(name, reduce, src if value is None else value, 2)
-    bind = partial(_bind, name, in_place, dim, short)
-    return einrule(
-        f"{', '.join([left, *names])} -> {left}",
-        input,
-        *given,
-        linear=linear,
-        additive=(0,) * adds,
-        bind=bind,
-    )
+    pattern, additive = f"{', '.join([left, *names])} -> {left}", (0,) * adds
+    bind = partial(_bind, func, dim, short)
+    return einrule(pattern, input, *others, linear=linear, additive=additive, bind=bind)
 
 
 def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bool) -> str:
@@ -89,9 +71,7 @@ def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bo
 
 
 def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of operands that an operator is linear in: all but the index, where it adds
-    or assigns, or assigns zero.
-    """
+    """Return the operands that an operator is linear in: where it adds, or assigns (zero)."""
     if reduce not in (None, "add", "sum", "mean") or (name == "index_reduce"):
         return ()
     if is_operand(source):
@@ -99,9 +79,9 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
     return ((0,),) if isinstance(source, (int, float)) and source == 0 else ()
 
 
+@rule(*with_in_place("index_add index_copy index_fill index_reduce"), with_func=True)
 def _indexed(
-    name: str,
-    in_place: bool,
+    func: Any,
     input: Tensor,
     dim: int,
     index: Tensor,
@@ -109,17 +89,12 @@ def _indexed(
     *args: Any,
     **kwargs: Any,
 ) -> Rule | None:
-    """Return the rule: the index selects the slices along a dim that are written; without dims, one
-    slice.
-    """
-    source = kwargs.get("value", source)
+    """Return the rule: the index selects slices along a dim that are written; without dims, one."""
+    source, name = kwargs.get("value", source), func.__name__.rstrip("_")
     if not is_operand(index) or index.ndim > 1 or not input.ndim:
         return None
-    if (
-        name != "index_fill"
-        and source.ndim != input.ndim
-        and not (source.ndim == 0 and name == "index_copy")
-    ):
+    fits = name == "index_fill" or source.ndim == input.ndim
+    if not fits and (source.ndim or name != "index_copy"):
         return None
     dim %= input.ndim
     left = dim_names(input.ndim)
@@ -127,37 +102,23 @@ def _indexed(
     sides = [left, number if index.ndim else ""]
     if is_operand(source):
         sides.append(" ".join(number if d == dim else f"d{d}" for d in range(source.ndim)))
-    given = [source] if is_operand(source) else []
-    options = {
-        "additive": (0,) * (name == "index_add"),
-        "bind": partial(_bind, name, in_place, dim, ()),
-    }
-    return einrule(
-        f"{', '.join(sides)} -> {left}",
-        input,
-        index,
-        *given,
-        linear=_linear(name, None, source, 2),
-        **options,
-    )
+    operands = [input, index, source] if is_operand(source) else [input, index]
+    options = {"linear": _linear(name, None, source, 2), "additive": (0,) * (name == "index_add")}
+    bind = partial(_bind, func, dim, ())
+    return einrule(f"{', '.join(sides)} -> {left}", *operands, bind=bind, **options)
 
 
 def _bind(
-    name: str, in_place: bool, dim: int, short: Sequence[int], targets: Sequence[Layout], _: Any
+    func: Any, dim: int, short: Sequence[int], targets: Sequence[Layout], _: Any
 ) -> Callable[..., Tensor]:
-    layout = targets[0]
+    layout, name = targets[0], func.__name__.rstrip("_")
     trims = [(d, *layout.box[d]) for d in short if splitting_axes(layout, d)]
     if not splitting_axes(layout, dim):
-        func = getattr(torch.Tensor, f"{name}_" if in_place else name)
         return partial(_on_part, func, False, trims) if trims else func
     fill = 1 if name in ("scatter_reduce", "index_reduce") else None
     part = Part(layout, dim, wraps=name == "index_fill")
-    return partial(
-        _on_part,
-        partial(_with_one_more, getattr(torch.Tensor, name), part, fill, dim),
-        in_place,
-        trims,
-    )
+    write = partial(_with_one_more, getattr(torch.Tensor, name), part, fill, dim)
+    return partial(_on_part, write, name != func.__name__, trims)
 
 
 def _on_part(
@@ -170,9 +131,7 @@ def _on_part(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run the operator on this rank's part, with the part of index and source that belongs
-    to it.
-    """
+    """Run the operator on this rank's part, with the part of index and source of the same box."""
     named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
     result = func(input, dim, _trimmed(index, trims), *[_trimmed(a, trims) for a in args], **named)
     return input.copy_(result) if copies else result
@@ -218,40 +177,28 @@ def _filled(x: Any, mine: Tensor, dim: int, fill: float) -> Any:
     return torch.where(mine.reshape([-1 if d == dim else 1 for d in range(x.ndim)]), x, fill)
 
 
-_register(_scatter, "scatter", "scatter_add", "scatter_reduce")
-_register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
-
-
 # -- through all dims ------------------------------------------------------------------------------
 
 
+@rule("put", "put_", with_func=True)
 def _put(
-    name: str,
-    in_place: bool,
-    input: Tensor,
-    index: Tensor,
-    source: Tensor,
-    accumulate: bool = False,
+    func: Any, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
 ) -> Rule | None:
     """Return the rule: indices run through all dims, in row-major order."""
     if not (is_operand(index) and is_operand(source)):
         return None
     left = dim_names(input.ndim)
-    sides = [
-        dim_names(x.ndim, range(x.ndim), letter) for letter, x in (("i", index), ("s", source))
-    ]
-    bind = partial(_bind_put, in_place)
-    return einrule(
-        f"{', '.join([left, *sides])} -> {left}", input, index, source, linear=((0, 2),), bind=bind
-    )
+    at, values = whole_dims(index, "i"), whole_dims(source, "s")
+    pattern, bind = f"{left}, {at}, {values} -> {left}", partial(_bind_put, func)
+    return einrule(pattern, input, index, source, linear=((0, 2),), bind=bind)
 
 
-def _bind_put(in_place: bool, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+def _bind_put(func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
     layout = targets[0]
     dims = range(len(layout.shape))
     if not any(splitting_axes(layout, d) for d in dims):
-        return torch.Tensor.put_ if in_place else torch.Tensor.put
-    return partial(_put_here, in_place, Part(layout, *dims, wraps=True))
+        return func
+    return partial(_put_here, func.__name__ == "put_", Part(layout, *dims, wraps=True))
 
 
 def _put_here(
@@ -263,12 +210,6 @@ def _put_here(
     accumulate: bool = False,
 ) -> Tensor:
     local, _ = part.find(index, part.length)
-    result = (
-        widened(input.reshape(-1), 0)
-        .put(local, source, accumulate)[: part.length]
-        .reshape(input.shape)
-    )
+    flat = widened(input.reshape(-1), 0).put(local, source, accumulate)
+    result = flat[: part.length].reshape(input.shape)
     return input.copy_(result) if in_place else result
-
-
-_register(_put, "put")

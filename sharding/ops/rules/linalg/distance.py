@@ -1,6 +1,4 @@
-"""Distances and similarities of vectors: the features are whole, or sums over their parts are
-reduced.
-"""
+"""Distances and similarities of vectors: features are whole, or sums over parts are reduced."""
 
 from __future__ import annotations
 
@@ -11,25 +9,12 @@ import torch
 from torch import Tensor
 
 from ..decomposition_utils import is_split, reduce_pending
-from ..notation import Rule, einrule
-from ..registry import decomposition, rule
-
-
-def _along(x1: Tensor, x2: Tensor, dim: int, keepdim: bool = False) -> Rule:
-    """Return the rule of operands that broadcast against each other and a result without `dim`,
-    which is whole.
-    """
-    ndim = max(x1.ndim, x2.ndim)
-    names = [f"[d{d}]" if d == dim % ndim else f"d{d}" for d in range(ndim)]
-    right = [("1" if keepdim else "") if d == dim % ndim else f"d{d}" for d in range(ndim)]
-    left = ", ".join(" ".join(names[ndim - x.ndim :]) for x in (x1, x2))
-    return einrule(f"{left} -> {' '.join(right)}", x1, x2)
+from ..notation import Rule, aligned_along, einrule
+from ..registry import decomposition, rule, rules
 
 
 def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
-    """Return whether the dim, counted as in the result of broadcasting, is split in either
-    operand.
-    """
+    """Return whether the dim, counted as in the broadcast result, is split in either operand."""
     last = dim % max(x1.ndim, x2.ndim) - max(x1.ndim, x2.ndim)
     return any(x.ndim >= -last and is_split(x, [last]) for x in (x1, x2))
 
@@ -38,12 +23,10 @@ def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
     "cosine_similarity",
     check=torch.cosine_similarity,
     when=lambda a: _is_split_along(a.x1, a.x2, a.dim),
-    rule=lambda a: _along(a.x1, a.x2, a.dim),
+    rule=lambda a: einrule(aligned_along(a.dim, "[k]", "", a.x1, a.x2), a.x1, a.x2),
 )
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Take two norms and a sum, each with one small reduction. As in torch, norms are at least eps
-    and have their own gradients.
-    """
+    """Take two norms, at least eps as in torch, and a sum, each with one small reduction."""
     x1, x2 = torch.broadcast_tensors(x1, x2)
     return (_directions(x1, dim, eps) * _directions(x2, dim, eps)).sum(dim)
 
@@ -57,7 +40,9 @@ def _directions(x: Any, dim: int, eps: float) -> Any:
 @decomposition(
     "pairwise_distance",
     when=lambda a: _is_split_along(a.x1, a.x2, -1),
-    rule=lambda a: _along(a.x1, a.x2, -1, a.keepdim),
+    rule=lambda a: einrule(
+        aligned_along(-1, "[k]", "1" if a.keepdim else "", a.x1, a.x2), a.x1, a.x2
+    ),
 )
 def _pairwise_distance(
     x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
@@ -66,13 +51,8 @@ def _pairwise_distance(
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-@rule("pdist")
-def _pdist(input: Tensor, p: float = 2) -> Rule:
-    """Return the rule: every row is combined with every other, in an order that no split
-    follows.
-    """
-    return einrule("[n] [m] -> 1", input)
-
+# Every row is combined with every other, in an order that no split follows.
+rules({"pdist(input, p=2)": "[n] [m] -> 1"})
 
 # rows from which torch takes Euclidean distances by a product of matrices;
 # aten/src/ATen/native/Distance.cpp
@@ -86,9 +66,7 @@ def _cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> Rule:
-    """Return the rule: rows of both operands may be split. The global size determines the algorithm
-    for a part, as in one process.
-    """
+    """Return the rule; the global size determines the algorithm for a part, as in one process."""
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
         many = max(x1.shape[-2], x2.shape[-2]) > _MATMUL_FROM
         compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"

@@ -94,9 +94,7 @@ def _multiply_parts(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `grouped_mm` of the rows (or columns) and the groups in these intervals; rows of
-    other groups give zeros.
-    """
+    """Compute `grouped_mm` of these intervals of rows (or columns) and groups, else zeros."""
     if rows is not None:
         offs = (offs - rows[0]).clamp(0, rows[1] - rows[0])
     if groups is None:
@@ -127,9 +125,7 @@ def _multiply(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Call torch's own function, on operands padded with zeros where a part's rows do not have the
-    alignment that the kernels need.
-    """
+    """Call torch's own function, on operands padded to the alignment that its kernels need."""
     if mat_a.is_meta:
         return _multiply_on_meta(mat_a, mat_b, offs, out_dtype)
     if _is_aligned(mat_a) and _is_aligned(mat_b):
@@ -156,9 +152,7 @@ def _is_aligned(x: Tensor) -> bool:
 def _multiply_on_meta(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """Compute a product of the same shape: the kernel's own check on "meta" accepts only what one
-    device type does.
-    """
+    """Compute a product of the same shape: the kernel on "meta" accepts what one device does."""
     if mat_a.ndim == mat_b.ndim:
         product = mat_a @ mat_b
         product = product if offs is None else product.expand(offs.shape[0], -1, -1).clone()

@@ -48,9 +48,7 @@ def attention_local(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call torch's own function; its result for an empty part would not be in the autograd
-    graph.
-    """
+    """Call torch's function, whose result for an empty part would not be in the autograd graph."""
     shape = (*query.shape[:-1], value.shape[-1])
     if math.prod(shape):
         if query.is_meta:
@@ -72,9 +70,7 @@ def _fused_on_meta(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the result of a fused kernel; torch's choice on "meta" would keep the scores in
-    memory, which no device does.
-    """
+    """Return the result of a fused kernel; torch's on "meta" would keep scores in memory."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if enable_gqa or query.ndim != 4 or query.shape[-1] != value.shape[-1] or learned:
         options: Any = {"scale": scale, "enable_gqa": enable_gqa}
@@ -116,9 +112,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Compute the weights and drop some with `F.dropout`, so that which are dropped does not depend
-    on the mesh.
-    """
+    """Compute the weights and drop some with `F.dropout`, which does not depend on the mesh."""
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     mask = _causal(query, key) if is_causal else attn_mask
@@ -182,9 +176,7 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Any, Any]:
-    """Do as torch does, with heads as a separate dim throughout (`b h s d`), so that they may be
-    split.
-    """
+    """Do as torch does, with heads as a separate dim throughout (`b h s d`), which may be split."""
     batched = query.ndim == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -246,9 +238,7 @@ def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
 
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
-    """Return the bias of the scores, broadcastable to `b h l s`; all queries attend to appended
-    positions.
-    """
+    """Return the bias of the scores, broadcast to `b h l s`; all attend to appended positions."""
     given = []
     if attn_mask is not None:
         given.append(

@@ -41,26 +41,25 @@ def _rule(a: Any) -> Rule:
     return einrule(pattern, a.input, a.target, a.weight)
 
 
-def _register(func: Callable[..., Any], of_split_classes: Callable[..., Any]) -> None:
-    of_rows = partial(_of_rows, func)
-
-    @decomposition_maker(func.__name__, rule=_rule)
-    def make(
-        input: Any,
-        target: Any,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Callable[..., Any] | None:
-        check_arguments(reduction, size_average=size_average, reduce=reduce)
-        if input.ndim and input.shape[_class_dim(input)] and is_split(input, [_class_dim(input)]):
-            with torch.no_grad():
-                func(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-            return of_split_classes
-        return of_rows if reduction != "none" and (is_split(input) or is_split(target)) else None
+@decomposition_maker("cross_entropy", "nll_loss", with_func=True, rule=_rule)
+def _make(
+    func: Any,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Callable[..., Any] | None:
+    check_arguments(reduction, size_average=size_average, reduce=reduce)
+    if input.ndim and input.shape[_class_dim(input)] and is_split(input, [_class_dim(input)]):
+        with torch.no_grad():
+            func(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+        return _of_logits if func is F.cross_entropy else _of_log_probabilities
+    split = reduction != "none" and (is_split(input) or is_split(target))
+    return partial(_of_rows, func) if split else None
 
 
 def _class_dim(input: Any) -> int:
@@ -73,20 +72,16 @@ def _class_dim(input: Any) -> int:
 def _of_rows(
     func: Callable[..., Any], input: Any, target: Any, *, reduction: str, **options: Any
 ) -> Any:
-    """Divide the sum over all ranks by the global count (or weight) of targets that are not
-    ignored.
-    """
-    options = {
-        name: value for name, value in options.items() if name not in ("size_average", "reduce")
-    }
+    """Divide the sum over all ranks by the global count (or weight) of targets not ignored."""
+    for name in ("size_average", "reduce"):
+        options.pop(name, None)
     each = func(input, target, reduction="none", **options)
     total = each.sum(dtype=accumulator_dtype(each.dtype))
     if reduction == "mean" and target.is_floating_point():
         total = total / each.numel()
     elif reduction == "mean":
-        total = (
-            total / _weights(target, options["weight"], options["ignore_index"], total.dtype).sum()
-        )
+        weights = _weights(target, options["weight"], options["ignore_index"], total.dtype)
+        total = total / weights.sum()
     return narrowed(total, each.dtype)
 
 
@@ -134,9 +129,7 @@ def _of_logits(
 def _over_all_classes(
     distance: Any, weight: Any, at: int, label_smoothing: float
 ) -> tuple[float, Any, Any]:
-    """Return the share of every class in label smoothing, the sum of their weights, and the
-    weighted sum of logits.
-    """
+    """Return each class's share in label smoothing, the sum of weights, and that of logits."""
     share, classes = label_smoothing / distance.shape[at], distance.shape[at]
     if weight is None:
         return share, classes, distance.sum(at, keepdim=True)
@@ -159,16 +152,15 @@ def _of_probabilities(
 ) -> Any:
     at, classes = _class_dim(input), input.shape[_class_dim(input)]
     log_probabilities = F.log_softmax(input, at, dtype=accumulator_dtype(input.dtype))
-    smoothed = (
-        target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
-    )
-    each = log_probabilities * smoothed
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / classes
+    each = log_probabilities * target
     if weight is not None:
         each = each * weight.view(classes, *[1] * (input.ndim - 1 - at))
     total = -each.sum(at if reduction == "none" else None)
-    return narrowed(
-        total / (input.numel() // classes) if reduction == "mean" else total, input.dtype
-    )
+    if reduction == "mean":
+        total = total / (input.numel() // classes)
+    return narrowed(total, input.dtype)
 
 
 def _align_labels(x: Any, target: Any, at: int) -> Any:
@@ -199,10 +191,9 @@ def _hits(
     if start == stop:
         return x.sum(at, keepdim=True, dtype=dtype)
     here = (labels >= start) & (labels < stop) & (labels != ignore_index)
-    found = x.gather(
-        at, torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))
-    ).to(dtype)
-    return torch.where(here, found if peak is None else found - peak, 0)
+    index = torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))
+    hits = x.gather(at, index).to(dtype)
+    return torch.where(here, hits if peak is None else hits - peak, 0)
 
 
 def _check_labels(labels: Tensor, is_class: Tensor) -> None:
@@ -224,7 +215,3 @@ def _finished(
         return narrowed((held - pending).squeeze(at), dtype)
     total = (held if isinstance(held, int) else held.sum()) - pending.sum()
     return narrowed(total / weights.sum() if reduction == "mean" else total, dtype)
-
-
-_register(F.cross_entropy, _of_logits)
-_register(F.nll_loss, _of_log_probabilities)

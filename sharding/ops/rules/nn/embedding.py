@@ -8,7 +8,7 @@ needs no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
         )
 
 
-@rule(also=(F.embedding,))
+@rule("F.embedding")
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -43,9 +43,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Rule:
-    """Return the rule; if gradients are scaled by frequency, all indices are counted, so indices
-    and rows must not be split.
-    """
+    """Return the rule; where gradients are scaled by frequency, all indices are counted."""
     _refuse("embedding", max_norm, sparse)
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
     indices = dim_names(input.ndim, range(input.ndim) if scale_grad_by_freq else (), "i")
@@ -73,12 +71,12 @@ def _rows(
     counted: Tensor | None = None,
 ) -> Tensor:
     """Return the rows that this rank has; zeros for others, and for those that are not counted."""
-    local, mine = part.find(input, 0)
-    mine = mine if counted is None else mine & counted
-    return masked(mine, F.embedding(local, not_empty(weight, [0]), padding), 1)
+    local, own = part.find(input, 0)
+    own = own if counted is None else own & counted
+    return masked(own, F.embedding(local, not_empty(weight, [0]), padding), 1)
 
 
-@rule(also=(torch.embedding,))
+@rule("torch.embedding")
 def _embedding_of_weight(
     weight: Tensor,
     indices: Tensor,
@@ -87,25 +85,24 @@ def _embedding_of_weight(
     sparse: bool = False,
 ) -> Rule:
     padding = None if padding_idx < 0 else padding_idx
-    made = _embedding(
-        indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-    )
-    return replace(made, bind=partial(_bind_embedding_of_weight, padding))
+    options = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+    rule_of_rows = _embedding(indices, weight, padding, **options)
+    return replace(rule_of_rows, bind=partial(_bind_embedding_of_weight, padding))
 
 
 def _bind_embedding_of_weight(
     padding: int | None, targets: Sequence[Layout], _: Any
 ) -> Callable[..., Tensor]:
     run = _bind_embedding(None, padding, targets, _)
-    return (
-        torch.embedding if run is None else lambda weight, indices, *_, **__: run(indices, weight)
-    )
+    if run is None:
+        return torch.embedding
+    return lambda weight, indices, *_, **__: run(indices, weight)
 
 
 # -- bags ------------------------------------------------------------------------------------------
 
 
-@rule(also=(F.embedding_bag,))
+@rule("F.embedding_bag")
 def _embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -119,9 +116,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Rule:
-    """Return the rule: rows of a matrix of bags may be split, and so may features and, for sums and
-    means, the rows of the table.
-    """
+    """Return the rule: bags and features may be split; for sums and means, rows of the table."""
     _refuse("embedding_bag", max_norm, sparse)
     rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"
     bag = "[b]" if scale_grad_by_freq else "b"
@@ -129,29 +124,21 @@ def _embedding_bag(
     count = input.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
     linear = ((1,),) if mode != "max" else ()
-    bind = partial(_bind_bags, _Bags(mode, padding, include_last_offset), input.ndim)
+    bind = partial(_bind_bags, mode, padding, include_last_offset)
     result = torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta")
-    pattern = f"{each}, {rows} d, [o], {each} -> {bags} d"
-    return einrule(
-        pattern, input, weight, offsets, per_sample_weights, linear=linear, bind=bind, result=result
-    )
+    pattern, operands = f"{each}, {rows} d, [o], {each} -> {bags} d", (input, weight, offsets)
+    options = {"linear": linear, "bind": bind, "result": result}
+    return einrule(pattern, *operands, per_sample_weights, **options)
 
 
-def _bind_bags(bags: _Bags, ndim: int, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
-    return partial(bags, Part(targets[1], 0)) if splitting_axes(targets[1], 0) else F.embedding_bag
+def _bind_bags(
+    mode: str, padding: int | None, ends: bool, targets: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
+    if not splitting_axes(targets[1], 0):
+        return F.embedding_bag
+    part = Part(targets[1], 0)
 
-
-@dataclass(frozen=True)
-class _Bags:
-    """Embedding bags over this rank's rows of the table."""
-
-    mode: str
-    padding: int | None
-    include_last_offset: bool
-
-    def __call__(
-        self,
-        part: Part,
+    def bags(
         input: Tensor,
         weight: Tensor,
         offsets: Tensor | None = None,
@@ -159,28 +146,23 @@ class _Bags:
         per_sample_weights: Any = None,
         **_: Any,
     ) -> Tensor:
-        counted = (
-            torch.ones_like(input, dtype=torch.bool)
-            if self.padding is None
-            else input != self.padding
-        )
+        every = torch.ones_like(input, dtype=torch.bool)
+        counted = every if padding is None else input != padding
         rows = _rows(part, input, weight, counted=counted)
         if per_sample_weights is not None:
             rows = rows * per_sample_weights[..., None]
-        add: Any = (
-            partial(torch.sum, dim=1)
-            if offsets is None
-            else partial(_sum_of_runs, offsets, self.include_last_offset)
-        )
-        if self.mode == "sum":
+        add: Any = partial(torch.sum, dim=1)
+        if offsets is not None:
+            add = partial(_sum_of_runs, offsets, ends)
+        if mode == "sum":
             return add(rows)
         return add(rows) / add(counted.to(rows.dtype)[..., None]).clamp_min(1)
 
+    return bags
+
 
 def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
-    """Return sums of the runs of rows that start at the offsets; with `ends` the last offset is the
-    end of the last run.
-    """
+    """Return sums of runs of rows from the offsets on; with `ends` the last one only ends a run."""
     starts = offsets[:-1] if ends else offsets
     numbers = torch.arange(len(rows), device=rows.device)
     bag = torch.searchsorted(starts, numbers, right=True) - 1

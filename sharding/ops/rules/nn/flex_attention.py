@@ -245,9 +245,7 @@ class _PartOfAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the result, and the logsumexp and the maximum of each row where they are asked
-        for.
-        """
+        """Return the result, and each row's logsumexp and maximum where they are asked for."""
         shape = *query.shape[:-1], value.shape[-1]
         if not math.prod(shape):  # in the graph, as on other ranks
             graph = query.sum() + key.sum() + value.sum()
@@ -275,9 +273,7 @@ class _PartOfAttention:
         )
 
     def _part_of_mask(self) -> Any:
-        """Return the block mask of the part: rows of blocks, or a new one if the part cuts
-        blocks.
-        """
+        """Return the block mask of the part: rows of blocks, or a new one if blocks are cut."""
         from torch.nn.attention import flex_attention as flex
 
         mask, (start, stop) = self.block_mask, self.box[2]
@@ -330,9 +326,7 @@ class _PartOfAttention:
 
 
 def _over_all(function: Mod, first: tuple[int, ...]) -> Mod:
-    """Return a function of (score,) b, h, q, kv as one of the tensor of all scores and of the
-    vectors of positions.
-    """
+    """Return a function of (score,) b, h, q, kv as one of all scores and vectors of positions."""
     for position in reversed(range(4)):
         places = [0 if i == position else None for i in range(4)]
         function = torch.vmap(function, in_dims=(*first, *places))

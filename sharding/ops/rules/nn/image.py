@@ -15,7 +15,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ..decomposition_utils import is_split, layout_of
 from ..notation import Rule, dim_names, einrule
-from ..registry import decomposition_maker, rule
+from ..registry import decomposition_maker, rule, rules
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
 # -- resizing --------------------------------------------------------------------------------------
@@ -23,12 +23,8 @@ from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
 def _interpolate_rule(a: Any) -> Rule:
     n, linear = a.input.ndim - 2, ((0,),) if a.input.is_floating_point() else ()
-    return einrule(
-        f"b c {_whole(n)} -> b c {'1 ' * n}",
-        a.input,
-        linear=linear,
-        bind=unless_empty(F.interpolate, True),
-    )
+    bind = unless_empty(F.interpolate, True)
+    return einrule(f"b c {_whole(n)} -> b c {'1 ' * n}", a.input, linear=linear, bind=bind)
 
 
 def _whole(n: int) -> str:
@@ -45,15 +41,9 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Callable[..., Any] | None:
-    """Make the decomposition over split space: fetch the elements that this rank's part of the
-    result repeats or mixes.
-    """
-    n = input.ndim - 2
-    if (
-        mode not in ("nearest", "nearest-exact", "area", *_LINEAR)
-        or antialias
-        or not is_split(input, range(2, input.ndim))
-    ):
+    """Over split space fetch the elements that this rank's part of the result repeats or mixes."""
+    n, known = input.ndim - 2, ("nearest", "nearest-exact", "area", *_LINEAR)
+    if mode not in known or antialias or not is_split(input, range(2, input.ndim)):
         return None
     result = F.interpolate(
         input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor
@@ -114,9 +104,7 @@ def _nearest(
 def _linear(
     like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any
 ) -> Taps:
-    """Find torch's own weights along this dim by interpolating ones at every third index, for each
-    of the three offsets.
-    """
+    """Find torch's weights along this dim by interpolating ones at every third index, thrice."""
     numbers = torch.arange(length)
     probes = torch.stack([numbers, *[numbers % 3 == offset for offset in range(3)]]).to(**like)
     position, *weights = F.interpolate(probes[None], size, scale, **options)[0]
@@ -153,18 +141,15 @@ def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequenc
 def _step(
     taps: Taps, dim: int, src: Layout, dst: Layout, device: Any
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function that interpolates one dim of this rank's part from the fetched
-    elements.
-    """
-    mine = slice(*dst.box[dim])
+    """Return the function that interpolates one dim of this rank's part."""
+    own = slice(*dst.box[dim])
     start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
     first, last = (
-        torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start
-        for numbers in taps[:2]
+        torch.tensor(numbers[own], dtype=torch.int64, device=device) - start for numbers in taps[:2]
     )
     if taps.weights is None:
         return lambda x: x.index_select(dim, first)
-    w, v = (weight[mine].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
+    w, v = (weight[own].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 
@@ -197,66 +182,49 @@ def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> P
 
 
 def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule:
-    """Return the rule of an operator that only moves elements; `whole` names factors of composite
-    dims that must not be split.
-    """
-    made = einrule(pattern, input, linear=((0,),), transparent=True, **options)
-    return replace(made, whole=made.whole | set(whole.split()))
+    """Return the rule of an operator that only moves elements; factors in `whole` are not split."""
+    options = {"linear": ((0,),), "transparent": True, **options}
+    rule = einrule(pattern, input, **options)
+    return replace(rule, whole=rule.whole | set(whole.split()))
 
 
 @rule("pixel_shuffle")
 def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Rule:
-    c, h, w = input.shape[-3:]
-    sizes = {"c": c // upscale_factor**2, "h": h, "w": w, "p": upscale_factor, "q": upscale_factor}
-    return _moves(
-        "... (c p q) h w -> ... c (h p) (w q)",
-        input,
-        "p q",
-        sizes=sizes,
-        bind=unless_empty(torch.pixel_shuffle, True),
-    )
+    (c, h, w), r = input.shape[-3:], upscale_factor
+    sizes = {"c": c // r**2, "h": h, "w": w, "p": r, "q": r}
+    pattern, bind = "... (c p q) h w -> ... c (h p) (w q)", unless_empty(torch.pixel_shuffle, True)
+    return _moves(pattern, input, "p q", sizes=sizes, bind=bind)
 
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Rule:
-    c, h, w = input.shape[-3:]
-    sizes = {
-        "c": c,
-        "h": h // downscale_factor,
-        "w": w // downscale_factor,
-        "p": downscale_factor,
-        "q": downscale_factor,
-    }
-    return _moves(
+    (c, h, w), r = input.shape[-3:], downscale_factor
+    sizes = {"c": c, "h": h // r, "w": w // r, "p": r, "q": r}
+    pattern, bind = (
         "... c (h p) (w q) -> ... (c p q) h w",
-        input,
-        "p q",
-        sizes=sizes,
-        bind=unless_empty(torch.pixel_unshuffle, True),
+        unless_empty(torch.pixel_unshuffle, True),
     )
+    return _moves(pattern, input, "p q", sizes=sizes, bind=bind)
 
 
-@rule("channel_shuffle", "native_channel_shuffle")
-def _channel_shuffle(input: Tensor, groups: int) -> Rule:
-    return _moves("b [c] ... -> b 1 ...", input, bind=unless_empty(torch.channel_shuffle, True))
+rules(
+    {"channel_shuffle native_channel_shuffle(input, groups)": "b [c] ... -> b 1 ..."},
+    linear=((0,),),
+    transparent=True,
+    bind=unless_empty(torch.channel_shuffle, True),
+)
 
 
-@rule(also=(F.unfold,))
+@rule("F.unfold")
 def _unfold(
     input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Rule:
     sizes = {"c": input.shape[-3], "k": math.prod(per_dim(kernel_size, 2))}
-    made = einrule(
-        "... c [h] [w] -> ... (c k) 1",
-        input,
-        sizes=sizes,
-        linear=((0,),),
-        bind=unless_empty(F.unfold, True),
-    )
-    return replace(made, whole=made.whole | {"k"})
+    options = {"sizes": sizes, "transparent": False, "bind": unless_empty(F.unfold, True)}
+    return _moves("... c [h] [w] -> ... (c k) 1", input, "k", **options)
 
 
-@rule(also=(F.fold,))
+@rule("F.fold")
 def _fold(
     input: Tensor,
     output_size: Any,
@@ -267,11 +235,5 @@ def _fold(
 ) -> Rule:
     count = math.prod(per_dim(kernel_size, 2))
     sizes = {"c": input.shape[-2] // count, "k": count}
-    made = einrule(
-        "... (c k) [l] -> ... c 1 1",
-        input,
-        sizes=sizes,
-        linear=((0,),),
-        bind=unless_empty(F.fold, True),
-    )
-    return replace(made, whole=made.whole | {"k"})
+    options = {"sizes": sizes, "transparent": False, "bind": unless_empty(F.fold, True)}
+    return _moves("... (c k) [l] -> ... c 1 1", input, "k", **options)

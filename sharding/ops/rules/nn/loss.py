@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +25,10 @@ def check_arguments(reduction: str, **legacy: Any) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    given = [name for name, value in legacy.items() if value is not None]
-    if given:
+    deprecated = [name for name, value in legacy.items() if value is not None]
+    if deprecated:
         raise ValueError(
-            f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass "
+            f"{deprecated[0]}= is deprecated by torch and not supported on ShardedTensors; pass "
             "reduction="
         )
     if reduction not in ("none", "mean", "sum", "batchmean"):
@@ -59,90 +59,36 @@ def _any_split(*args: Any, **kwargs: Any) -> bool:
 # -- by element ------------------------------------------------------------------------------------
 
 
-def _register(
-    func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]
-) -> None:
-    """Register a loss; the mean or sum of split operands is that of one loss for each element or
-    row, over all ranks.
-
-    Args:
-        run: what runs in place of the loss.
-        make_rule: the rule without reduction, of the loss's own arguments.
-    """
-
-    @decomposition_maker(also=(func,))
-    def make(*args: Any, reduction: str = "mean", **kwargs: Any) -> Callable[..., Any] | None:
-        legacy = {name: kwargs.pop(name, None) for name in ("size_average", "reduce")}
-        check_arguments(reduction, **legacy)
-        return run if reduction != "none" and _any_split(*args, **kwargs) else None
-
-    @rule(also=(func,))
-    def rule_of(*args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
-        return (
-            make_rule(*args, **kwargs)
-            if reduction == "none"
-            else _of_all(*tensors_of(*args, **kwargs))
-        )
-
-
 def _run(func: Callable[..., Any], *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
-    options = {
-        name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")
-    }
-    return _averaged(func(*args, reduction="none", **options), reduction)
+    for name in ("size_average", "reduce"):
+        kwargs.pop(name, None)
+    return _averaged(func(*args, reduction="none", **kwargs), reduction)
 
 
 def _run_by_weight(
     func: Callable[..., Any], *args: Any, reduction: str = "mean", weight: Any = None, **kwargs: Any
 ) -> Any:
     """Return the mean by weight, as `mse_loss` does."""
-    total = _run(
-        func, *args, reduction="sum" if weight is not None else reduction, weight=weight, **kwargs
-    )
-    return total / weight.sum() if weight is not None and reduction == "mean" else total
+    if weight is None:
+        return _run(func, *args, reduction=reduction, **kwargs)
+    total = _run(func, *args, reduction="sum", weight=weight, **kwargs)
+    return total / weight.sum() if reduction == "mean" else total
 
 
 def _run_kl_div(
     func: Callable[..., Any], input: Any, *args: Any, reduction: str = "mean", **kwargs: Any
 ) -> Any:
-    batch = input.shape[0] if reduction == "batchmean" and input.ndim else 1
-    return (
-        _run(
-            func, input, *args, reduction="sum" if reduction == "batchmean" else reduction, **kwargs
-        )
-        / batch
-    )
+    if reduction != "batchmean":
+        return _run(func, input, *args, reduction=reduction, **kwargs)
+    total = _run(func, input, *args, reduction="sum", **kwargs)
+    return total / (input.shape[0] if input.ndim else 1)
 
 
-_RUNS = {F.mse_loss: _run_by_weight, F.kl_div: _run_kl_div}
-
-for _func in (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.soft_margin_loss,
-    F.poisson_nll_loss,
-    F.hinge_embedding_loss,
-    F.margin_ranking_loss,
-):
-    _register(
-        _func,
-        partial(_RUNS.get(_func, _run), _func),
-        lambda *args, **kwargs: broadcast(*tensors_of(*args, **kwargs)),
-    )
-
-
-@handler(also=(F.l1_loss,))
+@handler("F.l1_loss")
 def _l1_loss(
     input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any
 ) -> Any:
-    """Return the mean by weight where there is one. torch's `l1_loss` does not pass its weight on:
-    it is read from the caller's frame.
-    """
+    """Return the mean by weight, which is read off the frame of torch's `l1_loss`."""
     weight = _argument_of(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
         return NotImplemented
@@ -161,13 +107,13 @@ def _argument_of(func: Any, name: str) -> Any:
     Under a mode torch calls the function once more from itself, without the argument: those calls
     have the same input.
     """
-    frame, found, first = inspect.currentframe(), None, None
-    while frame is not None and found is None:
+    frame, value, first = inspect.currentframe(), None, None
+    while frame is not None and value is None:
         if frame.f_code is func.__code__:
             first = frame.f_locals["input"] if first is None else first
-            found = frame.f_locals[name] if frame.f_locals["input"] is first else None
+            value = frame.f_locals[name] if frame.f_locals["input"] is first else None
         frame = frame.f_back
-    return found
+    return value
 
 
 # -- by row ----------------------------------------------------------------------------------------
@@ -183,36 +129,63 @@ def _triplet_margin(anchor: Tensor, positive: Tensor, negative: Tensor, **_: Any
 
 
 def _multi_margin(input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Rule:
-    rows = "n " if input.ndim > 1 else ""
-    return einrule(
-        f"{rows}[c], {rows}, [c] -> {rows}",
-        input,
-        target,
-        weight,
-        result=input.new_empty(input.shape[:-1]),
-    )
+    rows, result = "n " if input.ndim > 1 else "", input.new_empty(input.shape[:-1])
+    return einrule(f"{rows}[c], {rows}, [c] -> {rows}", input, target, weight, result=result)
 
 
 def _multilabel_margin(input: Tensor, target: Tensor, **_: Any) -> Rule:
-    rows = "n " if input.ndim > 1 else ""
-    return einrule(
-        f"{rows}[c], {rows}[c] -> {rows}", input, target, result=input.new_empty(input.shape[:-1])
-    )
+    rows, result = "n " if input.ndim > 1 else "", input.new_empty(input.shape[:-1])
+    return einrule(f"{rows}[c], {rows}[c] -> {rows}", input, target, result=result)
 
 
-_register(F.cosine_embedding_loss, partial(_run, F.cosine_embedding_loss), _cosine_embedding)
-_register(F.triplet_margin_loss, partial(_run, F.triplet_margin_loss), _triplet_margin)
-_register(F.multi_margin_loss, partial(_run, F.multi_margin_loss), _multi_margin)
-_register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _multilabel_margin)
+# -- the table -------------------------------------------------------------------------------------
+
+_BY_ELEMENT = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+    F.margin_ranking_loss,
+)
+_BY_ROW: dict[Any, Callable[..., Rule]] = {
+    F.cosine_embedding_loss: _cosine_embedding,
+    F.triplet_margin_loss: _triplet_margin,
+    F.multi_margin_loss: _multi_margin,
+    F.multilabel_margin_loss: _multilabel_margin,
+}
+_RUNS = {F.mse_loss: _run_by_weight, F.kl_div: _run_kl_div}
+
+
+@decomposition_maker(also=(*_BY_ELEMENT, *_BY_ROW), with_func=True)
+def _loss(
+    func: Any, *args: Any, reduction: str = "mean", **kwargs: Any
+) -> Callable[..., Any] | None:
+    """Take the mean or sum, over all ranks, of one loss for each element or row."""
+    legacy = {name: kwargs.pop(name, None) for name in ("size_average", "reduce")}
+    check_arguments(reduction, **legacy)
+    split = reduction != "none" and _any_split(*args, **kwargs)
+    return partial(_RUNS.get(func, _run), func) if split else None
+
+
+@rule(also=(*_BY_ELEMENT, *_BY_ROW), with_func=True)
+def _loss_rule(func: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
+    if reduction != "none":
+        return _of_all(*tensors_of(*args, **kwargs))
+    by_row = _BY_ROW.get(func)
+    return by_row(*args, **kwargs) if by_row else broadcast(*tensors_of(*args, **kwargs))
 
 
 # -- of sequences ----------------------------------------------------------------------------------
 
 
 def _ctc_rule(a: Any) -> Rule:
-    """Return the rule: the batch may be split if every operand has a batch dim, unlike targets that
-    are concatenated.
-    """
+    """Return the rule: the batch may be split if every operand has a dim for it."""
     operands = tensors_of(a.log_probs, a.targets, a.input_lengths, a.target_lengths)
     if a.reduction != "none":
         return replace(_of_all(*operands), result=a.log_probs.new_empty(()))
@@ -235,7 +208,7 @@ def _ctc_applies(a: Any) -> bool:
     return isinstance(a.target_lengths, Tensor) and a.reduction != "none" and _any_split(*tensors)
 
 
-@decomposition(also=(F.ctc_loss,), when=_ctc_applies, rule=_ctc_rule)
+@decomposition("F.ctc_loss", when=_ctc_applies, rule=_ctc_rule)
 def _ctc_loss(
     log_probs: Any,
     targets: Any,
@@ -255,33 +228,24 @@ def _ctc_loss(
 # -- made of other operators -----------------------------------------------------------------------
 
 
-def _register_body(func: Callable[..., Any]) -> None:
-    @decomposition(also=(func,))
-    def run(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(
-            kwargs.get("reduction", "mean"),
-            **{name: kwargs.get(name) for name in ("size_average", "reduce")},
-        )
-        return body_of(func)(
-            *[reduce_pending(x) if isinstance(x, Tensor) else x for x in args], **kwargs
-        )
-
-
-for _func in (
-    F.multilabel_soft_margin_loss,
-    F.gaussian_nll_loss,
-    F.triplet_margin_with_distance_loss,
-):
-    _register_body(_func)
+@decomposition(
+    "F.multilabel_soft_margin_loss",
+    "F.gaussian_nll_loss",
+    "F.triplet_margin_with_distance_loss",
+    with_func=True,
+)
+def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    legacy = {name: kwargs.get(name) for name in ("size_average", "reduce")}
+    check_arguments(kwargs.get("reduction", "mean"), **legacy)
+    args = tuple(reduce_pending(x) if isinstance(x, Tensor) else x for x in args)
+    return body_of(func)(*args, **kwargs)
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
     @decomposition("linear_cross_entropy")
     def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-        """Compute the logits, then their cross entropy. `options` tell torch how to save memory and
-        change no value.
-        """
+        """Compute the logits, then their cross entropy; `options` change no value."""
         return body_of(F.linear_cross_entropy)(*args, **kwargs)
 
 
@@ -300,15 +264,8 @@ _OF_TORCH = {
 }
 
 
-def _register_numbered(name: str, parameters: Sequence[str]) -> None:
-    @decomposition(also=(getattr(torch, name),))
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        reduction = ("none", "mean", "sum")[
-            given.pop("reduction", 0)
-        ]  # torch's bindings default to 0
-        return getattr(F, name)(**given, reduction=reduction)
-
-
-for _name, _parameters in _OF_TORCH.items():
-    _register_numbered(_name, _parameters.split())
+@decomposition(*(f"torch.{name}" for name in _OF_TORCH), with_func=True)
+def _numbered(func: Any, *args: Any, **kwargs: Any) -> Any:
+    named = dict(zip(_OF_TORCH[func.__name__].split(), args, strict=False)) | kwargs
+    number = named.pop("reduction", 0)  # torch's bindings default to 0
+    return getattr(F, func.__name__)(**named, reduction=("none", "mean", "sum")[number])

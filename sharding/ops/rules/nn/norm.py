@@ -71,9 +71,8 @@ def _split_last_dims(a: Any) -> tuple[int, ...] | None:
 
 def _normalised(a: Any, *weights: Tensor | None) -> Rule:
     names = " ".join(f"[n{i}]" for i in range(len(a.normalized_shape)))
-    return einrule(
-        f"{', '.join(['... ' + names, *[names] * len(weights)])} -> ... {names}", a.input, *weights
-    )
+    left = ", ".join([f"... {names}", *[names] * len(weights)])
+    return einrule(f"{left} -> ... {names}", a.input, *weights)
 
 
 @decomposition(
@@ -111,12 +110,8 @@ def _rms_norm(
 ) -> Any:
     x = _wide(input)
     square = reduce_pending((x * x).mean(dims, keepdim=True))
-    return _scaled(
-        x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(),
-        weight,
-        None,
-        input.dtype,
-    )
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(x * (square + eps).rsqrt(), weight, None, input.dtype)
 
 
 @decomposition(
@@ -151,13 +146,8 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 
 def _group_norm_rule(a: Any) -> Rule:
     image = " ".join(f"[d{d}]" for d in range(2, a.input.ndim))
-    return einrule(
-        f"n [c] {image}, [c], [c] -> n [c] {image}",
-        a.input,
-        a.weight,
-        a.bias,
-        local=_group_norm_local,
-    )
+    pattern = f"n [c] {image}, [c], [c] -> n [c] {image}"
+    return einrule(pattern, a.input, a.weight, a.bias, local=_group_norm_local)
 
 
 def _group_norm_local(
@@ -169,9 +159,8 @@ def _group_norm_local(
 
 @decomposition(
     "group_norm",
-    check=lambda *args, **kwargs: F.group_norm(
-        *args[:5], **kwargs
-    ),  # torch.group_norm has one argument more
+    # torch.group_norm has one argument more
+    check=lambda *args, **kwargs: F.group_norm(*args[:5], **kwargs),
     when=lambda a: is_split(a.input, range(1, a.input.ndim)) and a.input.numel(),
     rule=_group_norm_rule,
 )
@@ -193,9 +182,8 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
     """
     n, channels = x.shape[:2]
     sums = x.sum(tuple(range(2, x.ndim))) if x.ndim > 2 else x
-    means = reduce_pending(sums.unflatten(1, (groups, -1)).sum(2)) / (
-        x.numel() // max(n * groups, 1)
-    )
+    count = x.numel() // max(n * groups, 1)
+    means = reduce_pending(sums.unflatten(1, (groups, -1)).sum(2)) / count
     spread = means[:, :, None].expand(-1, -1, channels // groups).flatten(1)
     return spread.view(n, channels, *[1] * (x.ndim - 2))
 
@@ -221,14 +209,11 @@ def _batch_norm_local(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Skip `F.batch_norm`'s check of the batch size, which would see this rank's part; torch
-    refuses a part without channels.
-    """
-    given: list[Any] = [
-        None if t is None else with_elements(t)
-        for t in (input, weight, bias, running_mean, running_var)
-    ]
-    result = torch.batch_norm(*given, training, momentum, eps, torch.backends.cudnn.enabled)  # type: ignore[call-arg]
+    """Skip `F.batch_norm`'s check of the batch size, which would see this rank's part."""
+    tensors = input, weight, bias, running_mean, running_var
+    # torch refuses a part without channels
+    some: list[Any] = [None if t is None else with_elements(t) for t in tensors]
+    result = torch.batch_norm(*some, training, momentum, eps, torch.backends.cudnn.enabled)  # type: ignore[call-arg]
     return result if input.numel() else result[tuple(map(slice, input.shape))]
 
 
@@ -243,9 +228,7 @@ def _not_channels(input: Any) -> list[int]:
     return [d for d in range(input.ndim) if d != 1]
 
 
-@decomposition(
-    also=(F.batch_norm,), check=F.batch_norm, when=_batch_norm_applies, rule=_batch_norm_rule
-)
+@decomposition("F.batch_norm", check=F.batch_norm, when=_batch_norm_applies, rule=_batch_norm_rule)
 def _batch_norm(
     input: Any,
     running_mean: Any = None,
@@ -282,14 +265,11 @@ def _by_own_statistics(
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:
-    """Update the running average of each channel in place; the statistics are the same on every
-    rank that has it.
-    """
+    """Update the running average of each channel in place, alike on every rank that has it."""
     if running is not None:
         with torch.no_grad():
-            running.mul_(1 - momentum).add_(
-                value.flatten(1).mean(0).to(running.dtype), alpha=momentum
-            )
+            average = value.flatten(1).mean(0).to(running.dtype)
+            running.mul_(1 - momentum).add_(average, alpha=momentum)
 
 
 def _instance_norm_rule(a: Any) -> Rule:
@@ -317,7 +297,7 @@ def _instance_norm_applies(a: Any) -> bool:
 
 
 @decomposition(
-    also=(F.instance_norm,),
+    "F.instance_norm",
     check=F.instance_norm,
     when=_instance_norm_applies,
     rule=_instance_norm_rule,
@@ -339,37 +319,30 @@ def _instance_norm(
     )
 
 
-def _register_torch_order(func: Callable[..., Any]) -> None:
-    """Register `torch.batch_norm` or its like, which takes the arguments of `func` in another
-    order.
-    """
-
-    @decomposition(also=(getattr(torch, func.__name__),))
-    def run(
-        input: Any,
-        weight: Any,
-        bias: Any,
-        running_mean: Any,
-        running_var: Any,
-        use_input_stats: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Any:
-        return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-
-
-_register_torch_order(F.batch_norm)
-_register_torch_order(F.instance_norm)
+@decomposition("torch.batch_norm", "torch.instance_norm", with_func=True)
+def _norm_of_torch(
+    func: Any,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Call `F.batch_norm` or its like, which take the arguments in another order."""
+    statistics = running_mean, running_var
+    own = getattr(F, func.__name__)
+    return own(input, *statistics, weight, bias, use_input_stats, momentum, eps)
 
 
 # -- of neighbouring channels ----------------------------------------------------------------------
 
 
 def _channels_around(a: Any) -> Callable[[int, int], list[tuple[int, int]]] | None:
-    """Return, where channels are split, the interval of channels in the windows of channels [start,
-    stop).
-    """
+    """Return, where channels are split, (start, stop) -> the channels in the windows of these."""
     before, after, channels = a.size // 2, (a.size - 1) // 2, a.input.shape[1]
 
     def around(start: int, stop: int) -> list[tuple[int, int]]:
@@ -395,16 +368,15 @@ def _local_response_norm(
     """Fetch the channels next to this rank's own."""
     x = reduce_pending(input)
     fetch = IntervalExchange(x._layout, x._layout, 1, around)
+    box, channels = x._layout.box, x.shape[1]
     sums = from_parts(
-        x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x
+        x._layout, lambda local: _window_sums(fetch(local), box, channels, size), x * x
     )
     return x / (sums * (alpha / size) + k) ** beta
 
 
 def _window_sums(squares: Tensor, box: Box, channels: int, size: int) -> Tensor:
-    """Return sums of `size` neighbouring channels around each channel of this rank, with zeros
-    beyond the first and last.
-    """
+    """Return sums of `size` neighbours of each of this rank's channels, zeros beyond the ends."""
     start, stop = box[1]
     if start == stop:
         return squares

@@ -1,6 +1,4 @@
-"""Pooling: batch and channels may be split; over split space each rank fetches the windows of its
-part of the result.
-"""
+"""Pooling: batch and channels may be split; over split space each rank fetches its windows."""
 
 from __future__ import annotations
 
@@ -19,29 +17,39 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ..decomposition_utils import body_of, is_split, layout_of, reduce_pending
 from ..notation import Rule, along_dims, dim_names, einrule
 from ..registry import decomposition, decomposition_maker, rule
-from .window import Halo, Parts, Window, on_parts, per_dim, unless_empty
+from .window import (
+    Halo,
+    Parts,
+    Window,
+    names_by_dims,
+    on_parts,
+    per_dim,
+    space_dims,
+    unless_empty,
+)
 
 
-def _pooled(n: int, func: Parts, input: Tensor, **options: Any) -> Rule:
+def _pooled(a: Any, **options: Any) -> Rule:
     """Return the rule for whole space."""
-    return along_dims(input, _space(n, input), "1", bind=unless_empty(func), **options)
+    return along_dims(a.input, _space(a.func, a.input), "1", bind=unless_empty(a.func), **options)
 
 
 def _over_space(
-    n: int, input: Tensor, result: Any, bind: Callable[..., Parts], **options: Any
+    func: Parts, input: Tensor, result: Any, bind: Callable[..., Parts], **options: Any
 ) -> Callable[..., Any]:
     """Return the decomposition of a pooling whose space may be split."""
-    run = on_parts(einrule("... -> ...", input, **options), result, _space(n, input), bind)
+    run = on_parts(einrule("... -> ...", input, **options), result, _space(func, input), bind)
     return lambda input, *args, **kwargs: run(input)
 
 
-def _space(n: int, input: Tensor) -> range:
-    return range(input.ndim - n, input.ndim)
+def _space(func: Parts, input: Tensor) -> range:
+    return range(input.ndim - space_dims(func), input.ndim)
 
 
 def _windows(
-    n: int, input: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1
+    func: Parts, input: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> list[Window]:
+    n = space_dims(func)
     sizes = per_dim(kernel_size, n)
     strides = per_dim(stride, n) if stride is not None and stride != [] and stride != () else sizes
     parts = zip(
@@ -53,29 +61,25 @@ def _windows(
 # -- the largest -----------------------------------------------------------------------------------
 
 
-def _register_max(n: int, func: Parts) -> None:
-    @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input))
-    def make(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Callable[..., Any] | None:
-        if not is_split(input, _space(n, input)):
-            return None
-        result = func(
-            input.detach(),
-            kernel_size,
-            [] if stride is None else stride,
-            padding,
-            dilation,
-            ceil_mode,
-        )
-        windows = _windows(n, input, kernel_size, stride, padding, dilation)
-        return _over_space(n, input, result, partial(_bind_max, windows, ceil_mode))
+@decomposition_maker(
+    *names_by_dims("max_pool{}d", "max_pool{}d_with_indices"), with_func=True, rule=_pooled
+)
+def _max(
+    func: Parts,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Callable[..., Any] | None:
+    if not is_split(input, _space(func, input)):
+        return None
+    strides = [] if stride is None else stride
+    result = func(input.detach(), kernel_size, strides, padding, dilation, ceil_mode)
+    windows = _windows(func, input, kernel_size, stride, padding, dilation)
+    return _over_space(func, input, result, partial(_bind_max, windows, ceil_mode))
 
 
 def _bind_max(
@@ -86,11 +90,9 @@ def _bind_max(
 
     Of its results those of this rank's part are kept.
     """
-    n, (src, dst) = len(windows), (targets[0], results[0])
-    space = range(len(dst.shape) - n, len(dst.shape))
-    halo = Halo(
-        src, dst, {d: partial(_from_first_window, w) for d, w in zip(space, windows, strict=True)}
-    )
+    n, src, dst = len(windows), targets[0], results[0]
+    by_dim = dict(enumerate(windows, len(dst.shape) - n))
+    halo = Halo(src, dst, {d: partial(_from_first_window, w) for d, w in by_dim.items()})
     pool = partial(
         getattr(F, f"max_pool{n}d"),
         kernel_size=[w.size for w in windows],
@@ -103,26 +105,20 @@ def _bind_max(
     if 0 in dst.local_shape:
         empty = unless_empty(pool)(targets, results)
         return lambda local: empty(halo(local))
-    split = [(d, w, *dst.box[d]) for d, w in zip(space, windows, strict=True) if src.spec.dims[d]]
-    firsts = [0] * len(dst.shape)
-    for d, w, start, stop in split:
-        firsts[d] = _from_first_window(w, start, stop)[0]
+    firsts, own = [0] * n, [slice(None)] * len(dst.shape)
+    for i, (d, w) in enumerate(by_dim.items()):
+        if src.spec.dims[d]:
+            start, stop = dst.box[d]
+            firsts[i] = _from_first_window(w, start, stop)[0]
+            own[d] = slice(start - firsts[i] // w.stride, stop - firsts[i] // w.stride)
 
-    def mine(out: Tensor) -> Tensor:
-        for d, w, start, stop in split:
-            out = out.narrow(d, start - firsts[d] // w.stride, stop - start)
-        return out
+    def local(part: Tensor) -> Any:
+        if len(results) == 1:
+            return pool(halo(part))[tuple(own)]
+        values, indices = (x[tuple(own)] for x in pool(halo(part)))
+        return values, _global_indices(indices, halo.shape[-n:], firsts, src.shape[-n:])
 
-    if len(results) == 1:
-        return lambda local: mine(pool(halo(local)))
-
-    def with_indices(local: Tensor) -> Any:
-        values, indices = pool(halo(local))
-        return mine(values), _global_indices(
-            mine(indices), halo.shape[-n:], firsts[-n:], src.shape[-n:]
-        )
-
-    return with_indices
+    return local
 
 
 def _from_first_window(window: Window, start: int, stop: int) -> tuple[int, int]:
@@ -133,9 +129,7 @@ def _from_first_window(window: Window, start: int, stop: int) -> tuple[int, int]
 def _global_indices(
     indices: Tensor, shape: Sequence[int], firsts: Sequence[int], whole: Sequence[int]
 ) -> Tensor:
-    """Convert row-major indices in a part of this shape, which starts at `firsts`, to indices in
-    the whole tensor.
-    """
+    """Convert row-major indices in a part that starts at `firsts` to those in the whole tensor."""
     total, scale = torch.zeros_like(indices), 1
     for size, first, length in reversed(list(zip(shape, firsts, whole, strict=True))):
         total += (indices % size + first) * scale
@@ -146,32 +140,28 @@ def _global_indices(
 # -- the mean --------------------------------------------------------------------------------------
 
 
-def _register_avg(n: int, func: Parts) -> None:
-    @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input, linear=((0,),)))
-    def make(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Callable[..., Any] | None:
-        if not is_split(input, _space(n, input)):
-            return None
-        over = () if divisor_override is None else (divisor_override,)
-        result = func(
-            input.detach(),
-            kernel_size,
-            [] if stride is None else stride,
-            padding,
-            ceil_mode,
-            count_include_pad,
-            *over,
-        )
-        windows = _windows(n, input, kernel_size, stride, padding)
-        counts = partial(_counted, count_include_pad, per_dim(padding, n), divisor_override)
-        return _over_space(n, input, result, partial(_bind_avg, windows, counts), linear=((0,),))
+@decomposition_maker(
+    *names_by_dims("avg_pool{}d"), with_func=True, rule=lambda a: _pooled(a, linear=((0,),))
+)
+def _avg(
+    func: Parts,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Callable[..., Any] | None:
+    if not is_split(input, _space(func, input)):
+        return None
+    options = [[] if stride is None else stride, padding, ceil_mode, count_include_pad]
+    if divisor_override is not None:
+        options.append(divisor_override)
+    result = func(input.detach(), kernel_size, *options)
+    windows = _windows(func, input, kernel_size, stride, padding)
+    counts = partial(_counted, count_include_pad, per_dim(padding, len(windows)), divisor_override)
+    return _over_space(func, input, result, partial(_bind_avg, windows, counts), linear=((0,),))
 
 
 def _counted(
@@ -187,9 +177,7 @@ def _counted(
 
 
 def _padded(windows: Sequence[Window], src: Layout, dst: Layout) -> Callable[[Tensor], Tensor]:
-    """Return a function that fetches elements and adds zeros where windows extend into the
-    padding.
-    """
+    """Return a function that fetches elements, with zeros where windows reach into the padding."""
     first = len(dst.shape) - len(windows)
     halo = Halo(src, dst, {first + d: w.elements for d, w in enumerate(windows)})
     if 0 in dst.local_shape:
@@ -205,9 +193,7 @@ def _bind_avg(
     targets: Sequence[Layout],
     results: Sequence[Layout],
 ) -> Parts:
-    """Return the function that scales a mean over all elements of a window to one over those that
-    count, in torch's own precision.
-    """
+    """Return the mean over windows, scaled to the elements that count, in torch's precision."""
     n, dtype, (result,) = len(windows), targets[0].dtype, results
     halo = _padded(windows, targets[0], result)
     if 0 in result.local_shape:
@@ -250,11 +236,10 @@ def _sizes(n: int, input: Tensor, output_size: Any) -> list[int]:
     ]
 
 
-def _adaptive_avg(n: int, a: Any) -> Callable[[Any], Any] | None:
-    """Return the steps over split dims: to one element, a mean; to an even divisor, windows of
-    equal size.
-    """
-    input, sizes, space = a.input, _sizes(n, a.input, a.output_size), _space(n, a.input)
+def _adaptive_avg_steps(a: Any) -> Callable[[Any], Any] | None:
+    """Return the steps over split dims: a mean to one element, equal windows to an even divisor."""
+    input, n, space = a.input, space_dims(a.func), _space(a.func, a.input)
+    sizes = _sizes(n, input, a.output_size)
     split = [is_split(input, [d]) for d in space]
     ones = [d for d, size in zip(space, sizes, strict=True) if size == 1]
     means = ones if is_split(input, ones) else []
@@ -267,15 +252,15 @@ def _adaptive_avg(n: int, a: Any) -> Callable[[Any], Any] | None:
     return partial(_averaged, n, means, windows, sizes)
 
 
-def _register_adaptive_avg(n: int, func: Parts) -> None:
-    @decomposition(
-        also=(func,),
-        check=func,
-        prepare=partial(_adaptive_avg, n),
-        rule=lambda a: _pooled(n, func, a.input, linear=((0,),)),
-    )
-    def run(averaged: Callable[[Any], Any], input: Any, output_size: Any) -> Any:
-        return averaged(input)
+@decomposition(
+    *names_by_dims("adaptive_avg_pool{}d"),
+    with_func=True,
+    check=True,
+    prepare=_adaptive_avg_steps,
+    rule=lambda a: _pooled(a, linear=((0,),)),
+)
+def _adaptive_avg(func: Parts, steps: Callable[[Any], Any], input: Any, output_size: Any) -> Any:
+    return steps(input)
 
 
 def _averaged(
@@ -291,112 +276,83 @@ def _averaged(
     return out.to(input.dtype)
 
 
-def _register_adaptive_max(n: int, func: Parts) -> None:
-    """Register a pooling over split dims where all windows are equal."""
+@decomposition_maker(
+    *names_by_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"),
+    with_func=True,
+    rule=_pooled,
+)
+def _adaptive_max(
+    func: Parts, input: Tensor, output_size: Any, return_indices: bool = False
+) -> Callable[..., Any] | None:
+    """Pool over split dims where all windows are equal."""
+    n = space_dims(func)
+    lengths = list(zip(input.shape[-n:], _sizes(n, input, output_size), strict=True))
+    even = all(size > 0 and old % size == 0 for old, size in lengths)
+    if not even or not is_split(input, _space(func, input)):
+        return None
     # torch.adaptive_max_pool1d returns the indices too, unlike its namesake in F.
-    indices = func is torch.adaptive_max_pool1d or "with_indices" in getattr(func, "__name__", "")
-
-    @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input))
-    def make(
-        input: Tensor, output_size: Any, return_indices: bool = False
-    ) -> Callable[..., Any] | None:
-        sizes = _sizes(n, input, output_size)
-        even = all(
-            size > 0 and old % size == 0 for old, size in zip(input.shape[-n:], sizes, strict=True)
-        )
-        if not even or not is_split(input, _space(n, input)):
-            return None
-        windows = [old // size for old, size in zip(input.shape[-n:], sizes, strict=True)]
-        pool = partial(getattr(F, f"max_pool{n}d"), kernel_size=windows, return_indices=indices)
-        return lambda input, *args, **kwargs: pool(input)
+    indices = func is torch.adaptive_max_pool1d or "with_indices" in func.__name__
+    windows = [old // size for old, size in lengths]
+    pool = partial(getattr(F, f"max_pool{n}d"), kernel_size=windows, return_indices=indices)
+    return lambda input, *args, **kwargs: pool(input)
 
 
 # -- windows at random -----------------------------------------------------------------------------
 
 
-def _fractional_rule(n: int, func: Parts, a: Any) -> Rule:
+def _fractional_rule(a: Any) -> Rule:
+    n = space_dims(a.func)
     batch = "b" if a.input.ndim == n + 2 else ""
     pattern = f"{batch} c {dim_names(n, range(n), 'h')}, {batch or 1} c [s] -> {batch} c {'1 ' * n}"
-    return einrule(pattern, a.input, a._random_samples, bind=unless_empty(func))
+    return einrule(pattern, a.input, a._random_samples, bind=unless_empty(a.func))
 
 
-def _register_fractional(n: int, func: Parts) -> None:
-    """Register a pooling that draws its samples where none are given, the same on every mesh."""
+@decomposition_maker(
+    *names_by_dims("fractional_max_pool{}d", "fractional_max_pool{}d_with_indices"),
+    with_func=True,
+    rule=_fractional_rule,
+)
+def _fractional(
+    func: Parts,
+    input: Tensor,
+    kernel_size: Any,
+    output_size: Any = None,
+    output_ratio: Any = None,
+    return_indices: bool = False,
+    _random_samples: Tensor | None = None,
+) -> Parts | None:
+    """Draw samples where none are given, the same on every mesh."""
+    if _random_samples is not None:
+        return None
+    n, layout = space_dims(func), layout_of(input)
+    batch = [1] if input.ndim == n + 1 else []
+    spec = P.of_cuts([*[() for _ in batch], *layout.spec.cuts[:-n], ()], {})
+    drawn = Layout.of(layout.mesh, spec, (*batch, *input.shape[:-n], n), input.dtype)
 
-    @decomposition_maker(also=(func,), rule=partial(_fractional_rule, n, func))
-    def make(
-        input: Tensor,
-        kernel_size: Any,
-        output_size: Any = None,
-        output_ratio: Any = None,
-        return_indices: bool = False,
-        _random_samples: Tensor | None = None,
-    ) -> Parts | None:
-        if _random_samples is not None:
-            return None
-        batch = [1] if input.ndim == n + 1 else []
-        layout, spec = layout_of(input), layout_of(input).spec
-        cuts = [*[() for _ in batch], *spec.cuts[:-n], ()]
-        drawn = Layout.of(
-            layout.mesh, P.of_cuts(cuts, {}), (*batch, *input.shape[:-n], n), input.dtype
-        )
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        samples = ShardedTensor._make(uniform(drawn), drawn)
+        return func(input, *args[:4], **{**kwargs, "_random_samples": samples})
 
-        def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs = {name: value for name, value in kwargs.items() if name != "_random_samples"}
-            return func(
-                input,
-                *args[:4],
-                **kwargs,
-                _random_samples=ShardedTensor._make(uniform(drawn), drawn),
-            )
-
-        return run
+    return run
 
 
-def _register_unpool(n: int, func: Parts) -> None:
+@rule(*names_by_dims("max_unpool{}d"), with_func=True)
+def _unpool(func: Parts, input: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    n = space_dims(func)
     space = dim_names(n, range(n), "h")
-
-    @rule(also=(func,))
-    def make(input: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Rule:
-        pattern = f"... {space}, ... {space} -> ... {'1 ' * n}"
-        return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func, True))
+    pattern = f"... {space}, ... {space} -> ... {'1 ' * n}"
+    return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func, True))
 
 
 # -- other norms -----------------------------------------------------------------------------------
 
 
-def _register_lp(n: int, func: Any) -> None:
-    """Register torch's own steps: powers, a mean over windows, and a root."""
-    body = body_of(func)
-
-    @decomposition(
-        also=(func,),
-        when=lambda a: is_split(a.input, _space(n, a.input)),
-        rule=lambda a: _pooled(n, func, a.input),
-    )
-    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-        return body(input, *args, **kwargs)
-
-
-# -- the table -------------------------------------------------------------------------------------
-
-_FAMILIES = {
-    "max_pool{}d": _register_max,
-    "max_pool{}d_with_indices": _register_max,
-    "avg_pool{}d": _register_avg,
-    "lp_pool{}d": _register_lp,
-    "adaptive_avg_pool{}d": _register_adaptive_avg,
-    "adaptive_max_pool{}d": _register_adaptive_max,
-    "adaptive_max_pool{}d_with_indices": _register_adaptive_max,
-    "fractional_max_pool{}d": _register_fractional,
-    "fractional_max_pool{}d_with_indices": _register_fractional,
-    "max_unpool{}d": _register_unpool,
-}
-for _name, _register in _FAMILIES.items():
-    for _n in (1, 2, 3):
-        for _func in {
-            getattr(owner, _name.format(_n))
-            for owner in (torch, F)
-            if hasattr(owner, _name.format(_n))
-        }:
-            _register(_n, _func)
+@decomposition(
+    *names_by_dims("lp_pool{}d"),
+    with_func=True,
+    when=lambda a: is_split(a.input, _space(a.func, a.input)),
+    rule=_pooled,
+)
+def _lp(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take torch's own steps: powers, a mean over windows, and a root."""
+    return body_of(func)(input, *args, **kwargs)

@@ -12,7 +12,6 @@ backward takes one reduction, that of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,7 @@ from ..registry import decomposition
 
 
 def _dim(input: Any, dim: int | None) -> int:
-    """Return the dim, which must exist (softmax of a meta tensor does not check); by default that
-    of `torch.nn.functional`.
-    """
+    """Return the dim, which must exist; by default that of `torch.nn.functional`."""
     if input.ndim and dim is not None:
         input.size(dim)
     return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
@@ -40,19 +37,14 @@ def _dim(input: Any, dim: int | None) -> int:
 def _split_dims(
     input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> tuple[int, ...] | None:
-    """Return the dims where any of them is split, and torch takes exponentials of this dtype; else
-    None.
-    """
+    """Return the dims if any is split and torch takes exponentials of this dtype, else None."""
     floating = (dtype or input.dtype).is_floating_point
-    return (
-        dims if floating and is_split(input, dims) and all(input.shape[d] for d in dims) else None
-    )
+    applies = floating and is_split(input, dims) and all(input.shape[d] for d in dims)
+    return dims if applies else None
 
 
 def _dtype_in(_stacklevel: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype, which `torch.softmax` takes in place of another argument of
-    `torch.nn.functional`.
-    """
+    """Return the dtype, which `torch.softmax` takes in place of another argument of `F`."""
     return _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
 
 
@@ -61,25 +53,28 @@ def _prepare(a: Any) -> tuple[int, ...] | None:
     return _split_dims(a.input, dims, _dtype_in(a._stacklevel, a.dtype))
 
 
-def _register(name: str, finish: Callable[..., Any]) -> None:
-    """Register a function of x, its maximum and the dims."""
-
-    @decomposition(name, prepare=_prepare, rule=lambda a: along(a.input, _dim(a.input, a.dim)))
-    def run(
-        at: tuple[int, ...], input: Any, dim: Any = None, _stacklevel: Any = None, dtype: Any = None
-    ) -> Any:
-        result = _dtype_in(_stacklevel, dtype) or input.dtype
-        x = reduce_pending(input.to(result))
-        return finish(x, max_over(x, at), at).to(result)
-
-
-def _softmax(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
+@decomposition(
+    "softmax",
+    "log_softmax",
+    with_func=True,
+    prepare=_prepare,
+    rule=lambda a: along(a.input, _dim(a.input, a.dim)),
+)
+def _softmax(
+    func: Any,
+    at: tuple[int, ...],
+    input: Any,
+    dim: Any = None,
+    _stacklevel: Any = None,
+    dtype: Any = None,
+) -> Any:
+    result = _dtype_in(_stacklevel, dtype) or input.dtype
+    x = reduce_pending(input.to(result))
+    peak = max_over(x, at)
+    if "log_softmax" in func.__name__:  # `special_log_softmax` too
+        return (x - peak - log_sum_exp(x, peak, at)).to(result)
     sizes = (x - peak).exp()
-    return sizes / reduce_pending(sizes.sum(dims, keepdim=True))
-
-
-_register("softmax", _softmax)
-_register("log_softmax", lambda x, peak, dims: x - peak - log_sum_exp(x, peak, dims))
+    return (sizes / reduce_pending(sizes.sum(at, keepdim=True))).to(result)
 
 
 @decomposition("softmin", when=_prepare, rule=lambda a: along(a.input, _dim(a.input, a.dim)))
@@ -105,8 +100,7 @@ def _logsumexp(dims: tuple[int, ...], input: Any, dim: Dims, keepdim: bool = Fal
 
 
 def max_over(x: Any, dims: tuple[int, ...]) -> Any:
-    """Return the maximum over these dims, without gradient, in the dtype in which torch accumulates
-    sums.
+    """Return the maximum over these dims, without gradient, in the dtype of torch's sums.
 
     Communication: a reduction of one number for each row.
     """

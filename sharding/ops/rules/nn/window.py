@@ -34,6 +34,16 @@ from ..propagation import assign
 Parts = Callable[..., Any]  # from this rank's parts of the operands to its parts of the results
 
 
+def names_by_dims(*names: str) -> list[str]:
+    """Return `max_pool1d`, `max_pool2d` and `max_pool3d` for `max_pool{}d`."""
+    return [name.format(n) for name in names for n in (1, 2, 3)]
+
+
+def space_dims(func: Any) -> int:
+    """Return the number of dims of space, which is the digit in the name of the operator."""
+    return int(next(filter(str.isdigit, func.__name__)))
+
+
 def per_dim(value: Any, n: int) -> tuple[int, ...]:
     """Return an argument such as `stride` per dim; it may be one number for all dims."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
@@ -56,9 +66,7 @@ class Window(NamedTuple):
     before: int = 0
 
     def span(self, start: int, stop: int) -> Interval:
-        """Return the positions that results [start, stop) are computed from, padding included,
-        counted from the first element.
-        """
+        """Return the positions that results [start, stop) are computed from, with padding."""
         first = start * self.stride - self.before
         return first, first + (stop - start - 1) * self.stride + self.dilation * (self.size - 1) + 1
 
@@ -78,8 +86,7 @@ class Window(NamedTuple):
 
 
 class Halo:
-    """`halo(local)`: the elements of each split dim that this rank's part of the result is computed
-    from; differentiable.
+    """`halo(local)`: the elements that this rank's part of the result is computed from.
 
     Args:
         src: the layout of the operand.
@@ -121,13 +128,12 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
 
 
 def on_parts(
-    made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
+    rule: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
 ) -> Callable[..., Any]:
-    """Return a function that redistributes the operands of a rule to the layouts that it needs, and
-    runs a function of their parts.
+    """Return a function that redistributes the operands of a rule and runs a function of the parts.
 
     Args:
-        made: the rule; `dims` of the result may differ in size from their factors.
+        rule: the rule; `dims` of the result may differ in size from their factors.
         result: the operator's result or results on meta tensors.
         dims: those dims; each result is split evenly along them.
         bind: `(layouts of the operands, layouts of the results) -> function of the parts`.
@@ -135,7 +141,7 @@ def on_parts(
     Returns:
         a function of the operands in the order of the rule.
     """
-    chosen = assign(made, [layout_of(x) for x in made.operands])
+    chosen = assign(rule, [layout_of(x) for x in rule.operands])
     results = [result] if isinstance(result, Tensor) else list(result)
     specs = chosen.outputs * len(results) if len(chosen.outputs) == 1 else chosen.outputs
     mesh: Any = chosen.targets[0].mesh
@@ -147,8 +153,8 @@ def on_parts(
         moved = [
             x.redistribute(target.spec) for x, target in zip(operands, chosen.targets, strict=True)
         ]
-        made_of = all_from_parts(layouts, lambda *parts: _several(local(*parts)), *moved)  # type: ignore[misc]
-        return made_of[0] if isinstance(result, Tensor) else type(result)(made_of)
+        outs = all_from_parts(layouts, lambda *parts: _several(local(*parts)), *moved)  # type: ignore[misc]
+        return outs[0] if isinstance(result, Tensor) else type(result)(outs)
 
     return run
 
@@ -171,8 +177,7 @@ def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
 def unless_empty(
     func: Parts, linear: bool = False
 ) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
-    """Return a `bind` of a rule: torch's own function, which may refuse empty tensors; for an empty
-    part, its empty results.
+    """Return a `bind` of a rule: torch's own function, or for an empty part its empty results.
 
     Args:
         linear: the gradient does not depend on the operand. In torch those of pooling and
@@ -188,8 +193,7 @@ def unless_empty(
 
 
 def with_a_row(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
-    """Return a `bind` of a rule: torch's own function; for an empty part, on parts with a zero in
-    every empty dim, and none of its results.
+    """Return a `bind` of a rule: torch's own function, for an empty part on a zero per empty dim.
 
     Unlike `unless_empty`, this saves for backward what other ranks save: for an operator made of
     several, which saves some of its operands.
@@ -222,18 +226,17 @@ def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any
 
 
 def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
-    """Return `out` with these tensors added to its autograd graph, as on other ranks: all ranks
-    must take part in the same backward.
+    """Return `out` with these tensors added to its autograd graph, as on other ranks.
 
     Unless the operator is linear, they must be in the graph of the gradient too, and saved for
     backward, frozen ones as well: what autograd unpacks makes a unit gather its parameters. So
     products of empty parts of them are added.
     """
     values = [x for x in tensors if x.is_floating_point() or x.is_complex()]
-    given = [x for x in values if x.requires_grad or (transforming() and x.is_floating_point())]
-    if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
+    in_graph = [x for x in values if x.requires_grad or (transforming() and x.is_floating_point())]
+    if not in_graph or not (out.dtype.is_floating_point or out.dtype.is_complex):
         return out
-    nothing: Any = sum(_nothing_of(x) for x in given)
+    nothing: Any = sum(_nothing_of(x) for x in in_graph)
     if linear:
         return out + nothing.sum().to(out.dtype)
     products: Any = sum((nothing * _nothing_of(x)).sum() for x in values)
@@ -241,9 +244,7 @@ def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
 
 
 def _nothing_of(x: Tensor) -> Tensor:
-    """Return no elements of a tensor, of shape [0]: a view, which has the tensor's memory when
-    autograd saves it.
-    """
+    """Return no elements of a tensor, a view: autograd saves the tensor's memory with it."""
     return (x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).reshape(0)
 
 

@@ -26,16 +26,10 @@ from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
-_OF_NUMBERS = {
-    "maximum": ("maximum", "clamp_min"),
-    "minimum": ("minimum", "clamp_max"),
-}  # which take no number elsewhere
-_TAKES_VALUE = (
-    "addcmul",
-    "addcmul_",
-    "addcdiv",
-    "addcdiv_",
-)  # whose lists have a scalar where these have value=
+# these take no number elsewhere
+_OF_NUMBERS = {"maximum": ("maximum", "clamp_min"), "minimum": ("minimum", "clamp_max")}
+# their lists have a scalar where these have value=
+_TAKES_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")
 
 
 def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
@@ -47,9 +41,7 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
 
 
 def aligned(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the tensors at every index share shape and layout, with nothing pending, so
-    that locals can be used directly.
-    """
+    """Return whether tensors at every index share shape and layout, so that locals can be used."""
     key = tuple(
         [
             tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors])
@@ -66,9 +58,7 @@ def _are_alike(_: Layout, rows: tuple[tuple[Layout | int, ...], ...]) -> bool:
 
 
 def _is_alike(row: Sequence[Layout | int]) -> bool:
-    """Return whether one index is aligned, given the layouts of sharded tensors and the numbers of
-    dims of plain ones.
-    """
+    """Return whether an index is aligned; rows have layouts, and plain tensors' numbers of dims."""
     layouts = [item for item in row if isinstance(item, Layout)]
     if not layouts:  # plain tensors among sharded ones
         return True
@@ -85,9 +75,8 @@ _part = attrgetter("_local")
 def _local(argument: Any) -> Any:
     """Return the locals of a list; a single number next to lists is replicated."""
     if isinstance(argument, (list, tuple)):
-        part = (
-            known_local if torch.is_grad_enabled() else _part
-        )  # in an optimizer's step gradients are off
+        # in an optimizer's step gradients are off
+        part = known_local if torch.is_grad_enabled() else _part
         return [part(x) if type(x) is ShardedTensor else x for x in argument]
     return argument.redistribute(P())._local if isinstance(argument, ShardedTensor) else argument
 
@@ -128,9 +117,7 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _number_is_written(targets: Sequence[Any], args: Any, kwargs: Any) -> bool:
-    """Return whether the gradient of a sharded number next to lists comes from plain tensors, which
-    it is written into.
-    """
+    """Return whether a sharded number is written into plain tensors, which have its gradient."""
     if not any(isinstance(a, ShardedTensor) and a.requires_grad for a in (*args, *kwargs.values())):
         return False
     return any(type(x) is not ShardedTensor for x in targets)
@@ -144,17 +131,13 @@ def check_writable(tensors: Sequence[Any]) -> None:
 def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
     """Return a result in the layout of the operands at its index."""
     like = next((x for x in row if isinstance(x, ShardedTensor)), None)
-    return (
-        local
-        if like is None
-        else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
-    )
+    if like is None:
+        return local
+    return ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
 
 
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the single operator for each index of the lists; the operator itself if it writes into
-    plain tensors only.
-    """
+    """Run the single operator for each index; the operator itself to write into plain tensors."""
     if len(plain_targets(func, args, kwargs)) == len(_lists(args, kwargs)[0]):
         return write_plain(func, args, kwargs)
     name = func.__name__.removeprefix("_foreach_")
@@ -174,9 +157,7 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _in_place(name: str) -> Callable[..., Any] | None:
-    """Return the in-place variant of an operator that torch has only for lists, such as
-    `maximum_`.
-    """
+    """Return the in-place variant of an operator that torch has for lists only: `maximum_`."""
     outside = getattr(torch, name.removesuffix("_"), None) if name.endswith("_") else None
     return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
 
@@ -212,9 +193,7 @@ def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None
 
 @handler("_foreach_norm")
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return norms of many tensors; Euclidean ones take one reduction for all with equal pending
-    axes.
-    """
+    """Return norms of many tensors; Euclidean ones take one reduction for equal pending axes."""
     if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
     totals = [_sum_of_squares(x, dtype) for x in tensors]
@@ -223,7 +202,7 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
         indices = [i for i, total in enumerate(totals) if total._layout is bucket]
         roots = safe_root(reduce_pending(torch.stack([totals[i] for i in indices])))
         norms.update(zip(indices, roots.unbind(), strict=True))
-    return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
+    return [norms[i].to(dtype or x.dtype.to_real()) for i, x in enumerate(tensors)]
 
 
 def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
@@ -232,39 +211,22 @@ def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
     return (size * size).sum()
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 @handler("_foreach_powsum")
 def _foreach_powsum(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
     return [(x if dtype is None else x.to(dtype)).abs().pow(ord).sum() for x in tensors]
 
 
-@handler("_foreach_max")
-def _foreach_max(tensors: Any) -> list[Any]:
-    return [x.amax() for x in tensors]
+handler("_foreach_max")(lambda tensors: [x.amax() for x in tensors])
+handler("_foreach_mm")(lambda self, mat2: list(map(torch.mm, self, mat2)))
 
-
-@handler("_foreach_mm")
-def _foreach_mm(self: Any, mat2: Any) -> list[Any]:
-    return [torch.mm(a, b) for a, b in zip(self, mat2, strict=True)]
-
-
-def _register_by_element() -> None:
-    for name in dir(torch):
-        func = getattr(torch, name)
-        if (name.startswith("_foreach_") or name in _FUSED) and func not in HANDLERS:
-            handler(also=(func,))(_whole_lists(func))
-
-
-_register_by_element()
+for _name in dir(torch):
+    _func = getattr(torch, _name)
+    if (_name.startswith("_foreach_") or _name in _FUSED) and _func not in HANDLERS:
+        handler(also=(_func,))(_whole_lists(_func))
 
 
 def step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Make ASGD step tensor by tensor: over lists it creates numbers on the device that C++ sees,
-    which for a wrapper is "meta".
-    """
+    """Make ASGD step tensor by tensor: over lists it creates numbers on the wrappers' "meta"."""
     if isinstance(optimizer, torch.optim.ASGD):
         for group in optimizer.param_groups:
             if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):

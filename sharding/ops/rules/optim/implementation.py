@@ -125,20 +125,18 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
                 [x._local for x in lists[0] if type(x) is ShardedTensor]
             )
         return _torchs_grouping(parts, with_indices)
-    found = _torchs_grouping(parts, True)
+    by_device = _torchs_grouping(parts, True)
     return {
         key: (
             [[tensors[i] for i in numbers] if tensors else [] for tensors in lists],
             numbers if with_indices else [],
         )
-        for key, (_, numbers) in found.items()
+        for key, (_, numbers) in by_device.items()
     }
 
 
 def _may_be_parts(lists: list[list[Any]]) -> bool:
-    """Return whether nothing has to be redistributed for this step, and nothing is created by it: a
-    buffer that is None yet.
-    """
+    """Return whether this step redistributes nothing and creates nothing (a buffer not None)."""
     given = [tensors for tensors in lists if tensors]
     if torch.is_grad_enabled() or not all(map(_have_values, given)) or not aligned(given):
         return False
@@ -200,9 +198,7 @@ def _restore(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Group, list[int
 
 
 def _finish(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the groups, and set lineages that do not depend on what was chosen: memory may be
-    contiguous on some ranks only.
-    """
+    """Restore the groups, and set lineages that do not depend on what was chosen on this rank."""
     for group, before in _restore(optimizer):
         for x, lineage in zip(group["params"], before, strict=True):
             if x.grad is not None:
@@ -214,9 +210,7 @@ def _finish(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Return whether the user has chosen none, and torch would use the loop for sharded parameters
-    only because they are on the CPU.
-    """
+    """Return whether the user has chosen none, and torch would loop because of the CPU alone."""
     params = group["params"]
     return (
         group.get("foreach", False) is None
@@ -233,9 +227,7 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
 
 
 def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTensor]) -> bool:
-    """Return whether fused kernels, which ignore strides and layouts, may iterate over the memory
-    of all tensors in order.
-    """
+    """Return whether fused kernels may iterate over the memory of all tensors in order."""
     return all(
         x._local.is_contiguous()
         and x.dtype.is_floating_point

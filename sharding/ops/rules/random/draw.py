@@ -85,9 +85,24 @@ def _check_fillable(x: Any) -> None:
     check_base(x)
 
 
-@handler("normal_")
-def _normal_(x: Any, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, random.normal, mean, std)
+_EXPONENTIAL = partial(random.draw, distributions.exponential)
+_CAUCHY = partial(random.draw, distributions.cauchy)
+_LOG_NORMAL = partial(random.draw, distributions.log_normal)
+_GEOMETRIC = partial(random.draw, distributions.geometric)
+
+handler("normal_")(
+    lambda x, mean=0, std=1, *, generator=None: _fill(x, generator, random.normal, mean, std)
+)
+handler("exponential_")(
+    lambda x, lambd=1, *, generator=None: _fill(x, generator, _EXPONENTIAL, lambd)
+)
+handler("cauchy_")(
+    lambda x, median=0, sigma=1, *, generator=None: _fill(x, generator, _CAUCHY, median, sigma)
+)
+handler("log_normal_")(
+    lambda x, mean=1, std=2, *, generator=None: _fill(x, generator, _LOG_NORMAL, mean, std)
+)
+handler("geometric_")(lambda x, p, *, generator=None: _fill(x, generator, _GEOMETRIC, p))
 
 
 @handler("uniform_")
@@ -96,31 +111,9 @@ def _uniform_(x: Any, a: float = 0, b: float = 1, *, generator: Any = None, **en
     return _fill(x, generator, random.uniform, ends.get("from", a), ends.get("to", b))
 
 
-@handler("exponential_")
-def _exponential_(x: Any, lambd: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, distributions.exponential), lambd)
-
-
-@handler("cauchy_")
-def _cauchy_(x: Any, median: float = 0, sigma: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, distributions.cauchy), median, sigma)
-
-
-@handler("log_normal_")
-def _log_normal_(x: Any, mean: float = 1, std: float = 2, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, distributions.log_normal), mean, std)
-
-
-@handler("geometric_")
-def _geometric_(x: Any, p: float, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, distributions.geometric), p)
-
-
 @handler("random_")
 def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
-    """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the
-    largest contiguous one of the dtype.
-    """
+    """Fill with integers, by default up to the largest contiguous one of the dtype."""
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     low, high = ends.get("from", low), ends.get("to", high)
     return _fill(
@@ -145,9 +138,7 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
 
 
 def _as_operand(p: Tensor, like: Any) -> Any:
-    """Return the probabilities as a tensor on the mesh; a plain 0-d one is the same on
-    every rank.
-    """
+    """Return the probabilities as a tensor on the mesh; a plain 0-d one is alike on all ranks."""
     if isinstance(p, ShardedTensor):
         if p.mesh != like.mesh:
             raise ValueError(
@@ -167,9 +158,7 @@ def _as_operand(p: Tensor, like: Any) -> Any:
 
 
 def _draw(layout: Layout, distribution: Callable[..., Tensor], *sources: Any) -> Any:
-    """Return `distribution(parts..., units)` in this layout, which the sources have too. They get
-    gradients of zero, as in torch.
-    """
+    """Return `distribution(parts..., units)` in the sources' layout; their gradients are zeros."""
     units = random.units(layout)
 
     def values(*locals: Tensor) -> Tensor:
@@ -185,9 +174,7 @@ def _nothing_of(local: Tensor) -> Tensor:
 
 
 def _aligned(*tensors: Any) -> list[Any]:
-    """Return the operands broadcast against each other, in the layout of the first of the full
-    shape.
-    """
+    """Return the operands broadcast against each other, laid out as the first of the full shape."""
     tensors = tuple(map(reduce_pending, tensors))
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     spec = next((x.spec for x in tensors if x.shape == shape), P())
@@ -226,11 +213,8 @@ def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> 
     drawn = random.bernoulli(layout, p)
 
     def values(local: Tensor) -> Tensor:
-        return (
-            drawn.to(local.dtype) + _nothing_of(local)
-            if local.requires_grad
-            else drawn.to(local.dtype)
-        )
+        truths = drawn.to(local.dtype)
+        return truths + _nothing_of(local) if local.requires_grad else truths
 
     return from_parts(layout, values, reduce_pending(input))
 
@@ -369,9 +353,7 @@ def _gumbel_applies(a: Any) -> bool:
 def _gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Any:
-    """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of
-    the softmax.
-    """
+    """Return the softmax of perturbed logits; with `hard` its one-hot maximum, its gradient too."""
     layout = without_pending(logits._layout)
     noise = ShardedTensor._make(random.draw(distributions.gumbel, layout), layout)
     soft = ((logits + noise) / tau).softmax(dim)
@@ -385,45 +367,34 @@ def _one_hot_maximum(x: Any, dim: int) -> Any:
     return (indices == x.argmax(dim, keepdim=True)).to(x.dtype)
 
 
-def _register_rrelu(func: Callable[..., Any], in_place: bool) -> None:
-    def check(input: Any, *args: Any, generator: Any = None, **named: Any) -> None:
-        F.rrelu(input.detach(), *args[:3], **named)
-
-    @decomposition(also=(func,), check=check)
-    def run(
-        input: Any,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-        generator: Any = None,
-        inplace: bool = False,
-    ) -> Any:
-        return _rrelu(in_place or inplace, input, lower, upper, training, generator)
+def _check_rrelu(input: Any, *args: Any, generator: Any = None, **named: Any) -> None:
+    F.rrelu(input.detach(), *args[:3], **named)
 
 
-_register_rrelu(torch.rrelu, False)
-_register_rrelu(torch.rrelu_, True)
-_register_rrelu(F.rrelu, False)
-
-
+@decomposition("torch.rrelu", "torch.rrelu_", "F.rrelu", with_func=True, check=_check_rrelu)
 def _rrelu(
-    in_place: bool, input: Any, lower: float, upper: float, training: bool, generator: Any
+    func: Any,
+    input: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+    inplace: bool = False,
 ) -> Any:
     _no_generator(generator)
+    in_place = inplace or func is torch.rrelu_
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, in_place)
     if in_place:
         _check_fillable(input)
     x = reduce_pending(input)
     slopes = random.uniform(x._layout, lower, upper)
-    if in_place and x.mesh.coordinate is not None:
+    if not in_place:
+        return from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
+    if x.mesh.coordinate is not None:
         x._local.mul_(_rectified(x._local.detach(), slopes))
         x._sync_requires_grad()
-    return (
-        input
-        if in_place
-        else from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
-    )
+    return input
 
 
 def _rectified(local: Tensor, slopes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,8 @@ from ...sliced_from import check_base
 from ..decomposition_utils import from_parts, layout_of, reduce_pending
 from ..registry import decomposition
 
-_SELU_FLOOR = (
-    1.7580993408473766  # the negative of the limit of SELU (Klambauer et al. 2017, "alpha prime")
-)
+# the negative of the limit of SELU (Klambauer et al. 2017, "alpha prime")
+_SELU_FLOOR = 1.7580993408473766
 
 Apply = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -70,51 +69,88 @@ def _shift(x: Tensor, kept: Tensor, a: float, p: float) -> Tensor:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def _mask_layout(layout: Layout, kept_dims: int) -> Layout:
-    """Return the layout of the mask: that of the input in its first dims, of size one in the
-    others.
-    """
-    cuts = [cut if d < kept_dims else () for d, cut in enumerate(layout.spec.cuts)]
-    shape = [n if d < kept_dims else 1 for d, n in enumerate(layout.shape)]
+def _mask_layout(layout: Layout, dims: int) -> Layout:
+    """Return the layout of the mask: that of the input in its first dims, then of size one."""
+    cuts = [cut if d < dims else () for d, cut in enumerate(layout.spec.cuts)]
+    shape = [n if d < dims else 1 for d, n in enumerate(layout.shape)]
     return Layout.of(layout.mesh, P.of_cuts(cuts, {}), shape, torch.bool)
 
 
-# -- registration ----------------------------------------------------------------------------------
+# -- kinds -----------------------------------------------------------------------------------------
 
 
-def _register(
-    func: Callable[..., Any],
-    apply: Apply,
-    train: str,
-    training: bool,
-    kept_dims: Callable[[int], int],
-    in_place: bool,
-) -> None:
-    """Register a kind of dropout: `train` is the name of its switch, `training` the default
-    of it.
+class _Kind(NamedTuple):
+    """A kind of dropout.
+
+    Attributes:
+        apply: what it does with the mask.
+        mask_dims: from the number of dims to that of the first ones which the mask has.
+        switch, training: the name of the argument that switches it on, and its default.
+        in_place: whether it always writes its operand.
     """
 
-    def prepare(a: Any) -> Callable[[Any, float], Any]:
-        func(a.input.detach(), a.p, *a.switches, **a.named)  # raises torch's own errors
-        given = dict(zip((train, "inplace"), a.switches, strict=False)) | a.named
-        layout = layout_of(a.input)
-        if not given.get(train, training) or a.input.numel() == 0:
-            return lambda input, p: input
-        mask = _mask_layout(layout, kept_dims(a.input.ndim))
-        if in_place or given.get("inplace", False):
-            return partial(_run_in_place, _writing(func, layout, apply), mask)
-        return partial(_run, apply, _linear(apply, layout), mask)
+    apply: Apply
+    mask_dims: Callable[[int], int]
+    training: bool = True
+    switch: str = "training"
+    in_place: bool = False
 
-    @decomposition(also=(func,), prepare=prepare)
-    def run(
-        prepared: Callable[[Any, float], Any],
-        input: Any,
-        p: float = 0.5,
-        *switches: bool,
-        **named: bool,
-    ) -> Any:
-        _check(p)
-        return input if p == 0 else prepared(input, p)
+
+def _every(ndim: int) -> int:
+    return ndim
+
+
+def _channels(ndim: int) -> int:
+    """Return the number of dims of batch and channels."""
+    return 2
+
+
+def _channels_of(batched: int) -> Callable[[int], int]:
+    """Return the number of dims of batch and channels, without a batch where a dim is missing."""
+    return lambda ndim: 2 if ndim == batched else 1
+
+
+_KINDS: dict[Any, _Kind] = {
+    F.dropout: _Kind(_scale, _every),
+    F.alpha_dropout: _Kind(_saturate, _every, training=False),
+    F.dropout1d: _Kind(_scale, _channels_of(3)),
+    F.dropout2d: _Kind(_scale, _channels),
+    F.dropout3d: _Kind(_scale, _channels_of(5)),
+    F.feature_alpha_dropout: _Kind(_saturate, _channels, training=False),
+}
+for _name, _apply, _dims in (
+    ("dropout", _scale, _every),
+    ("alpha_dropout", _saturate, _every),
+    ("feature_dropout", _scale, _channels),
+    ("feature_alpha_dropout", _saturate, _channels),
+):
+    _KINDS[getattr(torch, _name)] = _Kind(_apply, _dims, switch="train")
+    _KINDS[getattr(torch, f"{_name}_")] = _Kind(_apply, _dims, switch="train", in_place=True)
+
+
+def _prepare(a: Any) -> Callable[[Any, float], Any]:
+    kind, layout = _KINDS[a.func], layout_of(a.input)
+    a.func(a.input.detach(), a.p, *a.switches, **a.named)  # raises torch's own errors
+    switches = dict(zip((kind.switch, "inplace"), a.switches, strict=False)) | a.named
+    if not switches.get(kind.switch, kind.training) or a.input.numel() == 0:
+        return lambda input, p: input
+    mask = _mask_layout(layout, kind.mask_dims(a.input.ndim))
+    if kind.in_place or switches.get("inplace", False):
+        return partial(_run_in_place, _writing(a.func, layout, kind.apply), mask)
+    return partial(_run, kind.apply, _linear(kind.apply, layout), mask)
+
+
+@decomposition(also=tuple(_KINDS), with_func=True, prepare=_prepare)
+def _dropout(
+    func: Any,
+    prepared: Callable[[Any, float], Any],
+    input: Any,
+    p: float = 0.5,
+    *switches: bool,
+    **named: bool,
+) -> Any:
+    _check(p)
+    return input if p == 0 else prepared(input, p)
 
 
 def _linear(apply: Apply, layout: Layout) -> bool:
@@ -155,42 +191,6 @@ def _check(p: float) -> None:
     """Raise for an invalid p; a cached strategy serves every p."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
-def _every(ndim: int) -> int:
-    return ndim
-
-
-def _channels(ndim: int) -> int:
-    """Return the number of dims of batch and channels."""
-    return 2
-
-
-def _channels_of(batched: int) -> Callable[[int], int]:
-    """Return the number of dims of batch and channels, or channels alone where there is one dim
-    less.
-    """
-    return lambda ndim: 2 if ndim == batched else 1
-
-
-for _name, _apply, _dims in (
-    ("dropout", _scale, _every),
-    ("alpha_dropout", _saturate, _every),
-    ("feature_dropout", _scale, _channels),
-    ("feature_alpha_dropout", _saturate, _channels),
-):
-    _register(getattr(torch, _name), _apply, "train", True, _dims, False)
-    _register(getattr(torch, f"{_name}_"), _apply, "train", True, _dims, True)
-
-for _func, _apply, _training, _dims in (
-    (F.dropout, _scale, True, _every),
-    (F.alpha_dropout, _saturate, False, _every),
-    (F.dropout1d, _scale, True, _channels_of(3)),
-    (F.dropout2d, _scale, True, _channels),
-    (F.dropout3d, _scale, True, _channels_of(5)),
-    (F.feature_alpha_dropout, _saturate, False, _channels),
-):
-    _register(_func, _apply, "training", _training, _dims, False)
 
 
 def _native(a: Any) -> tuple[Layout, bool, bool]:

@@ -1,6 +1,4 @@
-"""`torch.nn.init`: the fills that do not call methods of the tensor. The same values on any
-mesh.
-"""
+"""`torch.nn.init`: fills that do not call methods of the tensor; equal values on any mesh."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def _kaiming_uniform(
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
 ) -> Any:
-    """Compute bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 /
-    fan).
-    """
+    """Compute bounds from the global shape (He et al. 2015, arXiv:1502.01852)."""
     mode = mode.lower()
     if mode not in ("fan_in", "fan_out"):
         raise ValueError(f"kaiming_uniform_: mode must be 'fan_in' or 'fan_out', got {mode!r}")

@@ -49,9 +49,7 @@ def _diff_of_joined(
 def _gradient(
     input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> Decomposition | None:
-    """Take central differences, and one-sided ones at the ends. Distances are numbers; coordinates
-    are left to torch.
-    """
+    """Take central differences, one-sided at the ends; coordinates are left to torch."""
     spacings = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing]
     if not all(isinstance(h, (int, float)) for h in spacings):
         return None
@@ -108,9 +106,7 @@ def _pairs(y: Any, dim: int) -> Any:
 
 
 def _widths(x: Any, ndim: int, dim: int) -> Any:
-    """Return the distances of neighbours; an `x` of one dim is aligned with `dim`, one of several
-    with the last dims.
-    """
+    """Return the distances of neighbours along `dim`, for `x` of one dim or of the last dims."""
     if x.ndim == 1:
         return x.diff().reshape([-1 if d == dim % ndim else 1 for d in range(ndim)])
     return x.reshape([1] * (ndim - x.ndim) + list(x.shape)).diff(dim=dim)

@@ -17,7 +17,7 @@ from ...dispatch import wrap
 from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
 from ..elementwise.pointwise import is_operand, tensors_of
 from ..indexing.masked import check_inside
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, rule
 
 
@@ -58,9 +58,7 @@ def _bucketize(input: Any, boundaries: Tensor, **options: Any) -> Rule | None:
 def _isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Rule:
-    """Combine by max: an element is found if it is in any part; by min, if it is missing
-    from all.
-    """
+    """Combine by max: an element is in any part; by min if inverted: it is missing from all."""
     operands = tensors_of(elements, test_elements)
     dims = [
         dim_names(x.ndim, prefix=name)
@@ -112,12 +110,10 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 @decomposition(
     "histc",
     when=lambda a: is_split(a.input) and a.input.numel(),
-    rule=lambda a: einrule(f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1", a.input),
+    rule=lambda a: einrule(f"{whole_dims(a.input)} -> 1", a.input),
 )
 def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """Count between the least and the greatest of all elements where no limits are given, as torch
-    does.
-    """
+    """Count between the least and the greatest of all elements where no limits are given."""
     x = reduce_pending(input.detach())
     if min == max:
         min, max = (extreme.item() for extreme in torch.aminmax(x))
@@ -127,7 +123,8 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 
 
 @decomposition(
-    also=(torch.histogram, torch.Tensor.histogram),
+    "torch.histogram",
+    "Tensor.histogram",
     when=lambda a: isinstance(a.bins, int) and a.input.numel(),
 )
 def _histogram(

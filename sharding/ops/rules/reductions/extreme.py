@@ -20,20 +20,18 @@ from ....autograd.engine_hooks import transforming
 from ....redistribute.autograd import redistribute_local
 from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
 from ..registry import decomposition
-from .reduction import Dims, reduction, split_dims, whole_reduction
+from .reduction import Dims, split_dims, whole_reduction
 
 Extreme = Callable[..., Any]
-_KINDS = {torch.amax: "max", torch.amin: "min"}
+_KINDS = {"amax": "max", "amin": "min"}
 
 
 def _of_part(extreme: Extreme, dims: tuple[int, ...], local: Tensor) -> Tensor:
-    """Return the extreme of this rank's part, the dims kept; of an empty part, the neutral
-    value.
-    """
+    """Return the extreme of this rank's part; of an empty one, the neutral value. Dims are kept."""
     if all(local.shape[d] for d in dims):
         return extreme(local, dims, keepdim=True)
     shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-    return local.new_full(shape, _neutral(local.dtype, extreme is torch.amax))
+    return local.new_full(shape, _neutral(local.dtype, extreme.__name__ == "amax"))
 
 
 def _neutral(dtype: torch.dtype, highest: bool) -> float:
@@ -46,21 +44,18 @@ def _neutral(dtype: torch.dtype, highest: bool) -> float:
     return info.min if highest else info.max
 
 
-def _register(extreme: Extreme) -> None:
-    @decomposition(extreme.__name__, check=extreme, prepare=split_dims, rule=whole_reduction)
-    def of_split(dims: tuple[int, ...], input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-        return _reduced(extreme, dims, keepdim, input)
-
-
-_register(torch.amax)
-_register(torch.amin)
+@decomposition("amax", "amin", with_func=True, check=True, prepare=split_dims, rule=whole_reduction)
+def _amax(
+    extreme: Extreme, dims: tuple[int, ...], input: Any, dim: Dims = (), keepdim: bool = False
+) -> Any:
+    return _reduced(extreme, dims, keepdim, input)
 
 
 def _reduced(
     extreme: Extreme, dims: tuple[int, ...], keepdim: bool, input: Any, nan_is_equal: bool = False
 ) -> Any:
     x = reduce_pending(input)
-    kind = _KINDS[extreme]
+    kind = _KINDS[extreme.__name__]
     value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
     if x.is_floating_point() and (transforming() or (x.requires_grad and torch.is_grad_enabled())):
         value = _with_gradient(x, reduce_pending(value), dims, nan_is_equal)
@@ -68,9 +63,7 @@ def _reduced(
 
 
 def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
-    """Return the decomposition of `max(x)` and `min(x)`. Unlike for amax, torch's gradients have
-    nan equal to nan here.
-    """
+    """Return the decomposition of `max(x)`, in whose gradient nan equals nan, unlike for amax."""
     with torch.no_grad():
         extreme(input)
     return (
@@ -97,9 +90,7 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
 
 
 class _Shared(torch.autograd.Function):
-    """The extreme of all ranks' parts as a function of this rank's part, with its gradient divided
-    among equal elements.
-    """
+    """The extreme of all parts as a function of this one; equal elements share the gradient."""
 
     @staticmethod
     def forward(
@@ -131,7 +122,7 @@ class _Shared(torch.autograd.Function):
     "aminmax",
     check=torch.aminmax,
     prepare=split_dims,
-    rule=lambda a: reduction(a.input, a.dim, a.keepdim, whole=True, results=2),
+    rule=lambda a: whole_reduction(a, results=2),
 )
 def _aminmax(
     dims: tuple[int, ...], input: Any, *, dim: int | None = None, keepdim: bool = False

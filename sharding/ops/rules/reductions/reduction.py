@@ -1,9 +1,10 @@
-"""Reductions, and operators that need a dim whole."""
+"""Reductions, and operators along a dim that must be whole."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,41 @@ from torch import Tensor
 from ..decomposition_utils import is_split, reduce_pending, unshard
 from ..elementwise.pointwise import casts_linearly
 from ..notation import Rule, along_dims, einrule
-from ..registry import decomposition, decomposition_maker, handler, rule
+from ..registry import decomposition, decomposition_maker, handler, rule, rules
 
 Dims = int | Sequence[int] | None
+
+
+rules(
+    {
+        "sum(input, dim=None, keepdim=False, *, dtype=None)": lambda a: reduction_of(
+            a, linear=_cast_is_linear(a)
+        ),
+        "nansum(input, dim=None, keepdim=False, *, dtype=None)": lambda a: reduction_of(a),
+        "prod(input, dim=None, keepdim=False, *, dtype=None)": lambda a: reduction_of(
+            a, combine="product"
+        ),
+        "count_nonzero(input, dim=None)": lambda a: reduction_of(a),
+        "all(input, dim=None, keepdim=False)": lambda a: _boolean(a, "min"),
+        "any(input, dim=None, keepdim=False)": lambda a: _boolean(a, "max"),
+        "kthvalue(input, k, dim=-1, keepdim=False)": lambda a: whole_reduction(a, results=2),
+        "median nanmedian(input, dim=None, keepdim=False)": lambda a: whole_reduction(
+            a, results=1 if a.dim is None else 2
+        ),
+        "mode(input, dim=-1, keepdim=False)": lambda a: whole_reduction(a, results=2),
+        "cumsum cumsum_(input, dim, *, dtype=None)": lambda a: along(
+            a.input, a.dim, linear=_cast_is_linear(a)
+        ),
+        "cumprod cumprod_ logcumsumexp(input, dim, *, dtype=None)": lambda a: along(a.input, a.dim),
+        "cummax cummin(input, dim)": lambda a: along(a.input, a.dim, results=2),
+        "glu(input, dim=-1)": lambda a: along(a.input, a.dim, keeps_size=False),
+        "sort(input, dim=-1, descending=False, stable=None)": lambda a: along(
+            a.input, a.dim, results=2
+        ),
+        "argsort(input, dim=-1, descending=False, stable=False)": lambda a: along(a.input, a.dim),
+        "msort(input)": lambda a: along(a.input, 0),
+    }
+)
 
 
 def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
@@ -32,34 +65,18 @@ def reduction(
     results: int = 1,
     **options: Any,
 ) -> Rule:
-    """Return the rule of a reduction over `dim`; with `whole` the reduced dims must not be
-    split.
-    """
+    """Return the rule of a reduction over `dim`, which with `whole` must not be split."""
     dims = normal_dims(dim, input.ndim)
     return along_dims(input, dims, "1" if keepdim else "", whole=whole, results=results, **options)
 
 
-def whole_reduction(a: Any) -> Rule:
-    """Return the rule of a reduction of whole dims, given the arguments of a call: `dim` and
-    `keepdim` after the first one.
-    """
+def reduction_of(a: Any, **options: Any) -> Rule:
+    """Return `reduction` of a call with `dim`, and `keepdim` if there is one, after the tensor."""
     input = next(iter(vars(a).values()))
-    return reduction(input, a.dim, a.keepdim, whole=True)
+    return reduction(input, a.dim, getattr(a, "keepdim", False), **options)
 
 
-@rule("sum")
-def _sum(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Rule:
-    linear = ((0,),) if casts_linearly(input.dtype, dtype) else ()
-    return reduction(input, dim, keepdim, linear=linear)
-
-
-@rule("nansum")
-def _nansum(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Rule:
-    return reduction(input, dim, keepdim)
+whole_reduction = partial(reduction_of, whole=True)
 
 
 @rule("sum_to_size")
@@ -78,36 +95,14 @@ def _sum_to_size(input: Tensor, *size: Any) -> Rule:
     return einrule(f"{' '.join(left)} -> {' '.join(right)}", input, linear=((0,),), local=local)
 
 
-@rule("count_nonzero")
-def _count_nonzero(input: Tensor, dim: Dims = None) -> Rule:
-    return reduction(input, dim, False)
+def _boolean(a: Any, combine: str) -> Rule | str:
+    """Return the rule of `all` or `any`, which reduce no dim for `dim=()`."""
+    nothing = a.dim is not None and not isinstance(a.dim, int) and not len(a.dim)
+    return "... -> ..." if nothing else reduction_of(a, combine=combine)
 
 
-@rule("prod")
-def _prod(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Rule:
-    return reduction(input, dim, keepdim, combine="product")
-
-
-@rule("all")
-def _all(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
-    return _boolean(input, dim, keepdim, "min")
-
-
-@rule("any")
-def _any(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
-    return _boolean(input, dim, keepdim, "max")
-
-
-def _boolean(input: Tensor, dim: Dims, keepdim: bool, combine: str) -> Rule:
-    """Return the rule of `all` or `any`, which reduce no dim for `dim=()`, unlike other
-    reductions.
-    """
-    nothing = dim is not None and not isinstance(dim, int) and not len(dim)
-    return (
-        einrule("... -> ...", input) if nothing else reduction(input, dim, keepdim, combine=combine)
-    )
+def _cast_is_linear(a: Any) -> tuple[tuple[int, ...], ...]:
+    return ((0,),) if casts_linearly(a.input.dtype, a.dtype) else ()
 
 
 @handler("equal")
@@ -134,9 +129,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-@decomposition_maker(
-    "mean", rule=lambda a: reduction(a.input, a.dim, a.keepdim, whole=True, linear=((0,),))
-)
+@decomposition_maker("mean", rule=lambda a: whole_reduction(a, linear=((0,),)))
 def _mean(
     input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -186,9 +179,7 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Make the decomposition over split dims: sum powers or compare absolute values, then take the
-    root.
-    """
+    """Over split dims sum powers or compare absolute values, then take the root."""
     dims = normal_dims(dim, x.ndim)
     if not is_split(x, dims):
         return None
@@ -215,9 +206,7 @@ def _norm_of_magnitudes(size: Any, ord: float, dims: Sequence[int], keepdim: boo
 
 
 def split_dims(a: Any) -> tuple[int, ...] | None:
-    """Return the dims that a call reduces where any is split, else None; its first argument is the
-    tensor.
-    """
+    """Return the dims that a call reduces where any is split, else None."""
     input = next(iter(vars(a).values()))
     dims = normal_dims(a.dim, input.ndim)
     return dims if is_split(input, dims) else None
@@ -235,11 +224,7 @@ def _matrix_norm(
     *,
     dtype: Any = None,
 ) -> Any:
-    """Compute over split dims: a Frobenius norm as that of a vector, and the largest sum of a row
-    or column from sums.
-
-    Other norms take singular values, which need the whole matrix.
-    """
+    """Compute norms over split dims; those of singular values need the whole matrix."""
     if ord == "fro":
         return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
     if ord == "nuc" or abs(ord) == 2:
@@ -251,7 +236,7 @@ def _matrix_norm(
 
 
 @decomposition(
-    also=(torch.norm, Tensor.norm), check=torch.norm, prepare=split_dims, rule=whole_reduction
+    "torch.norm", "Tensor.norm", check=torch.norm, prepare=split_dims, rule=whole_reduction
 )
 def _norm(
     dims: tuple[int, ...],
@@ -270,9 +255,7 @@ def _norm(
     )
 
 
-@decomposition(
-    also=(torch.linalg.norm,), check=torch.linalg.norm, prepare=split_dims, rule=whole_reduction
-)
+@decomposition("linalg.norm", check=torch.linalg.norm, prepare=split_dims, rule=whole_reduction)
 def _linalg_norm(
     dims: Any,
     A: Any,
@@ -288,11 +271,6 @@ def _linalg_norm(
     return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
 
 
-@decomposition("frobenius_norm")
-def _frobenius_norm(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-    return torch.linalg.vector_norm(input, 2, dim, keepdim)
-
-
 @decomposition("nuclear_norm")
 def _nuclear_norm(input: Any, dim: Sequence[int] | bool = (-2, -1), keepdim: bool = False) -> Any:
     if isinstance(dim, bool):
@@ -300,9 +278,10 @@ def _nuclear_norm(input: Any, dim: Sequence[int] | bool = (-2, -1), keepdim: boo
     return torch.linalg.matrix_norm(input, "nuc", tuple(dim), keepdim)
 
 
-@decomposition("dist")
-def _dist(input: Any, other: Any, p: float = 2) -> Any:
-    return torch.linalg.vector_norm(input - other, p)
+decomposition("frobenius_norm")(
+    lambda input, dim=(), keepdim=False: torch.linalg.vector_norm(input, 2, dim, keepdim)
+)
+decomposition("dist")(lambda input, other, p=2: torch.linalg.vector_norm(input - other, p))
 
 
 # -- operators along a whole dim -------------------------------------------------------------------
@@ -311,28 +290,6 @@ def _dist(input: Any, other: Any, p: float = 2) -> Any:
 def along(
     input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any
 ) -> Rule:
-    """Return the rule of an operator that mixes the elements along `dim`, which must be whole, and
-    keeps the other dims.
-    """
+    """Return the rule of an operator that mixes the elements along `dim`, which must be whole."""
     dims = {dim % input.ndim} if input.ndim else ()
     return along_dims(input, dims, None if keeps_size else "1", results=results, **options)
-
-
-@rule("cumsum", "cumsum_")
-def _cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Rule:
-    return along(input, dim, linear=((0,),) if casts_linearly(input.dtype, dtype) else ())
-
-
-@rule("cumprod", "cumprod_", "logcumsumexp")
-def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Rule:
-    return along(input, dim)
-
-
-@rule("cummax", "cummin")
-def _cummax(input: Tensor, dim: int) -> Rule:
-    return along(input, dim, results=2)
-
-
-@rule("glu")
-def _glu(input: Tensor, dim: int = -1) -> Rule:
-    return along(input, dim, keeps_size=False)

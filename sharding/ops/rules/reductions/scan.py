@@ -37,7 +37,6 @@ from ..nn.window import joined
 from ..registry import decomposition_maker
 from .reduction import accumulator_dtype
 
-Scan = Callable[[Tensor, int], Tensor]
 Total = Callable[[Tensor, int], Tensor]
 
 
@@ -58,9 +57,7 @@ class _Parts:
         self.before = self.totals.box[dim][0]
 
     def gather(self, *totals: Tensor) -> list[Tensor]:
-        """Return, of each of these totals, those of the parts before this rank's. All ranks' totals
-        are inputs of their graph.
-        """
+        """Return, of each of these, the totals before this rank's part; all are in their graph."""
         pairs = [
             (self.totals.replace(dtype=x.dtype), self.gathered.replace(dtype=x.dtype))
             for x in totals
@@ -72,76 +69,57 @@ class _Parts:
         return scanned.narrow(self.dim, self.before, part.shape[self.dim])
 
 
-def _scanned(
-    parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None, part: Tensor
-) -> Tensor:
-    """Return this rank's part of the scan, in the dtype that torch gives it (which depends on
-    autocast), accumulated as torch does.
-    """
+def _scanned(parts: _Parts, scan: Any, dtype: torch.dtype | None, part: Tensor) -> Tensor:
+    """Return this rank's part of the scan, in torch's dtype (under autocast, too) and precision."""
     result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
     wide = part.to(accumulator_dtype(result))
-    one = total(wide, parts.dim) if wide.shape[parts.dim] else wide
+    one = _TOTALS[scan.__name__](wide, parts.dim) if wide.shape[parts.dim] else wide
     (before,) = parts.gather(one)
     scanned = parts.own(scan(torch.cat([before, wide], parts.dim), parts.dim), part)
-    return joined(scanned, before, linear=scan is torch.cumsum).to(
-        result
-    )  # the first rank needs `before` in its graph only
+    # the first rank needs `before` in its graph only
+    return joined(scanned, before, linear=scan.__name__ == "cumsum").to(result)
 
 
-def _register(scan: Scan, total: Total, linear: bool) -> None:
-    """Register the decomposition of a scan in which a part's total can stand for the part in later
-    parts.
-    """
-
-    @decomposition_maker(scan.__name__)
-    def make(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        result = scan(input if dtype is None else input.to(dtype), dim)
-        if not input.ndim or not is_split(input, [dim]):
-            return None
-        layout = layout_of(input)
-        kept = linear and layout.only_sums and result.dtype is input.dtype
-        source = layout if kept else without_pending(layout)
-        local = partial(_scanned, _Parts(source, dim % input.ndim), scan, total, dtype)
-        target = source.replace(dtype=result.dtype)
-        return lambda input, *_, **__: from_parts(
-            target, local, input if kept else reduce_pending(input)
-        )
+_TOTALS: dict[str, Total] = {
+    "cumsum": partial(torch.sum, keepdim=True),
+    "cumprod": partial(torch.prod, keepdim=True),
+    "logcumsumexp": partial(torch.logsumexp, keepdim=True),
+}
 
 
-_register(torch.cumsum, partial(torch.sum, keepdim=True), True)
-_register(torch.cumprod, partial(torch.prod, keepdim=True), False)
-_register(torch.logcumsumexp, partial(torch.logsumexp, keepdim=True), False)
+@decomposition_maker(*_TOTALS, with_func=True)
+def _scan(scan: Any, input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Let a part's total stand for the part in later parts."""
+    result = scan(input if dtype is None else input.to(dtype), dim)
+    if not input.ndim or not is_split(input, [dim]):
+        return None
+    layout = layout_of(input)
+    is_linear = scan.__name__ == "cumsum" and layout.only_sums and result.dtype is input.dtype
+    source = layout if is_linear else without_pending(layout)
+    local = partial(_scanned, _Parts(source, dim % input.ndim), scan, dtype)
+    target = source.replace(dtype=result.dtype)
+    return lambda input, *_, **__: from_parts(
+        target, local, input if is_linear else reduce_pending(input)
+    )
 
 
 # -- extremes, and where they are ------------------------------------------------------------------
 
 
-def _register_extreme(scan: Callable[..., Any]) -> None:
-    """Register the decomposition of cummax or cummin: of each part its extreme is sent, with its
-    index in the whole dim.
-    """
-
-    @decomposition_maker(scan.__name__)
-    def make(input: Tensor, dim: int) -> Callable[..., Any] | None:
-        results = scan(input, dim)
-        if not input.ndim or not is_split(input, [dim]):
-            return None
-        source = without_pending(layout_of(input))
-        local = partial(_extremes, scan, _Parts(source, dim % input.ndim), source.box[dim][0])
-        layouts, container = [source, source.replace(dtype=torch.int64)], type(results)
-        return lambda input, *_, **__: container(
-            all_from_parts(layouts, local, reduce_pending(input))
-        )
-
-
-_register_extreme(torch.cummax)
-_register_extreme(torch.cummin)
+@decomposition_maker("cummax", "cummin", with_func=True)
+def _scan_extremes(scan: Any, input: Tensor, dim: int) -> Callable[..., Any] | None:
+    """Send the extreme of each part, with its index in the whole dim."""
+    results = scan(input, dim)
+    if not input.ndim or not is_split(input, [dim]):
+        return None
+    source = without_pending(layout_of(input))
+    local = partial(_extremes, scan, _Parts(source, dim % input.ndim), source.box[dim][0])
+    layouts, container = [source, source.replace(dtype=torch.int64)], type(results)
+    return lambda input, *_, **__: container(all_from_parts(layouts, local, reduce_pending(input)))
 
 
 def _located(scan: Callable[..., Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the scan; of no elements the operand itself, since torch's result would not be in its
-    autograd graph.
-    """
+    """Return the scan; of no elements the operand, as torch's result would not be in the graph."""
     return scan(x, dim) if x.numel() else (x, torch.zeros_like(x, dtype=torch.int64))
 
 

@@ -40,22 +40,18 @@ from ..decomposition_utils import (
     without_pending,
 )
 from ..elementwise.pointwise import broadcast, is_operand
-from ..notation import Rule
-from ..registry import decomposition_maker, rule
+from ..registry import decomposition_maker, rules
 from .extreme import extreme_of_all
-from .reduction import along, reduction, whole_reduction
+from .reduction import along, whole_reduction
 
-Choose = Callable[
-    [Any], tuple[Any, Any]
-]  # values and indices of the selected elements along a dim, which is kept
+# values and indices of the selected elements along a dim, which is kept
+Choose = Callable[[Any], tuple[Any, Any]]
 
 
 def _choice(
     input: Tensor, dim: int, count: int, choose: Choose
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """Return `x -> (values, indices)` of at most `count` elements along a split dim, selected by
-    `choose` from any number of them.
-    """
+    """Return `x -> (values, indices)` of the at most `count` elements that `choose` selects."""
     layout, dim = without_pending(layout_of(input)), dim % input.ndim
     proposed = with_part_sizes(layout, dim, [min(count, size) for size in part_sizes(layout, dim)])
     layouts = proposed, proposed.replace(dtype=torch.int64)
@@ -70,9 +66,7 @@ def _choice(
 
 
 def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the candidates of this rank's part; for an empty part `choose` is called on zeros, to
-    raise the same errors as elsewhere.
-    """
+    """Return this rank's candidates; an empty part calls `choose` on zeros, for the same errors."""
     if not local.shape[dim]:
         choose(local.new_zeros([1 if d == dim else n for d, n in enumerate(local.shape)]))
         return local, torch.empty_like(local, dtype=torch.int64, requires_grad=False)
@@ -118,10 +112,10 @@ def _is_split(x: Any, dim: int) -> bool:
 # -- extremes --------------------------------------------------------------------------------------
 
 
-def _extreme(name: str, input: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """Make the decomposition: of all elements, another operator's; along a split dim, one element
-    of each part is proposed.
-    """
+@decomposition_maker("max", "min", with_func=True)
+def _extreme(func: Any, input: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """Use amax for all elements; along a split dim, propose one element of each part."""
+    name = func.__name__
     if not args and not kwargs:
         return extreme_of_all(torch.amax if name == "max" else torch.amin, input)
     if "other" in kwargs or isinstance(args[0] if args else None, Tensor):
@@ -136,10 +130,8 @@ def _extreme_along(
     func(input, dim)
     if not _is_split(input, dim):
         return None
-    chosen, container = (
-        _choice(input, dim, 1, lambda x: func(x, dim, keepdim=True)),
-        getattr(return_types, name),
-    )
+    chosen = _choice(input, dim, 1, lambda x: func(x, dim, keepdim=True))
+    container = getattr(return_types, name)
 
     def run(x: Any, *_: Any, **__: Any) -> Any:
         both = chosen(x)
@@ -148,39 +140,30 @@ def _extreme_along(
     return run
 
 
-def _extreme_rule(
-    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None
-) -> Rule:
-    if is_operand(dim) or is_operand(other):
-        return broadcast(input, other if dim is None else dim)
-    return reduction(input, dim, keepdim, whole=True, results=2)
+rules(
+    {
+        "max min(input, dim=None, keepdim=False, *, other=None)": lambda a: (
+            broadcast(a.input, a.other if a.dim is None else a.dim)
+            if is_operand(a.dim) or is_operand(a.other)
+            else whole_reduction(a, results=2)
+        )
+    }
+)
 
 
-def _register_argument(name: str) -> None:
-    own = getattr(torch, f"arg{name}")
-
-    @decomposition_maker(f"arg{name}", check=own, rule=whole_reduction)
-    def make(
-        input: Tensor, dim: int | None = None, keepdim: bool = False
-    ) -> Callable[..., Any] | None:
-        if dim is None:
-            return _arg_of_all(name, input, keepdim) if is_split(input) else None
-        if not _is_split(input, dim):
-            return None
-        along: Any = _extreme_along(name, input, dim, keepdim)
-        return lambda input, *_, **__: along(input.detach())[1]
-
-
-for _name in ("max", "min"):
-    decomposition_maker(_name)(partial(_extreme, _name))
-    rule(_name)(partial(_extreme_rule, _name))
-    _register_argument(_name)
+@decomposition_maker("argmax", "argmin", with_func=True, check=True, rule=whole_reduction)
+def _argument(
+    func: Any, input: Tensor, dim: int | None = None, keepdim: bool = False
+) -> Callable[..., Any] | None:
+    name = func.__name__.removeprefix("arg")
+    if dim is None:
+        return _arg_of_all(name, input, keepdim) if is_split(input) else None
+    extreme = _extreme_along(name, input, dim, keepdim)
+    return extreme and (lambda input, *_, **__: extreme(input.detach())[1])
 
 
 def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
-    """Return the decomposition in which every rank proposes one element and its index among all;
-    the first of equal ones wins.
-    """
+    """Return the index among all elements; of one from each rank, the first of equal ones wins."""
     layout, ndim = without_pending(layout_of(input)), input.ndim
     axes = all_splitting_axes(layout)
     proposed = Layout.of(
@@ -206,9 +189,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 
 
 def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements,
-    else 0.
-    """
+    """Return 1 for each rank of these axes, major to minor, that has elements, else 0."""
     mesh = layout.mesh
     coordinates = (
         torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes])
@@ -224,9 +205,7 @@ def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first extreme value of this rank's part, and its index among the elements of the
-    whole tensor.
-    """
+    """Return the first extreme value of this rank's part, and its index in the whole tensor."""
     if not local.numel():
         getattr(local.new_zeros(1), f"arg{name}")()
         return local.reshape(-1), local.new_empty(0, dtype=torch.int64)
@@ -257,70 +236,21 @@ def _topk(
 # -- orders ----------------------------------------------------------------------------------------
 
 
-@rule("sort")
-def _sort(
-    input: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
-) -> Rule:
-    return along(input, dim, results=2)
+@decomposition_maker("sort", "argsort", "msort", with_func=True)
+def _sort(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """Sort the whole dim on every rank and keep its part: the result is split as the operand is."""
+    dim = 0 if func.__name__ == "msort" else kwargs.get("dim", args[0] if args else -1)
+    if not _is_split(input, dim):
+        return None
+    with torch.no_grad():
+        func(input, *args, **kwargs)
+    spec, dim = layout_of(input).spec.with_unreduced({}), dim % input.ndim
+    gathered = P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(spec.cuts)], {})
 
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        result = func(input.redistribute(gathered), *args, **kwargs)
+        if isinstance(result, tuple):
+            return return_types.sort(tuple(x.redistribute(spec) for x in result))
+        return result.redistribute(spec)
 
-@rule("argsort")
-def _argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Rule:
-    return along(input, dim)
-
-
-@rule("msort")
-def _msort(input: Tensor) -> Rule:
-    return along(input, 0)
-
-
-def _register_sort(func: Callable[..., Any], fixed: int | None) -> None:
-    """Register a decomposition with a result split as the operand is: every rank sorts the whole
-    dim and keeps its part.
-    """
-
-    @decomposition_maker(func.__name__)
-    def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        dim = (
-            fixed
-            if fixed is not None
-            else kwargs["dim"]
-            if "dim" in kwargs
-            else args[0]
-            if args
-            else -1
-        )
-        if not _is_split(input, dim):
-            return None
-        with torch.no_grad():
-            func(input, *args, **kwargs)
-        spec, dim = layout_of(input).spec.with_unreduced({}), dim % input.ndim
-        gathered = P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(spec.cuts)], {})
-
-        def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-            found = func(input.redistribute(gathered), *args, **kwargs)
-            parts = [
-                x.redistribute(spec) for x in (found if isinstance(found, tuple) else (found,))
-            ]
-            return return_types.sort(tuple(parts)) if isinstance(found, tuple) else parts[0]
-
-        return run
-
-
-for _func, _dim in ((torch.sort, None), (torch.argsort, None), (torch.msort, 0)):
-    _register_sort(_func, _dim)
-
-
-@rule("kthvalue")
-def _kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
-
-
-@rule("median", "nanmedian")
-def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=1 if dim is None else 2)
-
-
-@rule("mode")
-def _mode(input: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
+    return run

@@ -21,17 +21,14 @@ from .reduction import accumulator_dtype, normal_dims, reduction, safe_root
 
 
 def _moments(x: Any, dims: Sequence[int], keepdim: bool, correction: float) -> tuple[Any, Any]:
-    """Return the variance, in two passes (the mean, then squared distances from it), and
-    the mean.
-    """
+    """Return the variance, in two passes (the mean, then squared distances), and the mean."""
     wide = reduce_pending(x).to(accumulator_dtype(x.dtype))
     mean = reduce_pending(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = (distance * distance.conj()).real if x.is_complex() else distance * distance
     count = max(math.prod(x.shape[d] for d in dims) - correction, 0)
-    return reduce_pending(
-        squares.sum(dims, keepdim=keepdim)
-    ) / count, mean if keepdim else mean.squeeze(dims)
+    var = reduce_pending(squares.sum(dims, keepdim=keepdim)) / count
+    return var, mean if keepdim else mean.squeeze(dims)
 
 
 Arguments = tuple[tuple[int, ...], bool, float]
@@ -45,57 +42,43 @@ def _arguments(
     *,
     correction: float | None = None,
 ) -> Arguments:
-    """Return the dims, keepdim and the correction; `var(unbiased)` has a bool in place of
-    the dim.
-    """
+    """Return the dims, keepdim and correction; `var(unbiased)` has a bool in place of the dim."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    return (
-        normal_dims(dim, input.ndim),
-        keepdim,
-        float(unbiased) if correction is None else correction,
-    )
+    correction = float(unbiased) if correction is None else correction
+    return normal_dims(dim, input.ndim), keepdim, correction
 
 
-def _variance(name: str) -> None:
-    """Register var, std, var_mean or std_mean."""
-    deviation, with_mean = name.startswith("std"), name.endswith("mean")
-    own = getattr(torch, name)
+@decomposition_maker("var", "std", "var_mean", "std_mean", with_func=True)
+def _variance(own: Any, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    deviation, with_mean = own.__name__.startswith("std"), own.__name__.endswith("mean")
+    if not is_split(input, _arguments(input, *args, **kwargs)[0]):
+        return None
+    results = own(input, *args, **kwargs)
+    dtype = (results[0] if with_mean else results).dtype
 
-    @decomposition_maker(name)
-    def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        dims = _arguments(input, *args, **kwargs)[0]
-        if not is_split(input, dims):
-            return None
-        results = own(input, *args, **kwargs)
-        dtype = (results[0] if with_mean else results).dtype
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        var, mean = _moments(input, *_arguments(input, *args, **kwargs))
+        spread = (safe_root(var) if deviation else var).to(dtype)
+        return (spread, mean.to(input.dtype)) if with_mean else spread
 
-        def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-            var, mean = _moments(input, *_arguments(input, *args, **kwargs))
-            spread = (safe_root(var) if deviation else var).to(dtype)
-            return (spread, mean.to(input.dtype)) if with_mean else spread
-
-        return run
-
-    @rule(name)
-    def make_rule(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-        dims, keepdim, _ = _arguments(input, *args, **kwargs)
-
-        def local(part: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """Call torch's own function; of an empty part, where it would warn of too few elements,
-            return sums of the same shape.
-            """
-            if part.numel() or not all(part.shape[d] for d in dims):
-                return own(part, *args, **kwargs)
-            nothing = part.sum(dims, keepdim=keepdim)
-            square = (nothing * nothing).real  # it has a second derivative, as on other ranks
-            return (square, nothing) if with_mean else square
-
-        return reduction(input, dims, keepdim, whole=True, results=1 + with_mean, local=local)
+    return run
 
 
-for _name in ("var", "std", "var_mean", "std_mean"):
-    _variance(_name)
+@rule("var", "std", "var_mean", "std_mean", with_func=True)
+def _variance_rule(own: Any, input: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    dims, keepdim, _ = _arguments(input, *args, **kwargs)
+    with_mean = own.__name__.endswith("mean")
+
+    def local(part: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call torch's function; of an empty part, for which it would warn, return sums."""
+        if part.numel() or not all(part.shape[d] for d in dims):
+            return own(part, *args, **kwargs)
+        nothing = part.sum(dims, keepdim=keepdim)
+        square = (nothing * nothing).real  # it has a second derivative, as on other ranks
+        return (square, nothing) if with_mean else square
+
+    return reduction(input, dims, keepdim, whole=True, results=1 + with_mean, local=local)
 
 
 # -- covariances -----------------------------------------------------------------------------------
@@ -104,9 +87,7 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 def _covariance(
     dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None
 ) -> Any:
-    """Return covariances as torch does: rows are variables, columns observations, optionally
-    weighted.
-    """
+    """Return covariances as torch does: rows are variables, columns (weighted) observations."""
     x = reduce_pending(x).to(dtype)
     x = x[None] if x.ndim < 2 else x
     weights = (
@@ -214,32 +195,25 @@ def _correlations(dtype: torch.dtype, input: Any) -> Any:
 # -- quantiles -------------------------------------------------------------------------------------
 
 
-def _register_quantile(name: str) -> None:
-    own = getattr(torch, name)
-
-    @rule(name)
-    def make(
-        input: Tensor,
-        q: Any,
-        dim: int | None = None,
-        keepdim: bool = False,
-        *,
-        interpolation: str = "linear",
-    ) -> Rule:
-        """Return the rule: the reduced dim is sorted, so it must not be split; each number of `q`
-        is independent.
-        """
-        dims = normal_dims(dim, input.ndim)
-        local = partial(_quantile_of_part, own, dims, keepdim)
-        if not is_operand(q):
-            return reduction(input, dims, keepdim, whole=True, local=local)
-        several = "q" if q.ndim else ""
-        right = " ".join(
-            ("1" if keepdim else "") if i in dims else f"d{i}" for i in range(input.ndim)
-        )
-        return einrule(
-            f"{dim_names(input.ndim, dims)}, {several} -> {several} {right}", input, q, local=local
-        )
+@rule("quantile", "nanquantile", with_func=True)
+def _quantile(
+    own: Any,
+    input: Tensor,
+    q: Any,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Rule:
+    """Return the rule: the reduced dim is sorted, so it is whole; numbers of `q` may be split."""
+    dims = normal_dims(dim, input.ndim)
+    local = partial(_quantile_of_part, own, dims, keepdim)
+    if not is_operand(q):
+        return reduction(input, dims, keepdim, whole=True, local=local)
+    several, reduced = "q" if q.ndim else "", "1" if keepdim else ""
+    right = " ".join(reduced if i in dims else f"d{i}" for i in range(input.ndim))
+    pattern = f"{dim_names(input.ndim, dims)}, {several} -> {several} {right}"
+    return einrule(pattern, input, q, local=local)
 
 
 def _quantile_of_part(
@@ -252,9 +226,7 @@ def _quantile_of_part(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call torch's own function, which refuses an empty tensor; of an empty part return sums of the
-    same shape.
-    """
+    """Call torch's function, which refuses an empty tensor; of an empty part, return sums."""
     if part.numel() or not all(part.shape[d] for d in dims):
         return own(part, q, *args, **kwargs)
     nothing = part.sum(dims, keepdim=keepdim)
@@ -262,7 +234,3 @@ def _quantile_of_part(
         return nothing
     nothing = nothing * q.sum()  # so that both are in the autograd graph, as on the other ranks
     return nothing.expand(q.shape[0], *nothing.shape) if q.ndim else nothing
-
-
-for _name in ("quantile", "nanquantile"):
-    _register_quantile(_name)

@@ -85,9 +85,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the kinds with which the result is pending: joining tensors that all are pending
-    commutes with the reduction.
-    """
+    """Return the kinds with which the result is pending: those of all, if they are alike."""
     if len({layout.dtype for layout in layouts}) > 1:
         return {}
     alike = len({layout.spec.unreduced for layout in layouts}) == 1
@@ -96,9 +94,7 @@ def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
 
 
 def at_least(x: Any, ndim: int) -> Any:
-    """Return the tensor with at least so many dims, new ones where `atleast_2d` and `atleast_3d`
-    put them.
-    """
+    """Return the tensor with at least so many dims, new ones where `atleast_3d` puts them."""
     if x.ndim >= ndim:
         return x
     if x.ndim == 0:
@@ -110,36 +106,27 @@ def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
 
 
-def _register_atleast(ndim: int) -> None:
-    @decomposition(f"atleast_{ndim}d", also=(getattr(torch._VF, f"atleast_{ndim}d"),))
-    def run(*tensors: Any) -> Any:
-        given = _listed(tensors)
-        made = tuple(at_least(x, ndim) for x in given)
-        return made if given is not tensors or len(made) != 1 else made[0]
+@decomposition(
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+    also=(torch._VF.atleast_1d, torch._VF.atleast_2d, torch._VF.atleast_3d),  # type: ignore[attr-defined]
+    with_func=True,
+)
+def _atleast(func: Any, *tensors: Any) -> Any:
+    several, ndim = _listed(tensors), int(func.__name__[len("atleast_")])
+    results = tuple(at_least(x, ndim) for x in several)
+    return results if several is not tensors or len(results) != 1 else results[0]
 
 
-for _ndim in (1, 2, 3):
-    _register_atleast(_ndim)
-
-
-@decomposition("hstack")
-def _hstack(tensors: Any) -> Any:
-    return torch.cat([at_least(x, 1) for x in tensors], 0 if tensors[0].ndim < 2 else 1)
-
-
-@decomposition("vstack", "row_stack")
-def _vstack(tensors: Any) -> Any:
-    return torch.cat([at_least(x, 2) for x in tensors])
-
-
-@decomposition("dstack")
-def _dstack(tensors: Any) -> Any:
-    return torch.cat([at_least(x, 3) for x in tensors], 2)
-
-
-@decomposition("column_stack")
-def _column_stack(tensors: Any) -> Any:
-    return torch.cat([x.reshape(-1, 1) if x.ndim < 2 else x for x in tensors], 1)
+decomposition("vstack", "row_stack")(lambda tensors: torch.cat([at_least(x, 2) for x in tensors]))
+decomposition("dstack")(lambda tensors: torch.cat([at_least(x, 3) for x in tensors], 2))
+decomposition("hstack")(
+    lambda tensors: torch.cat([at_least(x, 1) for x in tensors], 0 if tensors[0].ndim < 2 else 1)
+)
+decomposition("column_stack")(
+    lambda tensors: torch.cat([x.reshape(-1, 1) if x.ndim < 2 else x for x in tensors], 1)
+)
 
 
 @decomposition("block_diag", check=torch.block_diag)
@@ -166,12 +153,10 @@ def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 def _pad_rule(a: Any) -> Rule:
     """Return the rule: padded dims must not be split; padding with zeros is linear."""
-    made = with_whole_dims(a.input, list(_sides(a.input.ndim, a.pad)), local=_pad_local)
-    return (
-        made
-        if a.mode == "constant" and not a.value
-        else replace(made, linear=(), transparent=False)
-    )
+    with_zeros = with_whole_dims(a.input, list(_sides(a.input.ndim, a.pad)), local=_pad_local)
+    if a.mode == "constant" and not a.value:
+        return with_zeros
+    return replace(with_zeros, linear=(), transparent=False)
 
 
 def _pad_local(
@@ -201,15 +186,13 @@ def _pad(
 
 
 def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
-    """Raise a ValueError for a border longer than its dim after negative lengths cut it; torch
-    checks only positive ones.
-    """
+    """Raise a ValueError for a border longer than its dim after negative lengths cut it."""
     for d, (before, after) in sides.items():
-        kept = input.shape[d] + min(before, 0) + min(after, 0)
-        if max(before, after) > kept:
+        length = input.shape[d] + min(before, 0) + min(after, 0)
+        if max(before, after) > length:
             raise ValueError(
                 f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to "
-                f"{kept}, too few for a border of {max(before, after)}; cut with narrow first and "
+                f"{length}, too few for a border of {max(before, after)}; cut with narrow first and "
                 "pad the result in several steps"
             )
 
@@ -260,9 +243,7 @@ def _around(middle: Layout, target: Layout, lengths: dict[int, tuple[int, int]])
 
 
 def _source(mode: str, before: int, size: int, after: int, index: int) -> int:
-    """Return the index that a padded dim repeats at `index`. Negative lengths cut the dim first,
-    which only "circular" shows.
-    """
+    """Return the index that a padded dim repeats at `index`, after negative lengths cut it."""
     at = index - before
     if mode == "replicate":
         return min(max(at, 0), size - 1)
@@ -307,9 +288,7 @@ def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int
 
 
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
-    """Replace the chosen indices of a dim of `input` by `src`, which is moved to the ranks that
-    have them.
-    """
+    """Replace chosen indices of a dim by `src`, which is moved to the ranks that have them."""
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
         input, src = reduce_pending(input), reduce_pending(src)
     cut = Piece(input._layout, {dim: chosen})
@@ -346,9 +325,7 @@ def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 @decomposition("diagonal_scatter", check=torch.diagonal_scatter)
 def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Write `src` down the rows, broadcast over the columns, where a mask of the diagonal
-    is true.
-    """
+    """Write `src` down the rows, over all columns, where a mask of the diagonal is true."""
     above = max(0, -offset)
     padding = (above, input.shape[dim1] - src.shape[-1] - above)
     last = input.movedim((dim1, dim2), (-2, -1))
@@ -398,15 +375,14 @@ def _kron(input: Tensor, other: Tensor) -> Decomposition:
     return run
 
 
-@decomposition_maker(also=(torch.vander,))
+@decomposition_maker("torch.vander")
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Decomposition | None:
     result = torch.vander(x, N, increasing)
-    return (
-        partial(_powers, result.shape[-1], result.dtype, increasing) if result.shape[-1] else None
-    )
+    count = result.shape[-1]
+    return partial(_powers, count, result.dtype, increasing) if count else None
 
 
-@decomposition_maker(also=(torch.linalg.vander,))
+@decomposition_maker("linalg.vander")
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Decomposition:
     result = torch.linalg.vander(x, N=N)
     return partial(_powers, result.shape[-1], result.dtype, True)
@@ -415,5 +391,5 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Decomposition:
 def _powers(count: int, dtype: torch.dtype, rising: bool, x: Any, *_: Any, **__: Any) -> Any:
     """Return powers along a new last dim, as cumulative products."""
     products = x.unsqueeze(-1).expand(*x.shape, count - 1).cumprod(-1)
-    made = torch.cat([torch.ones_like(x, dtype=dtype).unsqueeze(-1), products], -1)
-    return made if rising else made.flip(-1)
+    powers = torch.cat([torch.ones_like(x, dtype=dtype).unsqueeze(-1), products], -1)
+    return powers if rising else powers.flip(-1)

@@ -1,6 +1,4 @@
-"""Diagonals and triangles: the diagonal of a matrix in each of its parts, offset by where the part
-begins.
-"""
+"""Diagonals and triangles, of a part with an offset that depends on where the part begins."""
 
 from __future__ import annotations
 
@@ -24,23 +22,28 @@ from ..decomposition_utils import (
     layout_of,
     unshard,
 )
-from ..notation import Rule, dim_names, einrule
-from ..registry import decomposition, decomposition_maker, rule
+from ..notation import Rule, along_dims, dim_names, einrule
+from ..registry import decomposition, decomposition_maker, rules
 
 Decomposition = Callable[..., Any]
+_MOVES: dict[str, Any] = {"linear": ((0,),), "transparent": True}
 
 # -- triangles and traces --------------------------------------------------------------------------
 
 
-def _triangle(func: Callable[..., Tensor], input: Tensor, diagonal: int = 0) -> Rule:
-    """Return the rule; the offset of the diagonal in a part depends on where the part begins."""
-    return einrule(
-        "... m n -> ... m n",
-        input,
-        linear=((0,),),
-        transparent=True,
-        bind=partial(_part_of_triangle, func),
-    )
+# The offset of the diagonal in a part depends on where the part begins.
+rules(
+    {
+        "tril triu tril_ triu_(input, diagonal=0)": lambda a: einrule(
+            "... m n -> ... m n", a.input, **_MOVES, bind=partial(_part_of_triangle, a.func)
+        ),
+        "fill_diagonal_(input, fill_value, wrap=False)": lambda a: along_dims(
+            a.input, (), **_MOVES, bind=partial(_part_with_diagonal, a.wrap)
+        ),
+        "trace(input)": lambda a: einrule("m n ->", a.input, linear=((0,),), bind=_part_of_trace),
+    },
+    with_func=True,
+)
 
 
 def _part_of_triangle(
@@ -48,23 +51,6 @@ def _part_of_triangle(
 ) -> Callable[..., Tensor]:
     (row, _), (column, _) = layouts[0].box[-2:]
     return lambda local, diagonal=0: func(local, diagonal + row - column)
-
-
-for _name in ("tril", "triu", "tril_", "triu_"):
-    rule(_name)(partial(_triangle, getattr(Tensor, _name)))
-
-
-@rule("fill_diagonal_")
-def _fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Rule:
-    """Write the elements that each part has of the diagonal."""
-    names = dim_names(input.ndim)
-    return einrule(
-        f"{names} -> {names}",
-        input,
-        linear=((0,),),
-        transparent=True,
-        bind=partial(_part_with_diagonal, wrap),
-    )
 
 
 def _part_with_diagonal(wrap: bool, layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
@@ -97,9 +83,7 @@ def _diagonal_positions(shape: Sequence[int], wrap: bool) -> list[Tensor]:
 
 
 def _neutral_on_this_rank(layout: Layout) -> float | None:
-    """Return what this rank writes in place of a value, which the first rank of a pending sum or
-    product has; None for the value.
-    """
+    """Return what ranks but the first of a pending sum or product write; None for the value."""
     mesh: Any = layout.mesh
     for axis, kind in layout.spec.unreduced:
         if (
@@ -109,12 +93,6 @@ def _neutral_on_this_rank(layout: Layout) -> float | None:
         ):
             return float(kind == "product")
     return None
-
-
-@rule("trace")
-def _trace(input: Tensor) -> Rule:
-    """Sum the elements that each part has of the diagonal."""
-    return einrule("m n ->", input, linear=((0,),), bind=_part_of_trace)
 
 
 def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
@@ -128,20 +106,17 @@ def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
 def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
     chosen = {dim1 % input.ndim, dim2 % input.ndim}
     right = " ".join([f"d{i}" for i in range(input.ndim) if i not in chosen] + ["1"])
-    return einrule(
-        f"{dim_names(input.ndim, chosen)} -> {right}", input, linear=((0,),), transparent=True
-    )
+    return einrule(f"{dim_names(input.ndim, chosen)} -> {right}", input, **_MOVES)
 
 
 @decomposition_maker(
-    also=(torch.diagonal, torch.Tensor.diagonal),
+    "torch.diagonal",
+    "Tensor.diagonal",
     rule=lambda a: _diagonal_rule(a.input, a.dim1, a.dim2),
     view=True,
 )
 def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Decomposition | None:
-    """Take each rank's piece of the diagonal of a matrix split in one dim; if both are split,
-    gather the columns first.
-    """
+    """Take each rank's piece of the diagonal; if both dims are split, gather the columns first."""
     size = input.diagonal(offset, dim1, dim2).shape[-1]
     row, column = dim1 % input.ndim, dim2 % input.ndim
     if not is_split(input, [row, column]):
@@ -171,13 +146,13 @@ def _diagonal_of(layout: Layout, dim: int, dropped: int) -> Layout:
 
 
 @decomposition_maker(
-    also=(torch.linalg.diagonal,), rule=lambda a: _diagonal_rule(a.A, a.dim1, a.dim2), view=True
+    "linalg.diagonal", rule=lambda a: _diagonal_rule(a.A, a.dim1, a.dim2), view=True
 )
 def _linalg_diagonal(
     A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> Decomposition | None:
-    found = _diagonal(A, offset, dim1, dim2)
-    return found and (lambda A, **_: found(A))
+    diagonal = _diagonal(A, offset, dim1, dim2)
+    return diagonal and (lambda A, **_: diagonal(A))
 
 
 # -- matrices with a given diagonal ----------------------------------------------------------------
@@ -187,7 +162,7 @@ def _diag_embed_rule(a: Any) -> Rule | None:
     if (a.dim1, a.dim2) != (-2, -1):
         return None
     rest = dim_names(a.input.ndim - 1)
-    return einrule(f"{rest} [n] -> {rest} 1 1", a.input, linear=((0,),), transparent=True)
+    return einrule(f"{rest} [n] -> {rest} 1 1", a.input, **_MOVES)
 
 
 @decomposition(
@@ -200,8 +175,8 @@ def _diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
     """Repeat every rank's elements over their rows and clear all but the diagonal."""
     square = input.unsqueeze(-1).expand(*input.shape, input.shape[-1]).tril().triu()
     above, below = max(offset, 0), max(-offset, 0)
-    made = F.pad(square, (above, below, below, above)) if offset else square
-    return made if (dim1, dim2) == (-2, -1) else made.movedim((-2, -1), (dim1, dim2))
+    square = F.pad(square, (above, below, below, above)) if offset else square
+    return square if (dim1, dim2) == (-2, -1) else square.movedim((-2, -1), (dim1, dim2))
 
 
 @decomposition("diag", check=torch.diag)
@@ -211,6 +186,4 @@ def _diag(input: Any, diagonal: int = 0) -> Any:
     )
 
 
-@decomposition("diagflat")
-def _diagflat(input: Any, offset: int = 0) -> Any:
-    return torch.diag_embed(input.flatten(), offset)
+decomposition("diagflat")(lambda input, offset=0: torch.diag_embed(input.flatten(), offset))

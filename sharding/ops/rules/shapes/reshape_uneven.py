@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
@@ -27,9 +26,7 @@ from .view import factor_shapes, groups
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout under another shape if every rank keeps its elements; None if some part
-    would not be a box.
-    """
+    """Return the layout under another shape with all elements where they are; None if not boxes."""
     alone = [d for d, n in enumerate(layout.shape) if n == 1 and splitting_axes(layout, d)]
     if alone or not prod(shape):
         return None
@@ -37,17 +34,15 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
     for before, after in groups(layout.shape, shape):
         if any(splitting_axes(layout, d) for d in before[1:]):
             return None
-        found = _first_dim(layout, before, [shape[d] for d in after])
-        if found is None:
+        cuts_of_first = _first_dim(layout, before, [shape[d] for d in after])
+        if cuts_of_first is None:
             return None
-        cuts[after[0]] = found
+        cuts[after[0]] = cuts_of_first
     return Layout.of(layout.mesh, P.of_cuts(cuts, layout.pending), shape, layout.dtype)
 
 
 def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Sequence[Cut] | None:
-    """Return the cuts of the first dim of a group reshaped to `after`; None if a cut would fall
-    inside a row.
-    """
+    """Return the cuts of the first dim of a group as `after`; None if one would cut a row."""
     own = layout.spec.cuts[before[0]]
     if not own or len(before) == len(after) == 1:
         return own
@@ -65,35 +60,21 @@ def _rule_moves(layout: Layout, shape: Sequence[int]) -> bool:
     where the two shapes have no common factors (as 4x6 and 6x4).
     """
     dims, _, _, whole = factor_shapes(layout.shape, shape)
-    joined = [
-        before[0]
-        for before, after in groups(layout.shape, shape)
-        if len(before) > 1 or len(after) > 1
-    ]
+    pairs = groups(layout.shape, shape)
+    joined = [before[0] for before, after in pairs if len(before) > 1 or len(after) > 1]
     split = [d for d in joined if splitting_axes(layout, d)]
     return any(whole.intersection(dims[d]) or len(set(part_sizes(layout, d))) > 1 for d in split)
 
 
-def _register(name: str) -> None:
-    own = getattr(torch.Tensor, name)
-    reshape = torch.Tensor.view if name == "view" else torch.Tensor.reshape
-
-    @decomposition_maker(name)
-    def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        result, layout = own(input, *args, **kwargs), layout_of(input)
-        if (
-            result.dtype != layout.dtype
-            or not prod(result.shape)
-            or not _rule_moves(layout, result.shape)
-        ):
-            return None
-        target = reshaped(layout, result.shape)
-        if target is None:
-            return None
-        return lambda input, *_, **__: from_parts(
+@decomposition_maker("view", "reshape", "flatten", "unflatten", with_func=True)
+def _reshape(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    result, layout = func(input, *args, **kwargs), layout_of(input)
+    if result.dtype != layout.dtype or not prod(result.shape):
+        return None
+    target = reshaped(layout, result.shape) if _rule_moves(layout, result.shape) else None
+    reshape = Tensor.view if func is Tensor.view else Tensor.reshape
+    return target and (
+        lambda input, *_, **__: from_parts(
             target, lambda part: reshape(part, tuple(target.local_shape)), input
         )
-
-
-for _name in ("view", "reshape", "flatten", "unflatten"):
-    _register(_name)
+    )

@@ -21,19 +21,16 @@ from ....layout.layout import Layout
 from ....redistribute.interval_exchange import Interval, IntervalExchange
 from ...sliced_from import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
-from ..notation import Rule, dim_names, einrule
+from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, decomposition_maker
-from .view import listed, with_whole_dims
+from .view import grown, listed, with_whole_dims
 
 Decomposition = Callable[..., Any]
 
 
 def _split_dims(input: Tensor, dims: Sequence[int]) -> list[int]:
-    return (
-        [d for d in dict.fromkeys(d % input.ndim for d in dims) if is_split(input, [d])]
-        if input.ndim
-        else []
-    )
+    distinct = dict.fromkeys(d % input.ndim for d in dims) if input.ndim else ()
+    return [d for d in distinct if is_split(input, [d])]
 
 
 def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
@@ -48,7 +45,7 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
 
 
 @decomposition_maker(
-    also=(torch.flip,), check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims)
+    "torch.flip", check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims)
 )
 def _flip(input: Tensor, dims: Sequence[int]) -> Decomposition | None:
     dims, layout = list(dims), layout_of(input)
@@ -63,35 +60,22 @@ def _mirror(size: int, start: int, stop: int) -> list[Interval]:
     return [(size - stop, size - start)]
 
 
-def _dims_given(a: Any) -> Sequence[int]:
-    """Return the dims of a method that takes them as several arguments, as a list or by name."""
-    return listed(a.dims) if a.dims else a.kwargs.get("dims", ())
-
-
 @decomposition_maker(
-    also=(torch.Tensor.flip,),
+    "Tensor.flip",
     check=torch.Tensor.flip,
-    rule=lambda a: with_whole_dims(a.input, _dims_given(a)),
+    rule=lambda a: with_whole_dims(a.input, listed(a.dims) if a.dims else a.kwargs["dims"]),
 )
 def _flip_method(input: Tensor, *dims: Any, **kwargs: Any) -> Decomposition | None:
     return _flip(input, listed(dims) if dims else kwargs["dims"])
 
 
-@decomposition("fliplr", check=torch.fliplr)
-def _fliplr(input: Any) -> Any:
-    return input.flip(1)
-
-
-@decomposition("flipud", check=torch.flipud)
-def _flipud(input: Any) -> Any:
-    return input.flip(0)
+decomposition("fliplr", check=torch.fliplr)(lambda input: input.flip(1))
+decomposition("flipud", check=torch.flipud)(lambda input: input.flip(0))
 
 
 @decomposition("rot90", check=torch.rot90)
 def _rot90(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """Rotate by quarter turns: two of them reverse both dims; one or three reverse one dim and swap
-    the two.
-    """
+    """Rotate by quarter turns: two reverse both dims; one or three reverse one and swap the two."""
     flipped = [[], [dims[1]], list(dims), [dims[0]]][k % 4]
     if k % 2:
         return input.flip(flipped).transpose(*dims)
@@ -107,12 +91,9 @@ def _roll_rule(a: Any) -> Rule:
 def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Decomposition | None:
     chosen = [dims] if isinstance(dims, int) else list(dims)
     if not chosen and input.ndim > 1:
-        flat = bool(_split_dims(input, range(input.ndim)))
-        return (
-            (lambda input, *_, **__: input.flatten().roll(shifts, 0).reshape(input.shape))
-            if flat
-            else None
-        )
+        if not _split_dims(input, range(input.ndim)):
+            return None
+        return lambda input, *_, **__: input.flatten().roll(shifts, 0).reshape(input.shape)
     amounts = dict.fromkeys((d % max(input.ndim, 1) for d in chosen or [0]), 0)
     for d, shift in zip(
         chosen or [0], [shifts] if isinstance(shifts, int) else shifts, strict=True
@@ -136,9 +117,7 @@ def _rolled(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
 
 
 def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
-    """Return the decomposition; a part that is longer than the dim fetches the dim once and repeats
-    it.
-    """
+    """Return the decomposition; a part longer than the dim fetches the dim once and repeats it."""
     new = len(counts) - input.ndim
     split = _split_dims(input, [d for d in range(input.ndim) if counts[new + d] != 1])
     if not split:
@@ -173,12 +152,8 @@ def _unrolled(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tenso
 
 def _repeat_rule(a: Any) -> Rule:
     """Return the rule: dims repeated once may be split; the others must not."""
-    input, counts = a.input, _counts(a.input, a.sizes, a.kwargs)
-    new = len(counts) - input.ndim
-    kept = [counts[new + i] == 1 for i in range(input.ndim)]
-    left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
-    right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
-    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True)
+    pattern = grown(a.input.ndim, [n == 1 for n in _counts(a.input, a.sizes, a.kwargs)])
+    return einrule(pattern, a.input, linear=((0,),), transparent=True)
 
 
 def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -189,7 +164,7 @@ def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list
     return [1] * (input.ndim - len(counts)) + counts
 
 
-@decomposition_maker(also=(torch.Tensor.repeat,), check=torch.Tensor.repeat, rule=_repeat_rule)
+@decomposition_maker("Tensor.repeat", check=torch.Tensor.repeat, rule=_repeat_rule)
 @decomposition_maker(
     "tile", check=lambda input, *sizes, **kwargs: input.tile(*sizes, **kwargs), rule=_repeat_rule
 )
@@ -201,12 +176,7 @@ def _repeat_interleave_rule(a: Any) -> Rule | None:
     if not isinstance(a.repeats, int):
         return None
     if a.dim is None:
-        return einrule(
-            f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1",
-            a.input,
-            linear=((0,),),
-            transparent=True,
-        )
+        return einrule(f"{whole_dims(a.input)} -> 1", a.input, linear=((0,),), transparent=True)
     return with_whole_dims(a.input, [a.dim])
 
 
@@ -253,7 +223,7 @@ def _unfold_rule(a: Any) -> Rule:
     )
 
 
-@decomposition_maker(also=(torch.Tensor.unfold,), rule=_unfold_rule, view=True)
+@decomposition_maker("Tensor.unfold", rule=_unfold_rule, view=True)
 def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Decomposition | None:
     """Fetch the elements of windows that extend beyond this rank's part. The result is a copy."""
     result = input.unfold(dimension, size, step)

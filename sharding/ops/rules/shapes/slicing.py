@@ -39,9 +39,24 @@ from ..decomposition_utils import (
     with_part_sizes,
 )
 from ..indexing.masked import index_by_mask
-from ..notation import Rule
-from ..registry import decomposition_maker, functions, handler, rule
+from ..registry import decomposition_maker, handler, rules
 from .view import with_whole_dims
+
+rules(
+    {
+        "unsafe_split unsafe_chunk unsafe_split_with_sizes(input, sections=None, dim=0, **_)": (
+            lambda a: with_whole_dims(a.input, [a.dim])
+        )
+    }
+)
+rules(
+    {
+        "hsplit(input, *_, **__)": lambda a: with_whole_dims(a.input, [min(a.input.ndim - 1, 1)]),
+        "vsplit(input, *_, **__)": lambda a: with_whole_dims(a.input, [0]),
+        "dsplit(input, *_, **__)": lambda a: with_whole_dims(a.input, [2]),
+    },
+    view=True,
+)
 
 
 def within(chosen: range, start: int, stop: int) -> range:
@@ -75,10 +90,8 @@ class Piece:
     def __init__(self, layout: Layout, ranges: dict[int, range]) -> None:
         self.cut = self.moved = layout
         for dim, chosen in ranges.items():
-            self.cut, self.moved = (
-                _cut(self.cut, dim, chosen),
-                evenly_split(self.moved, dim, len(chosen)),
-            )
+            self.cut = _cut(self.cut, dim, chosen)
+            self.moved = evenly_split(self.moved, dim, len(chosen))
         self.index = tuple(
             _local_slice(ranges.get(dim), *interval) for dim, interval in enumerate(layout.box)
         )
@@ -91,8 +104,8 @@ class Piece:
 def _local_slice(chosen: range | None, start: int, stop: int) -> slice:
     if chosen is None:
         return slice(None)
-    mine = within(chosen, start, stop)
-    return slice(mine.start - start, mine.stop - start, mine.step) if mine else slice(0, 0)
+    own = within(chosen, start, stop)
+    return slice(own.start - start, own.stop - start, own.step) if own else slice(0, 0)
 
 
 def _moved(piece: Piece, local: Tensor) -> Tensor:
@@ -119,9 +132,7 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
 
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
-    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one;
-    None if no split dim is cut.
-    """
+    """Return the decomposition of `x[entries]`, one for each dim; None if no split dim is cut."""
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
     ranges = {
@@ -143,8 +154,8 @@ def _chosen(entry: Any, size: int) -> range:
 
 def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
     """Return the layout after dims are dropped (0) and added (None)."""
-    kept = [isinstance(e, slice) for e in last if e is not None]
-    cuts, sizes = compress(layout.spec.cuts, kept), compress(layout.shape, kept)
+    stays = [isinstance(e, slice) for e in last if e is not None]
+    cuts, sizes = compress(layout.spec.cuts, stays), compress(layout.shape, stays)
     dims = [((), 1) if e is None else (next(cuts), next(sizes)) for e in last if e != 0]
     return Layout.of(
         layout.mesh,
@@ -155,9 +166,7 @@ def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
-    """Return the index with one entry for each dim and None for each new one; None if it has
-    entries of other kinds.
-    """
+    """Return the index with an entry for each dim (None: a new one); None if it has other kinds."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(e is None or e is Ellipsis or type(e) is int or _is_plain_slice(e) for e in entries):
         return None
@@ -178,12 +187,12 @@ def _getitem(input: Tensor, index: Any) -> Callable[..., Any] | None:
     if entries is None:
         return index_by_mask(input, index)
     input[index]  # raises torch's own error before any of Python's
-    found = sliced(input, entries)
-    return found and partial(_sliced_by_index, found)
+    slice_of = sliced(input, entries)
+    return slice_of and partial(_sliced_by_index, slice_of)
 
 
-def _sliced_by_index(found: Callable[[Any], Any], input: Any, index: Any) -> Any:
-    out = found(input)
+def _sliced_by_index(slice_of: Callable[[Any], Any], input: Any, index: Any) -> Any:
+    out = slice_of(input)
     out._sliced_from = SlicedFrom(input, index)
     return out
 
@@ -201,8 +210,8 @@ def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
     view=True,
 )
 def _select(input: Tensor, dim: int, index: int | Tensor) -> Callable[..., Any] | None:
-    found = _along(input, dim, index) if type(index) is int else None
-    return found and (lambda input, dim, index: found(input))
+    slice_of = _along(input, dim, index) if type(index) is int else None
+    return slice_of and (lambda input, dim, index: slice_of(input))
 
 
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., Any] | None:
@@ -210,8 +219,8 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., A
         return None
     input.narrow(dim, start, length)
     first = start % input.shape[dim] if start < 0 else start
-    found = _along(input, dim, slice(first, first + length))
-    return found and (lambda input, dim, start, length: found(input))
+    slice_of = _along(input, dim, slice(first, first + length))
+    return slice_of and (lambda input, dim, start, length: slice_of(input))
 
 
 def _copy_of_narrow(local: Tensor, dim: int, start: Any, length: int) -> Tensor:
@@ -227,67 +236,46 @@ decomposition_maker(
 # -- several slices --------------------------------------------------------------------------------
 
 
-def _register_split(func: Callable[..., Any], dim_of: Callable[..., int]) -> None:
-    """Register a function that cuts one dim into pieces, which are read off its result on a meta
-    tensor.
-    """
-
-    @decomposition_maker(also=(func,))
-    def make(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        results, dim = (
-            func(input, *args, **kwargs),
-            dim_of(input, *args, **kwargs) % max(input.ndim, 1),
-        )
-        if not results or not is_split(input, [dim]):
-            return None
-        starts = [
-            (piece.storage_offset() - input.storage_offset()) // input.stride(dim)
-            for piece in results
-        ]
-        chosen = [
-            range(start, start + piece.shape[dim])
-            for start, piece in zip(starts, results, strict=True)
-        ]
-        pieces = [Piece(layout_of(input), {dim: each}) for each in chosen]
-        layouts, container = [piece.moved for piece in pieces], type(results)
-        return lambda input, *_, **__: container(
-            all_from_parts(layouts, partial(_all_moved, pieces), input)
-        )
-
-
 def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
     """Return the second argument after the input; the name of the first differs."""
     return args[1] if len(args) > 1 else dim
 
 
-_SPLITS = (
-    "split",
-    "chunk",
-    "tensor_split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_chunk",
-    "unsafe_split_with_sizes",
-)
-_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(_SPLITS, _given_dim)
+_SPLITS = """
+    split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk unsafe_split_with_sizes
+"""
+_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(_SPLITS.split(), _given_dim)
 _DIM_OF |= {
     "hsplit": lambda x, *_, **__: min(x.ndim - 1, 1),
     "vsplit": lambda *_, **__: 0,
     "dsplit": lambda *_, **__: 2,
 }
 
-for name, dim_of in _DIM_OF.items():
-    for func in functions(name):
-        _register_split(func, dim_of)
+
+@decomposition_maker(*_DIM_OF, with_func=True)
+def _split(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Cut one dim into pieces, which are read off the result on a meta tensor."""
+    results = func(input, *args, **kwargs)
+    dim = _DIM_OF[func.__name__](input, *args, **kwargs) % max(input.ndim, 1)
+    if not results or not is_split(input, [dim]):
+        return None
+    layout, origin, stride = layout_of(input), input.storage_offset(), input.stride(dim)
+    starts = [(piece.storage_offset() - origin) // stride for piece in results]
+    pieces = [
+        Piece(layout, {dim: range(start, start + piece.shape[dim])})
+        for start, piece in zip(starts, results, strict=True)
+    ]
+    layouts, container = [piece.moved for piece in pieces], type(results)
+    return lambda input, *_, **__: container(
+        all_from_parts(layouts, partial(_all_moved, pieces), input)
+    )
 
 
 @handler("tensor_split")
 def _tensor_split_at(
     input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any
 ) -> Any:
-    """Cut at a tuple of indices into pieces with the device of their parts in C++, where
-    `torch.vmap(chunk_size=)` wraps them.
-    """
+    """Cut at indices into pieces that expose their device, for `torch.vmap(chunk_size=)`."""
     if (
         type(indices_or_sections) is not tuple
         or not isinstance(input, ShardedTensor)
@@ -323,18 +311,3 @@ def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
 
 def _rows_moved(pieces: Sequence[Piece], dropped: tuple[Any, ...], local: Tensor) -> list[Tensor]:
     return [part[dropped] for part in _all_moved(pieces, local)]
-
-
-@rule("unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
-def _unsafe_split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [dim])
-
-
-def _register_split_rule(name: str) -> None:
-    @rule(name, view=True)
-    def make(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-        return with_whole_dims(input, [_DIM_OF[name](input)])
-
-
-for name in ("hsplit", "vsplit", "dsplit"):
-    _register_split_rule(name)

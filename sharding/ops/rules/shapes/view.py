@@ -13,7 +13,49 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..notation import Dim, Rule, along_dims, dim_names, einrule
-from ..registry import decomposition, decomposition_maker, rule
+from ..registry import decomposition, decomposition_maker, rule, rules
+
+# Results are views of the operand.
+rules(
+    {
+        "reshape flatten ravel unflatten squeeze unsqueeze(input, *args, **kwargs)": lambda a: (
+            reshape_rule(a.input, a.func(a.input, *a.args, **a.kwargs).shape)
+        )
+    },
+    with_func=True,
+    view=True,
+)
+rules(
+    {
+        "resolve_conj resolve_neg(input)": "... -> ...",
+        "transpose swapaxes swapdims(input, *args, **kwargs)": lambda a: _swapped(
+            a.input, *a.args, *a.kwargs.values()
+        ),
+        "t adjoint(input)": lambda a: _last_two(a.input),
+        "Tensor.permute(input, *dims)": lambda a: permuted(a.input, listed(a.dims)),
+        "torch.permute(input, dims)": lambda a: permuted(a.input, a.dims),
+        "movedim moveaxis(input, source, destination)": lambda a: _movedim(
+            a.input, a.source, a.destination
+        ),
+        "expand(input, *sizes, size=(), implicit=False)": lambda a: _broadcast_to(
+            a.input, listed(a.sizes) if a.sizes else a.size
+        ),
+        "broadcast_to(input, size)": lambda a: _broadcast_to(a.input, a.size),
+        "split chunk tensor_split split_with_sizes(input, sections=None, dim=0, **_)": lambda a: (
+            with_whole_dims(a.input, [a.dim])
+        ),
+    },
+    view=True,
+    linear=((0,),),
+    transparent=True,
+)
+rules(
+    {"view_as_real(input)": "... -> ... 1", "view_as_complex(input)": "... [pair] -> ..."},
+    view=True,
+    linear=((0,),),
+)
+decomposition("view_as", "reshape_as")(lambda input, other: input.reshape(other.shape))
+decomposition("expand_as")(lambda input, other: input.expand(other.shape))
 
 # -- reshape ---------------------------------------------------------------------------------------
 
@@ -44,10 +86,10 @@ def factor_shapes(
             _assign(left, before, dims, names, total)
             _assign(right, after, others, names, total)
         else:
-            for found, shape, group in ((left, before, dims), (right, after, others)):
+            for side, shape, group in ((left, before, dims), (right, after, others)):
                 for d in group:
                     name = f"f{len(sizes)}"
-                    found[d], sizes[name] = (name,), shape[d]
+                    side[d], sizes[name] = (name,), shape[d]
                     whole.add(name)
     for d, other in _single_pairs(before, after):
         name = f"f{len(sizes)}"
@@ -57,9 +99,7 @@ def factor_shapes(
 
 
 def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of dims of size 1 with the same number of elements before them in both
-    shapes.
-    """
+    """Yield the pairs of dims of size 1 with as many elements before them in both shapes."""
     remaining: dict[int, list[int]] = {}
     for d, n in enumerate(after):
         if n == 1:
@@ -82,20 +122,18 @@ def _factor_empty(
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the smallest runs of dims of both shapes with the same number of elements, without
-    dims of size 1.
-    """
-    found: list[tuple[list[int], list[int]]] = []
+    """Return the smallest runs of dims with as many elements in both shapes, but of size 1."""
+    runs: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
     while dims:
-        mine, theirs = [dims.pop(0)], [others.pop(0)]
-        while (a := math.prod(before[d] for d in mine)) != (
-            b := math.prod(after[d] for d in theirs)
+        left, right = [dims.pop(0)], [others.pop(0)]
+        while (a := math.prod(before[d] for d in left)) != (
+            b := math.prod(after[d] for d in right)
         ):
-            mine.append(dims.pop(0)) if a < b else theirs.append(others.pop(0))
-        found.append((mine, theirs))
-    return found
+            left.append(dims.pop(0)) if a < b else right.append(others.pop(0))
+        runs.append((left, right))
+    return runs
 
 
 def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -107,20 +145,18 @@ def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 
 def _assign(
-    found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int
+    side: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int
 ) -> None:
     """Give each dim the factors between its own cuts, major to minor."""
     low = 1
     for d in reversed(dims):
         high = low * shape[d]
-        found[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
+        side[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
         low = high
 
 
 def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.reshape) -> Rule:
-    """Return the rule of an operator that keeps the elements in row-major order under another
-    shape.
-    """
+    """Return the rule of an operator that keeps the elements in row-major order."""
     before, after, sizes, whole = factor_shapes(input.shape, shape)
     return Rule(
         operands=(input,),
@@ -138,9 +174,8 @@ def _to_local_shape(
     func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]
 ) -> Callable[..., Tensor]:
     """Return the function with this rank's shape of the result in place of the global one."""
-    shape = tuple(results[0].local_shape) or (
-        (),
-    )  # torch takes twice as long over a Size as over integers
+    # torch takes twice as long over a Size as over integers
+    shape = tuple(results[0].local_shape) or ((),)
     return lambda local, *_, **__: func(local, *shape)
 
 
@@ -153,51 +188,6 @@ def _view(
     if dtype is not None:
         return einrule("... -> ...", input) if dtype.itemsize == input.dtype.itemsize else None
     return reshape_rule(input, input.reshape(*shape or (size,)).shape, local=torch.Tensor.view)
-
-
-@rule("reshape", view=True)
-def _reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, torch.Tensor.reshape(input, *shape, **kwargs).shape)
-
-
-@decomposition("view_as", "reshape_as")
-def _reshape_as(input: Any, other: Any) -> Any:
-    return input.reshape(other.shape)
-
-
-@rule("flatten", "ravel", view=True)
-def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, torch.flatten(input, *args, **kwargs).shape)
-
-
-@rule("unflatten", view=True)
-def _unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
-    return reshape_rule(input, torch.unflatten(input, dim, sizes).shape)
-
-
-@rule("squeeze", view=True)
-def _squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, Tensor.squeeze(input, *args, **kwargs).shape)
-
-
-@rule("unsqueeze", view=True)
-def _unsqueeze(input: Tensor, dim: int) -> Rule:
-    return reshape_rule(input, torch.unsqueeze(input, dim).shape)
-
-
-@rule("resolve_conj", "resolve_neg", view=True)
-def _resolve(input: Tensor) -> Rule:
-    return einrule("... -> ...", input, linear=((0,),), transparent=True)
-
-
-@rule("view_as_real", view=True)
-def _view_as_real(input: Tensor) -> Rule:
-    return einrule("... -> ... 1", input, linear=((0,),))
-
-
-@rule("view_as_complex", view=True)
-def _view_as_complex(input: Tensor) -> Rule:
-    return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
 # -- transpose -------------------------------------------------------------------------------------
@@ -216,39 +206,25 @@ def _swapped(input: Tensor, dim0: int, dim1: int) -> Rule:
     return permuted(input, order)
 
 
-@rule("transpose", "swapaxes", "swapdims", view=True)
-def _transpose(input: Tensor, *args: int, **kwargs: int) -> Rule:
-    return _swapped(input, *args, *kwargs.values())
-
-
-@rule("t", "adjoint", also=(torch.Tensor.mT.__get__, torch.Tensor.mH.__get__), view=True)  # type: ignore[attr-defined]
 def _last_two(input: Tensor) -> Rule:
     return _swapped(input, -2, -1) if input.ndim > 1 else permuted(input, range(input.ndim))
 
 
-@rule(also=(torch.Tensor.T.__get__, torch.Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
+rule(also=(Tensor.mT.__get__, Tensor.mH.__get__), view=True)(_last_two)  # type: ignore[attr-defined]
+
+
+@rule(also=(Tensor.T.__get__, Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
 def _reversed(input: Tensor) -> Rule:
     return permuted(input, list(reversed(range(input.ndim))))
 
 
-@rule(also=(torch.Tensor.permute,), view=True)
-def _permute_method(input: Tensor, *dims: Any) -> Rule:
-    return permuted(input, listed(dims))
-
-
-@rule(also=(torch.permute,), view=True)
-def _permute(input: Tensor, dims: Sequence[int]) -> Rule:
-    return permuted(input, dims)
-
-
-@rule("movedim", "moveaxis", view=True)
 def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Rule:
     if not input.ndim:
         return permuted(input, [])
-    sources = [s % input.ndim for s in ([source] if isinstance(source, int) else source)]
-    targets = [
-        d % input.ndim for d in ([destination] if isinstance(destination, int) else destination)
-    ]
+    sources, targets = (
+        [d % input.ndim for d in ([dims] if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
     rest = iter(d for d in range(input.ndim) if d not in sources)
     moved = dict(zip(targets, sources, strict=True))
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
@@ -262,35 +238,28 @@ def listed(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
-@rule("expand", view=True)
-def _expand(input: Tensor, *sizes: int, size: Sequence[int] = (), implicit: bool = False) -> Rule:
-    return _broadcast_to(input, listed(sizes) if sizes else size)
+def grown(ndim: int, same: Sequence[bool]) -> str:
+    """Return the pattern of a tensor with new dims first, and whole other dims that change size."""
+    new = len(same) - ndim
+    left = " ".join(f"d{i}" if same[new + i] else f"[d{i}]" for i in range(ndim))
+    right = " ".join(f"d{i}" if same[new + i] else "1" for i in range(ndim))
+    return f"{left} -> {'1 ' * new}{right}"
 
 
-@rule("broadcast_to", view=True)
 def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     shape = input.expand(size).shape
     new = len(shape) - input.ndim
-    kept = [input.shape[i] == shape[new + i] for i in range(input.ndim)]
-    left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
-    right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
-    bind = partial(_to_local_shape, torch.Tensor.expand)
-    return einrule(
-        f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind
-    )
-
-
-@decomposition("expand_as")
-def _expand_as(input: Any, other: Any) -> Any:
-    return input.expand(other.shape)
+    same = [d >= new and n == input.shape[d - new] for d, n in enumerate(shape)]
+    bind = partial(_to_local_shape, Tensor.expand)
+    return einrule(grown(input.ndim, same), input, linear=((0,),), transparent=True, bind=bind)
 
 
 @decomposition_maker(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
 def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
     """Broadcast tensors that are given as several arguments or as a list."""
     shapes = [x.shape for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])]
-    made, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
-    return lambda *tensors: made(
+    container, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
+    return lambda *tensors: container(
         x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])
     )
 
@@ -301,18 +270,11 @@ def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
 def with_whole_dims(
     input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any
 ) -> Rule:
-    """Return the rule of an operator that moves elements, needs `dims` whole, and changes their
-    size or drops them.
-    """
+    """Return the rule of an operator that moves elements, and changes the size of whole dims."""
     chosen = {d % input.ndim for d in dims} if input.ndim else ()
     return along_dims(
         input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options
     )
-
-
-@rule("split", "chunk", "tensor_split", "split_with_sizes", view=True)
-def _split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [dim])
 
 
 @rule("stack")

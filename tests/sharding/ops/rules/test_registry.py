@@ -25,6 +25,7 @@ def halved(x: Any, dim: int = 0, *, by: float = 2.0) -> torch.Tensor:
 def empty_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RULES", "DECOMPOSITIONS", "HANDLERS"):
         monkeypatch.setattr(registry, name, {})
+    monkeypatch.setattr(registry, "RESULT_IS_VIEW", set())
 
 
 @pytest.mark.parametrize("register", [rule, decomposition, decomposition_maker, handler])
@@ -81,6 +82,39 @@ def test_check_gets_the_arguments_of_the_call(register: Any, empty_tables: None)
     )
     registry.DECOMPOSITIONS[halved](1, dim=2)
     assert calls == [((1,), {"dim": 2})]
+
+
+def test_a_pattern_of_a_row_describes_the_first_parameters(empty_tables: None) -> None:
+    registry.rules({"mm addmm(input, mat2, out=None)": "m k, k n -> m n"}, linear=((0,), (1,)))
+    x, w = torch.empty(4, 3, device="meta"), torch.empty(3, 2, device="meta")
+    made: Any = registry.RULES[torch.mm](mat2=w, input=x)
+    assert made.operands == (x, w)
+    assert made.inputs == ((("m",), ("k",)), (("k",), ("n",)))
+    assert made.linear == ((0,), (1,))
+    assert registry.RULES[torch.addmm] is registry.RULES[torch.Tensor.mm]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        registry.RULES[torch.mm](x, w, alpha=2)
+
+
+def test_a_function_of_a_row_gets_the_arguments_and_the_operator(empty_tables: None) -> None:
+    seen = []
+    row = {"sum linalg.norm(input, dim=None, *, dtype=None)": lambda a: seen.append((a, a.func))}
+    registry.rules(row, with_func=True, view=True)
+    assert set(registry.RULES) == {torch.sum, torch.Tensor.sum, torch.linalg.norm}
+    assert registry.RULES[torch.linalg.norm](1, dtype=2) is None
+    ((arguments, func),) = seen
+    assert vars(arguments) == {"input": 1, "dim": None, "dtype": 2}
+    assert func is torch.linalg.norm
+    assert set(registry.RULES) <= registry.RESULT_IS_VIEW
+
+
+@pytest.mark.parametrize("register", [rule, decomposition_maker, handler])
+def test_with_func_passes_the_operator_first(register: Any, empty_tables: None) -> None:
+    register("cos", with_func=True)(lambda func, x: (func, x))
+    table = next(t for t in (registry.RULES, registry.DECOMPOSITIONS, registry.HANDLERS) if t)
+    made: Any = table
+    assert made[torch.cos](1) == (torch.cos, 1)
+    assert made[torch.Tensor.cos](1) == (torch.Tensor.cos, 1)
 
 
 def test_wrong_arguments_do_not_fit_the_rule(empty_tables: None) -> None:
