@@ -1,10 +1,10 @@
 """Agreement of the ranks of a group: what each of them knows, values that must be the same, and
 errors that all ranks raise.
 
-    gather_facts     rank 0 knows a    rank 1 knows b       ->  {0: a, 1: b} on both
-    facts_of         rank 0 knows a    rank 1 waits         ->  a on both
-    same_on_all      rank 0 has a      rank 1 has a         ->  a on both; an error on both if they differ
-    run_on_all       rank 0 returns a  rank 1 raises an error   ->  an error with the same text on both
+    gather_facts    rank 0 knows a     rank 1 knows b    ->  {0: a, 1: b} on both
+    facts_of        rank 0 knows a     rank 1 waits      ->  a on both
+    same_on_all     rank 0 has a       rank 1 has a      ->  a on both; if they differ, an error
+    run_on_all      rank 0 returns a   rank 1 raises     ->  an error with the same text on both
 
 All of the library's small messages between ranks go through here.
 """

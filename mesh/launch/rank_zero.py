@@ -146,15 +146,15 @@ def _rank_and_peers(local: bool) -> tuple[int, Sequence[int]]:
 def _of_this_host(rank: int) -> range:
     """Return the ranks of this host, which launchers number consecutively."""
     env = completed(os.environ)
-    found = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if None in map(whole_number, found):
+    values = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if None in map(whole_number, values):
         raise errors.LaunchEnvironmentError(
-            f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and "
-            f"LOCAL_WORLD_SIZE={found[1]!r} are not both set. Start the program with torchrun, or "
+            f"local=True needs the ranks of this host, but LOCAL_RANK={values[0]!r} and "
+            f"LOCAL_WORLD_SIZE={values[1]!r} are not both set. Start the program with torchrun, or "
             "set both in every process."
         )
-    first = rank - int(found[0])
-    return range(first, first + int(found[1]))
+    first = rank - int(values[0])
+    return range(first, first + int(values[1]))
 
 
 @contextmanager

@@ -161,8 +161,8 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
         for name, description in header.items():
             if name in places:
                 raise CheckpointError(
-                    f"{shortened(name)!r} is in {places[name].path} and in {file}; pass one file or "
-                    "the index"
+                    f"{shortened(name)!r} is in {places[name].path} and in {file}; pass one file "
+                    "or the index"
                 )
             start = data + description["data_offsets"][0]
             entries[name], places[name] = (

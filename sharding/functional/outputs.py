@@ -149,9 +149,9 @@ def resolve_output_spec(
     check_kind(path, x, spec, partly)
     if not isinstance(x, Tensor):
         return None
-    found = fitting_spec(path, spec, mesh, x.ndim)
-    check_manual(path, found, names)
-    return found
+    output_spec = fitting_spec(path, spec, mesh, x.ndim)
+    check_manual(path, output_spec, names)
+    return output_spec
 
 
 def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
@@ -211,18 +211,18 @@ def infer_outputs(
     everyone = by_coordinate(manual_mesh, by_rank)
     _raise_for_all(error, {r: each[0] for r, each in by_rank.items()})
     _check_alike({r: [part is not None for part in each[1]] for r, each in by_rank.items()})
-    found = []
+    outputs = []
     for i, (path, spec, x) in enumerate(zip(paths, specs, leaves, strict=True)):
         if spec is None:
-            found.append(OutputSpec(path, None))
+            outputs.append(OutputSpec(path, None))
             continue
         parts = {place: each[1][i] for place, each in everyone.items()}
         layout = _result_layout(
             path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, manual_mesh
         )
         _check_equal(path, spec, parts, manual_mesh)
-        found.append(OutputSpec(path, spec, x.shape, layout))
-    return found
+        outputs.append(OutputSpec(path, spec, x.shape, layout))
+    return outputs
 
 
 def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:

@@ -111,7 +111,7 @@ def start_redistribute(
         for i in nonlinear
     }
     rest = [i for i in range(len(tensors)) if i not in results]
-    given = [tensors[i] for i in rest]
+    others = [tensors[i] for i in rest]
     tensors.clear()
     if not rest:
         return Pending(lambda: [results[i] for i in sorted(results)], DONE)
@@ -121,7 +121,7 @@ def start_redistribute(
         return [by_index[i] for i in sorted(by_index)]
 
     return start_linear(
-        given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
+        others, [pairs[i] for i in rest], backward_dtype, donate=donate, **options
     ).then(in_order)
 
 

@@ -69,15 +69,15 @@ def start_linear(
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
-    given = list(tensors)
+    inputs = list(tensors)
     tensors.clear()
-    ready = executor_of_many(pairs, **options).start([x.detach() for x in given])
+    ready = executor_of_many(pairs, **options).start([x.detach() for x in inputs])
 
     def finish() -> list[Tensor]:
         # one node for all: those that did not require grad before do not after
-        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
+        results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, inputs)
         return [
-            out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)
+            out if x.requires_grad else out.detach() for x, out in zip(inputs, results, strict=True)
         ]
 
     return Pending(finish, ready)

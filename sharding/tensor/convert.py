@@ -198,8 +198,8 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
         }
         by_rank = {r: list(part) for r, part in parts.items()}
         raise ValueError(
-            f"run_check: by rank the parts are {by_rank}, and {layout.spec} of {list(layout.shape)} "
-            f"requires {held}"
+            f"run_check: by rank the parts are {by_rank}, and {layout.spec} of "
+            f"{list(layout.shape)} requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 

@@ -152,7 +152,7 @@ def host_local_array_to_global_array(
     Communication: for each split leaf, a small all_gather of the shapes.
     """
 
-    def made(leaf: Any, spec: Any) -> Any:
+    def convert(leaf: Any, spec: Any) -> Any:
         x = as_tensor(leaf, "host_local_array_to_global_array")
         return (
             from_local(x, global_mesh, spec)
@@ -160,7 +160,7 @@ def host_local_array_to_global_array(
             else make_array_from_process_local_data(global_mesh, spec, x)
         )
 
-    return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, made)
+    return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, convert)
 
 
 def global_array_to_host_local_array(
@@ -251,9 +251,9 @@ def _gathered(group: Group, x: Any, tiled: bool) -> Any:
         return None
     if isinstance(x, ShardedTensor):
         return x.detach().full_tensor()
-    mine = _bytes(group, x)
-    everyone = mine.new_empty(group.size * mine.numel())
-    group.all_gather(everyone, mine)
+    data = _bytes(group, x)
+    everyone = data.new_empty(group.size * data.numel())
+    group.all_gather(everyone, data)
     rows = everyone.to(x.device).view(x.dtype).reshape(group.size, *x.shape)
     return rows.flatten(0, 1) if tiled and x.ndim else rows
 

@@ -394,8 +394,9 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     layout = Layout.of(mesh, P(*where.dims, sizes=sizes), whole, part.dtype)
     if not describes(layout, shapes):
         raise ValueError(
-            f"the local data ({parts_text(parts)}) are not parts of one tensor under {where}: along a dim, "
-            "ranks with the same index on the axes that split it must have the same length"
+            f"the local data ({parts_text(parts)}) are not parts of one tensor under {where}: "
+            "along a dim, ranks with the same index on the axes that split it must have the same "
+            "length"
         )
     return layout
 

@@ -106,9 +106,9 @@ class Batches:
         sampler.begin() if rows else sampler.finish()
         coming = iter(self.loader)
         for step, sizes in enumerate(rows):
-            mine = sizes[sampler.rank]
-            batch = next(coming) if mine else _without_rows(self.loader, batch)
-            sharded = self._to_sharded(batch, sizes, mine)
+            own_rows = sizes[sampler.rank]
+            batch = next(coming) if own_rows else _without_rows(self.loader, batch)
+            sharded = self._to_sharded(batch, sizes, own_rows)
             sampler.finish() if step == len(rows) - 1 else sampler.advance(
                 sum(sizes)
             )  # before the loop's body, which may save it
@@ -133,20 +133,20 @@ class Batches:
             rows = _row_count(batch)
             yield self._to_sharded(batch, lengths_along(self.mesh, self._axes, rows), rows)
 
-    def _to_sharded(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
+    def _to_sharded(self, batch: Any, sizes: Sequence[int], own_rows: int) -> Any:
         """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes
         of the batch dim.
         """
-        total = sum(sizes) if sizes else mine
+        total = sum(sizes) if sizes else own_rows
 
         def place(path: Any, x: Any) -> Any:
             if not _is_array(x):
                 return x
-            if len(x) != mine:
+            if len(x) != own_rows:
                 raise ValueError(
                     f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} "
-                    f"rows, but this rank's batch has {mine} samples; make the loader's collate_fn "
-                    "return one row per sample along dim 0"
+                    f"rows, but this rank's batch has {own_rows} samples; make the loader's "
+                    "collate_fn return one row per sample along dim 0"
                 )
             dims = self.spec.dims[: x.ndim]
             where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)

@@ -126,8 +126,8 @@ def _described(
         box = tuple((start, start + size) for start, size in zip(origin, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise Damage(
-                f"{_quoted(name)} has the shape {shortened(list(shape))}, but a box {shortened(box)} "
-                "outside of it"
+                f"{_quoted(name)} has the shape {shortened(list(shape))}, but a box "
+                f"{shortened(box)} outside of it"
             )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
             raise Damage(f"{_quoted(name)} has two boxes at {shortened(origin)}")
@@ -149,15 +149,16 @@ def _add_piece(
         raise Damage(f"it has the bytes of {_quoted(name)}, which it does not describe")
     if info.get("transform_descriptors"):
         raise Damage(
-            f"{_quoted(name)} is stored transformed ({shortened(info['transform_descriptors'])}): load "
-            "it with torch's own tools"
+            f"{_quoted(name)} is stored transformed ({shortened(info['transform_descriptors'])}): "
+            "load it with torch's own tools"
         )
     leaf, box = leaves[name], None
     if leaf.shape is not None:
         origin = _size(index.get("offset"), budget)
         if origin not in boxes[name]:
             raise Damage(
-                f"{_quoted(name)} has bytes of a box at {shortened(origin)}, which it does not describe"
+                f"{_quoted(name)} has bytes of a box at {shortened(origin)}, which it does not "
+                "describe"
             )
         box = boxes[name].pop(origin)
     elif leaf.pieces:
@@ -171,8 +172,8 @@ def _add_piece(
         raise Damage(f"{_quoted(name)} is at {shortened(offset)} with {shortened(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(
-            f"{_quoted(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, which "
-            "needs more"
+            f"{_quoted(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, "
+            "which needs more"
         )
     leaf.pieces.append((box, file, offset, length))
 

@@ -119,7 +119,8 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     x = _unpacked(stored, piece, partial(_loaded, read_value(stored, piece), map_location="cpu"))
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        has = f"{type(x).__name__} {shortened(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
+        shape = f" {shortened(list(x.shape))}" if isinstance(x, Tensor) else ""
+        has = f"{type(x).__name__}{shape}"
         raise CheckpointError(
             _damaged(stored, piece, f"it has {has} instead of {shortened(piece.box)}")
         )
@@ -162,8 +163,8 @@ def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryvie
 def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
     return (
-        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read ({shortened(error)}); load "
-        "another step"
+        f"{path}, which has part of {shortened(piece.name)!r}, cannot be read "
+        f"({shortened(error)}); load another step"
     )
 
 
