@@ -216,12 +216,12 @@ def _finish(
     group = all_ranks(current_world())
     try:
         run_on_all_ranks(group, write)
-        made: Any = run_on_all_ranks(group, lambda: commit() if job.rank == 0 else None)[0]
+        committed: Any = run_on_all_ranks(group, lambda: commit() if job.rank == 0 else None)[0]
     except BaseException:  # Ctrl-C, too
         stop()
         job.clear()
         raise
-    checkpoint, retired = made
+    checkpoint, retired = committed
     remove_share(retired, job.rank, job.world)
     return checkpoint
 

@@ -60,6 +60,7 @@ def _uneven(lengths: dict[int, int]) -> str:
         f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {length}"
         for length, some in fewest_first
     )
+    fewest, most = min(lengths.values()), max(lengths.values())
     return (
         f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in "
         f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths.values())}, or "

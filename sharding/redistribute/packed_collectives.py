@@ -108,10 +108,10 @@ class AllReduce(Collective):
             and len(tensors) > 1
             and (piece := contiguous_memory(tensors, self.dtype)) is not None
         ):
-            given = list(tensors)
+            pieces = list(tensors)
             return results(
                 self.group.all_reduce(piece, self.kind, async_op, tag=tag),
-                lambda: copied_to(given, outs),
+                lambda: copied_to(pieces, outs),
             )
         flat = self._flat(tensors, donate, outs)
         tensors.clear()
@@ -168,11 +168,11 @@ def split_flat(
         x.view(shape)
         for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
     ]
-    return copied_to(found, outs)
+    return copied_to(views, outs)
 
 
-def copied_to(found: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
-    return found if outs is None else [out.copy_(x) for out, x in zip(outs, found, strict=True)]
+def copied_to(tensors: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
+    return tensors if outs is None else [out.copy_(x) for out, x in zip(outs, tensors, strict=True)]
 
 
 @dataclass
@@ -198,11 +198,11 @@ def _interleaved(tensors: Sequence[TensorParts], make: Callable[..., PackT]) -> 
     """Return packings of a buffer in which each rank's parts of all tensors are consecutive."""
     if len(tensors) == 1:
         return [make(tensors[0].whole, tensors[0].boxes)]
-    total, found, start = sum(t.size for t in tensors), [], 0
+    total, packings, start = sum(t.size for t in tensors), [], 0
     for t in tensors:
-        found.append(make(t.whole, t.boxes, [start + i * total for i in range(len(t.boxes))]))
+        packings.append(make(t.whole, t.boxes, [start + i * total for i in range(len(t.boxes))]))
         start += t.size
-    return found
+    return packings
 
 
 class AllGather(Collective):

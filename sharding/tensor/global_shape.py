@@ -95,10 +95,10 @@ def global_shape(
     if signature is not None:
         sizes = {axes[0] for axes, _ in spec.sizes}
         if all(axes[0] in sizes for axes in spec.dims if axes):
-            found: Any = None, shape
+            known: Any = None, shape
         else:
-            found = local.shape, shape if len(set(parts.values())) == 1 else None
-        keep(shapes.known, signature, found)
+            known = local.shape, shape if len(set(parts.values())) == 1 else None
+        keep(shapes.known, signature, known)
     return shape
 
 

@@ -54,10 +54,10 @@ class MeshCall:
     @staticmethod
     def from_json(text: str) -> MeshCall:
         """Return the call in a text that anybody may have written. Raises: ValueError."""
-        found = has_fields(json_object(text), MeshCall.__dataclass_fields__)
-        has_fields(checked(found["fields"], dict), _FIELDS)
-        shown, place = (printable(checked(found[name], str)) for name in ("text", "place"))
-        return MeshCall(whole(found["rank"], MOST_RANKS - 1), shown, found["fields"], place)
+        call = has_fields(json_object(text), MeshCall.__dataclass_fields__)
+        has_fields(checked(call["fields"], dict), _FIELDS)
+        shown, place = (printable(checked(call[name], str)) for name in ("text", "place"))
+        return MeshCall(whole(call["rank"], MOST_RANKS - 1), shown, call["fields"], place)
 
 
 class _Meshes:
@@ -87,7 +87,7 @@ def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequen
     if meshes.store is None or key in meshes.known:
         return
     line = user_line()
-    made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
+    call = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = meshes.store.below(str(len(meshes.known)), "*")
     meshes.known.add(key)
     # when the store is gone, the next collective tells what happened
@@ -115,42 +115,41 @@ def _whole(store: Any) -> Any:
     return store
 
 
-def _compare(world: World, keys: StoreKeys, key: str, made: MeshCall, number: int) -> None:
-    keys.append("made", json.dumps(asdict(made)) + "\n")
+def _compare(world: World, keys: StoreKeys, key: str, call: MeshCall, number: int) -> None:
+    keys.append("made", json.dumps(asdict(call)) + "\n")
     first = keys.claim("first", key, str)
     if first == key:
         return
-    meshes = _all_made(world, keys)
-    if all(one.fields == made.fields for one in meshes):
+    calls = _all_calls(world, keys)
+    if all(other.fields == call.fields for other in calls):
         raise keys.bad_value("first", first, "no rank has made such a mesh")
-    verdict = keys.claim("verdict", _diagnosed(meshes, number).to_json(), Verdict.from_json)
+    verdict = keys.claim("verdict", _diagnosed(calls, number).to_json(), Verdict.from_json)
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
 
-def _all_made(world: World, keys: StoreKeys) -> list[MeshCall]:
+def _all_calls(world: World, keys: StoreKeys) -> list[MeshCall]:
     """Return the meshes of the ranks that arrive within a moment."""
     deadline = time.monotonic() + _TO_COME_S
     while True:
-        calls = keys.read_lines("made", MeshCall.from_json)
-        made = {call.rank: call for call in calls}
-        if len(made) == world.size or time.monotonic() > deadline:
-            return [made[rank] for rank in sorted(made)]
+        calls = {call.rank: call for call in keys.read_lines("made", MeshCall.from_json)}
+        if len(calls) == world.size or time.monotonic() > deadline:
+            return [calls[rank] for rank in sorted(calls)]
         time.sleep(_PAUSE_S)
 
 
-def _diagnosed(made: list[MeshCall], number: int) -> Verdict:
-    parties = sorted(parties_by(made, lambda one: json.dumps(one.fields)), key=len)
+def _diagnosed(calls: list[MeshCall], number: int) -> Verdict:
+    parties = sorted(parties_by(calls, lambda one: json.dumps(one.fields)), key=len)
     outliers = minority([[one.rank for one in party] for party in parties])
     usual, other = parties[-1][0].fields, parties[0][0].fields
     field = next(name for name in _FIELDS if usual[name] != other[name])
-    rest = [one.rank for one in made if one.rank not in outliers]
+    rest = [one.rank for one in calls if one.rank not in outliers]
     who = (
         f"{ranks_text(outliers)} made another mesh than {ranks_text(rest)}"
         if outliers
         else "the ranks made different meshes"
     )
-    seen = sorted(made, key=lambda one: one.rank not in outliers)
+    seen = sorted(calls, key=lambda one: one.rank not in outliers)
     said = f"{who} as mesh {number} of the program: they differ in {field}."
     lines = [
         f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}"

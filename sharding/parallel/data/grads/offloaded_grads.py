@@ -49,17 +49,17 @@ class OffloadedGrads:
             leaves, grads: of a unit.
             nodes: of the leaves' gradients, which autograd calls.
         """
-        here = [grad is not None and grad.device.type == "cpu" for grad in grads]
-        mine = [
-            there and _is_simple(leaf, node)
-            for leaf, there, node in zip(leaves, here, nodes, strict=True)
+        on_host = [grad is not None and grad.device.type == "cpu" for grad in grads]
+        deferred = [
+            is_on_host and _is_simple(leaf, node)
+            for leaf, is_on_host, node in zip(leaves, on_host, nodes, strict=True)
         ]
-        if here != mine:
+        if on_host != deferred:
             self.synchronize()
         self._waiting += [
-            (leaf, grad) for leaf, grad, later in zip(leaves, grads, mine, strict=True) if later
+            (leaf, grad) for leaf, grad, later in zip(leaves, grads, deferred, strict=True) if later
         ]
-        return [None if later else grad for grad, later in zip(grads, mine, strict=True)]
+        return [None if later else grad for grad, later in zip(grads, deferred, strict=True)]
 
     def finish(self) -> None:
         """Wait for all copies and add the gradients to `.grad`: backward has ended."""
