@@ -166,8 +166,8 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
         size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
     if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
         raise ValueError(
-            f"{size} processes are more than this host can start at once ({most}): "
-            "write a smaller --nprocs or --mesh"
+            f"{size} processes are more than this host can start at once ({most}): write a smaller "
+            "--nprocs or --mesh"
         )
     if size < 2:
         raise ValueError(

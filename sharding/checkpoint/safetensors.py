@@ -164,8 +164,7 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
             if name in places:
                 raise CheckpointError(
                     f"{shortened(name)!r} is in {places[name].path} and in {file}; pass one file "
-                    f"or "
-                    "the index"
+                    "or the index"
                 )
             start = data + description["data_offsets"][0]
             entries[name], places[name] = (

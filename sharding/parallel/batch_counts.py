@@ -63,8 +63,6 @@ def _uneven(lengths: dict[int, int]) -> str:
     fewest, most = min(lengths.values()), max(lengths.values())
     return (
         f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in "
-        f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths.values())}, or "
-        f"with "
-        f"mode='shadow' or mode='empty' run {max(lengths.values())} steps, some of them without "
-        f"samples"
+        f"sm.parallel.uneven_inputs(loader, mesh)`: all stop after {fewest}, or with "
+        f"mode='shadow' or mode='empty' run {most} steps, some of them without samples"
     )

@@ -164,7 +164,7 @@ def split_flat(
     flat: Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
 ) -> list[Tensor]:
     """Return a bucket's tensors: views, but not for autograd, so they may be written in place."""
-    found = [
+    views = [
         x.view(shape)
         for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
     ]

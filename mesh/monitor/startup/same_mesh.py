@@ -92,7 +92,7 @@ def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequen
     meshes.known.add(key)
     # when the store is gone, the next collective tells what happened
     with contextlib.suppress(dist.DistError):
-        _compare(world, keys, key, made, len(meshes.known))
+        _compare(world, keys, key, call, len(meshes.known))
 
 
 def _store_of(world: World) -> StoreKeys | None:

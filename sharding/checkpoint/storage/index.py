@@ -124,8 +124,7 @@ def _leaf_and_boxes(
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise Damage(
                 f"{_quoted(name)} has the shape {shortened(list(shape))}, but a box "
-                f"{shortened(box)} "
-                "outside of it"
+                f"{shortened(box)} outside of it"
             )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
             raise Damage(f"{_quoted(name)} has two boxes at {shortened(origin)}")
@@ -148,8 +147,7 @@ def _add_piece(
     if info.get("transform_descriptors"):
         raise Damage(
             f"{_quoted(name)} is stored transformed ({shortened(info['transform_descriptors'])}): "
-            f"load "
-            "it with torch's own tools"
+            "load it with torch's own tools"
         )
     leaf, box = leaves[name], None
     if leaf.shape is not None:
@@ -172,8 +170,7 @@ def _add_piece(
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(
             f"{_quoted(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, "
-            f"which "
-            "needs more"
+            "which needs more"
         )
     leaf.pieces.append((box, file, offset, length))
 

@@ -159,8 +159,7 @@ def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
     path = stored.folder / piece.file
     return (
         f"{path}, which has part of {shortened(piece.name)!r}, cannot be read "
-        f"({shortened(error)}); load "
-        "another step"
+        f"({shortened(error)}); load another step"
     )
 
 

@@ -242,8 +242,8 @@ class _CustomVJPCall:
         pair = self.custom.fwd(*args)  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
-                f"custom_vjp({self.custom.name}): fwd returned {_describe(pair)}; return a pair of the result and what "
-                "bwd needs"
+                f"custom_vjp({self.custom.name}): fwd returned {_describe(pair)}; return a pair of "
+                "the result and what bwd needs"
             )
         return pair[0], pair[1]
 

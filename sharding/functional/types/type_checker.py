@@ -408,9 +408,8 @@ class TypeChecker(TorchFunctionMode):
             tag = self.make_tag(TypeOrigin(name_of(func), here), varying)
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{here}: {name_of(func)} of a value that "
-                f"{tag.type}{tag.since(tag.type.pending)}: each rank holds only a share of the "
-                "sum; psum it first"
+                f"{here}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: "
+                "each rank holds only a share of the sum; psum it first"
             )
         if not tag.type.varying <= self.control_tag.type.varying:
             why = (
