@@ -395,8 +395,9 @@ def of_a_silent_resolver() -> Iterator[str]:
 
 def of_a_stranger() -> Iterator[str]:
     twin = roll_call(dist.HashStore(), card(1))
-    twin.store.set("rank1", b"hello")
-    yield raised(lambda: twin._claim(twin.store))
+    keys = twin.store.below("0", "*")
+    keys.set("rank1", "hello")
+    yield raised(lambda: twin._claim(keys))
 
 
 def of_two_processes(other: int) -> Iterator[str]:
@@ -430,7 +431,7 @@ def of_another_job() -> Iterator[str]:
 def of_a_job_that_has_started() -> Iterator[str]:
     store = dist.HashStore()
     late = roll_call(store, card(3))
-    late.store.compare_set("first", "", card(0, 2).to_json())
+    late.store.claim("first", card(0, 2).to_json(), str)
     late.store.set("verdict", "go")
     yield raised(lambda: late._claim(late.store))
 
