@@ -205,7 +205,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
     return plain_operands.refuse(tensor, func)
 
 
-# -- new strategies -------------------------------------------------------------------------------
+# -- new strategies --------------------------------------------------------------------------------
 
 
 _SPELLINGS = 16  # of each strategy, the calls with different ints that are looked up at once
@@ -218,7 +218,7 @@ def _new_strategy(
     key: list[Any],
     operands: list[Any],
 ) -> OpStrategy:
-    """Return the strategy for a new key, shared by calls that differ in ints that decide nothing."""
+    """Return the strategy of a new key, shared by calls that differ in ints that decide nothing."""
     shared = shared_arguments(func, args, kwargs) if operands else None
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
@@ -272,7 +272,7 @@ def _make_strategy(
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     call = _Call(func, args, kwargs, key, operands)
-    run = next((run for applies, run in _CALLS if applies(call)), None)
+    run = next((run for applies, run in _KINDS_OF_CALLS if applies(call)), None)
     if run is not None:
         strategy = OpStrategy(func, run=run)
     elif (public := public_call(func)) is not None:
@@ -317,7 +317,7 @@ class _Call(NamedTuple):
     operands: list[Any]
 
 
-def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
+def _runs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `run` of a strategy that calls `function(func, args, kwargs)`."""
     return lambda strategy, args, kwargs, *_: function(strategy.func, args, kwargs)
 
@@ -371,20 +371,20 @@ def _asks_wrapper(call: _Call) -> bool:
     return not call.operands or is_access
 
 
-_ON_WRAPPERS = _calls(_on_wrappers)
+_ON_WRAPPERS = _runs(_on_wrappers)
 # Kinds of calls, and how to run them. The first that applies counts.
-_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
-    (_has(_WRAPPED), _calls(torch_transforms.run_with_wrapped)),
+_KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
+    (_has(_WRAPPED), _runs(torch_transforms.run_with_wrapped)),
     (
         lambda c: c.operands and plain_operands.plain_targets(c.func, c.args, c.kwargs),
-        _calls(plain_operands.write_plain),
+        _runs(plain_operands.write_plain),
     ),
-    (lambda c: has_numpy_names(c.func, c.kwargs), _calls(_with_torch_names)),
-    (lambda c: has_tensor_as_number(c.func, c.kwargs), _calls(_with_numbers)),
-    (lambda c: not c.operands and _has(_PLAIN)(c), _calls(_refuse_plain)),
-    (_has(_PLAIN), _calls(_with_plain)),
+    (lambda c: has_numpy_names(c.func, c.kwargs), _runs(_with_torch_names)),
+    (lambda c: has_tensor_as_number(c.func, c.kwargs), _runs(_with_numbers)),
+    (lambda c: not c.operands and _has(_PLAIN)(c), _runs(_refuse_plain)),
+    (_has(_PLAIN), _runs(_with_plain)),
     (_asks_wrapper, _ON_WRAPPERS),
-    (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _calls(_into_out)),
+    (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _runs(_into_out)),
 )
 
 
@@ -506,7 +506,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         if local.requires_grad:
             if _is_grad_enabled():
                 out.requires_grad = True
-            else:  # a view of a leaf, which must not become a leaf if a custom autograd.Function returns it
+            else:  # a view of a leaf, not to become a leaf if a custom autograd.Function returns it
                 local = _detached(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]
