@@ -34,7 +34,7 @@ from ..layout.layout import Layout
 from ..lineage import comm_context, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from ..redistribute.autograd import redistribute_local
 from ..tensor.autograd.local_part import known_local
-from ..tensor.resharding import Resharding, settled
+from ..tensor.handles import TensorHandle, settled
 from ..tensor.sharded_tensor import ShardedTensor
 from . import nonmember, plain_operands, torch_transforms
 from .rules.argument_forms import (
@@ -111,11 +111,11 @@ def torch_function(
                 key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
-        strategy = operands[0]._layout.strategies.get(tuple(key)) if operands else None
+        strategy = operands[0]._layout.decisions.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
-        if any(isinstance(item, Resharding) for item in key):
+        if any(isinstance(item, TensorHandle) for item in key):
             return func(*settled(tuple(args)), **settled(kwargs))
         strategy = _new_strategy(func, args, kwargs, key, operands)
     wrap_result = strategy.wrap
@@ -205,7 +205,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
     return plain_operands.refuse(tensor, func)
 
 
-# -- new strategies -------------------------------------------------------------------------------
+# -- new strategies --------------------------------------------------------------------------------
 
 
 _SPELLINGS = 16  # of each strategy, the calls with different ints that are looked up at once
@@ -218,14 +218,14 @@ def _new_strategy(
     key: list[Any],
     operands: list[Any],
 ) -> OpStrategy:
-    """Return the strategy for a new key, shared by calls that differ in ints that decide nothing."""
+    """Return the strategy of a new key, shared by calls that differ in ints that decide nothing."""
     shared = shared_arguments(func, args, kwargs) if operands else None
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
     shared_key = _key_of(func, *shared)
-    strategies = operands[0]._layout.strategies
+    decisions = operands[0]._layout.decisions
     try:
-        strategy = strategies.get(tuple(shared_key))
+        strategy = decisions.get(tuple(shared_key))
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
@@ -234,7 +234,7 @@ def _new_strategy(
         seed_with_ints(strategy.seed, [item for item in key if type(item) is int])
     )
     with suppress(TypeError):
-        _keep_spelling(strategies, strategy, tuple(key), spelled)
+        _keep_spelling(decisions, strategy, tuple(key), spelled)
     return spelled
 
 
@@ -249,15 +249,15 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _keep_spelling(
-    strategies: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
+    decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
 ) -> None:
     """Cache a strategy under the key of one call too, and no longer under the oldest of those."""
     if strategy.spellings is None:
         strategy.spellings = deque()
-    keep(strategies, key, spelled)
+    keep(decisions, key, spelled)
     strategy.spellings.append(key)
     if len(strategy.spellings) > _SPELLINGS:
-        strategies.pop(strategy.spellings.popleft(), None)
+        decisions.pop(strategy.spellings.popleft(), None)
 
 
 def _make_strategy(
@@ -272,7 +272,7 @@ def _make_strategy(
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     call = _Call(func, args, kwargs, key, operands)
-    run = next((run for applies, run in _CALLS if applies(call)), None)
+    run = next((run for applies, run in _KINDS_OF_CALLS if applies(call)), None)
     if run is not None:
         strategy = OpStrategy(func, run=run)
     elif (public := public_call(func)) is not None:
@@ -287,7 +287,7 @@ def _make_strategy(
     )
     if operands:
         with suppress(TypeError):  # an argument that cannot be hashed: not cached
-            keep(operands[0]._layout.strategies, tuple(key), strategy)
+            keep(operands[0]._layout.decisions, tuple(key), strategy)
     return strategy
 
 
@@ -317,7 +317,7 @@ class _Call(NamedTuple):
     operands: list[Any]
 
 
-def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
+def _runs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `run` of a strategy that calls `function(func, args, kwargs)`."""
     return lambda strategy, args, kwargs, *_: function(strategy.func, args, kwargs)
 
@@ -371,20 +371,20 @@ def _asks_wrapper(call: _Call) -> bool:
     return not call.operands or is_access
 
 
-_ON_WRAPPERS = _calls(_on_wrappers)
+_ON_WRAPPERS = _runs(_on_wrappers)
 # Kinds of calls, and how to run them. The first that applies counts.
-_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
-    (_has(_WRAPPED), _calls(torch_transforms.run_with_wrapped)),
+_KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
+    (_has(_WRAPPED), _runs(torch_transforms.run_with_wrapped)),
     (
         lambda c: c.operands and plain_operands.plain_targets(c.func, c.args, c.kwargs),
-        _calls(plain_operands.write_plain),
+        _runs(plain_operands.write_plain),
     ),
-    (lambda c: has_numpy_names(c.func, c.kwargs), _calls(_with_torch_names)),
-    (lambda c: has_tensor_as_number(c.func, c.kwargs), _calls(_with_numbers)),
-    (lambda c: not c.operands and _has(_PLAIN)(c), _calls(_refuse_plain)),
-    (_has(_PLAIN), _calls(_with_plain)),
+    (lambda c: has_numpy_names(c.func, c.kwargs), _runs(_with_torch_names)),
+    (lambda c: has_tensor_as_number(c.func, c.kwargs), _runs(_with_numbers)),
+    (lambda c: not c.operands and _has(_PLAIN)(c), _runs(_refuse_plain)),
+    (_has(_PLAIN), _runs(_with_plain)),
     (_asks_wrapper, _ON_WRAPPERS),
-    (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _calls(_into_out)),
+    (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _runs(_into_out)),
 )
 
 
@@ -506,8 +506,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         if local.requires_grad:
             if _is_grad_enabled():
                 out.requires_grad = True
-            else:
-                # A view of a leaf must not become a leaf if a custom autograd.Function returns it.
+            else:  # a view of a leaf, not to become a leaf if a custom autograd.Function returns it
                 local = _detached(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]

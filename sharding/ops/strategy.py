@@ -51,7 +51,8 @@ class OpStrategy:
         container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
-        example: for `AS_RETURNED`, the results on meta tensors, or None if their shapes depend on values.
+        example: for `AS_RETURNED`, the results on meta tensors, or None if their shapes depend on
+            values.
         decomposition: what to call instead, with the operator's own arguments.
         run: `(strategy, args, kwargs, local_args, local_kwargs, operands) -> result`.
         wrap: if all there is to do is to call `func` on the locals and wrap its one result: makes

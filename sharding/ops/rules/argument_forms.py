@@ -1,7 +1,7 @@
 """Arguments in forms that torch accepts and rules do not know.
 
     x.cumsum(axis=0)                  NumPy's names of keyword arguments, of functions in C++
-    p.add_(direction, alpha=step)     a 0-d tensor, a `ShardedTensor` or a plain one, read as a number
+    p.add_(direction, alpha=step)     a 0-d tensor, sharded or plain, is read as a number
 
 `torch.optim.LBFGS` calls the second with a step size that it computes from gradients.
 """

@@ -151,7 +151,7 @@ def _einsum(equation: str, *operands: Any) -> Rule:
 
 
 def _spelled(part: str, extra: int, whole: set[str]) -> str:
-    """Return `...ij` as `e1 e0 i j`: `extra` dims for the ellipsis, those in `whole` in brackets."""
+    """Return `...ij` as `e1 e0 i j`: an ellipsis is `extra` dims, those in `whole` in brackets."""
     before, ellipsis, after = part.partition("...")
     dims = [f"e{i}" for i in reversed(range(extra))] if ellipsis else []
     return " ".join(f"[{c}]" if c in whole else c for c in (*before, *dims, *after))

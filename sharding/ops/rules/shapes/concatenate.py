@@ -192,8 +192,8 @@ def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
         if max(before, after) > length:
             raise ValueError(
                 f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to "
-                f"{length}, too few for a border of {max(before, after)}; cut with narrow first and "
-                "pad the result in several steps"
+                f"{length}, too few for a border of {max(before, after)}; cut with narrow first "
+                "and pad the result in several steps"
             )
 
 
