@@ -18,9 +18,9 @@ from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
 from ..module_repr import show_layouts_in_repr
-from .schedule import set_unit, unit_of, units_in, units_of
+from .plan import make_plan, roots_of
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
-from .unit import Unit, UnitModules
+from .unit import Unit, is_unit_root, set_unit, unit_of, units_in, units_of
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
 Units = (
@@ -43,39 +43,37 @@ def wrap(
     """Make units of a module and of its submodules that `units` matches; `dims` has dims to split,
     by the id of the parameter.
     """
-    for root in module if isinstance(module, UnitModules) else (module,):
-        unit = unit_of(root)
-        if unit is not None and root in unit.roots:
+    for root in roots_of(module):
+        if is_unit_root(root):
             raise ValueError(
                 f"{type(root).__name__} is a unit already; call fully_shard once per module, on "
                 "the inner ones first"
             )
     modules = {"": module} | dict(_matching_modules(module, units))
-    found = _parameters(module, ignored)
-    bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
-    made = {
-        name: Unit(name, inner, options if inner is module else options.inside, keep)
-        for name, inner in modules.items()
-    }
+    parameters = _parameters(module, ignored)
+    bases = [_base_layout(one, options.mesh) for one in parameters]  # before any communication
     enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
-    unit_names = [_unit_for(one, enclosing) for one in found]
-    for unit in made.values():
-        set_unit(unit.module, unit)
-    _assign_shared(module, made, enclosing)
-    for (_, places), name in zip(found, unit_names, strict=True):
-        for home in {enclosing[owner][-1] for owner, _ in places} - {name}:
-            if made[name] not in made[home].outer_units:
-                made[home].outer_units.append(made[name])
-    for name, unit in reversed(made.items()):  # inner ones first
-        mine = [
-            (one, base)
-            for one, base, whose in zip(found, bases, unit_names, strict=True)
-            if whose == name
-        ]
-        slots = [_slot(one, base, dims or {}) for one, base in mine]
-        unit.shard_params(slots, partial(_shard, src=src, offload=options.offload is not None))
+    shared = _shared_modules(module, modules, enclosing)
+    slots: dict[str, list[Slot]] = {name: [] for name in modules}
+    outer: dict[str, dict[str, None]] = {name: {} for name in modules}
+    for one, base in zip(parameters, bases, strict=True):
+        name = _unit_for(one, enclosing)
+        slots[name].append(_slot(one, base, dims or {}))
+        for owner, _ in one[1]:
+            outer[enclosing[owner][-1]][name] = None
+    at_rest = partial(_shard, src=src, offload=options.offload is not None)
+    units_by_name: dict[str, Unit] = {}
+    for name, inner in reversed(modules.items()):  # inner ones first
+        own = options if inner is module else options.inside
+        plan = make_plan(name, inner, own, slots[name], shared[name], at_rest)
+        units_by_name[name] = Unit(plan, keep)
+    for name, unit in units_by_name.items():
+        for inner in (modules[name], *shared[name]):
+            set_unit(inner, unit)
+    for name, unit in units_by_name.items():
+        unit.outer_units = [units_by_name[other] for other in outer[name] if other != name]
         unit.intercept()
-    made[""].schedule.set_units(units_in(module))
+    units_by_name[""].schedule.set_units(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
     prepare(module)
@@ -177,7 +175,7 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     """
     left_out, taken = (
         {id(x) for x in ignored},
-        {id(slot.value): slot for unit in units_of(module) for slot in unit.slots},
+        {id(slot.value): slot for unit in units_of(module) for slot in unit.plan.slots},
     )
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
@@ -206,9 +204,7 @@ Enclosing = dict[
 
 
 def _enclosing_units(module: nn.Module, names: dict[nn.Module, str]) -> Enclosing:
-    """Return the units around each module, its own included. A module in two of them is in the
-    innermost one around both.
-    """
+    """Return the units on every path to each module, its own included, outermost first."""
     around: Enclosing = {module: ()}
     found: Enclosing = {}
     for parent in _parents_first(module):
@@ -243,24 +239,22 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _unit_for(found: Found, enclosing: Enclosing) -> str:
-    """Return the name of the innermost unit that contains all owners of a parameter, on every path
-    to them.
-    """
+    """Return the innermost unit that contains all owners of a parameter, on every path."""
     return reduce(_common, [enclosing[owner] for owner, _ in found[1]])[-1]
 
 
-def _assign_shared(module: nn.Module, made: dict[str, Unit], enclosing: Enclosing) -> None:
-    """Assign modules that several units share to the unit around all of these."""
+def _shared_modules(
+    module: nn.Module, modules: dict[str, nn.Module], enclosing: Enclosing
+) -> dict[str, list[nn.Module]]:
+    """Return the modules that several units share, by the name of the unit around all of these."""
+    shared: dict[str, list[nn.Module]] = {name: [] for name in modules}
     for parent in module.modules():
         for child in parent.children():
-            unit = made[enclosing[child][-1]]
-            if (
-                enclosing[parent][-1] != unit.name
-                and child not in unit.roots
-                and unit_of(child) is None
-            ):
-                set_unit(child, unit)
-                unit.shared_modules.append(child)
+            name = enclosing[child][-1]
+            is_shared = enclosing[parent][-1] != name and child not in roots_of(modules[name])
+            if is_shared and unit_of(child) is None and child not in shared[name]:
+                shared[name].append(child)
+    return shared
 
 
 def _slot(found: Found, base: Layout, dims: Mapping[int, int]) -> Slot:

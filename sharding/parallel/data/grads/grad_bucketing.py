@@ -70,9 +70,7 @@ class GradBucketer:
         ] = {}  # of this backward, not in use yet
 
     def add(self, part: UnitGrads) -> None:
-        """Reduce these gradients, now or with those of other units. Communication: an all_reduce,
-        or none yet.
-        """
+        """Reduce these gradients, now or with others. Communication: an all_reduce, or none yet."""
         key = None if part.alone else _kind(part)
         if key != self._key:
             self.launch()
@@ -85,9 +83,7 @@ class GradBucketer:
             self.launch()
 
     def launch(self) -> None:
-        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes, or
-        none.
-        """
+        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes."""
         parts, self._waiting, self._size = self._waiting, [], 0
         if not parts:
             return
@@ -119,9 +115,7 @@ class GradBucketer:
         self._buffers.clear()
 
     def buffer(self, source: ContiguousGrads) -> Tensor:
-        """Allocate memory for the gradients of a unit, next to that of the units expected in its
-        bucket.
-        """
+        """Allocate a unit's gradients next to those of the units expected in its bucket."""
         bucket = self._buckets.get(source, ())
         if len(bucket) < 2:
             return source.empty(source.length)
@@ -144,9 +138,7 @@ def _kind(part: UnitGrads) -> Any:
 
 @cached_on_mesh(lambda layouts: layouts[0].mesh, 256)
 def mean_local_bytes(layouts: tuple[Layout, ...]) -> int:
-    """Return the bytes of local parts, averaged over ranks so that all ranks get the same
-    number.
-    """
+    """Return the bytes of local parts, averaged over ranks: the same number on all ranks."""
     return sum(
         math.prod(x.shape)
         * x.dtype.itemsize

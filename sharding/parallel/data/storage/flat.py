@@ -98,9 +98,7 @@ class FlatBucket:
         return _views(shard, self._in_shard)
 
     def rows_of(self, i: int, value: Tensor) -> Tensor:
-        """Return the rows of a parameter in use that are in this rank's piece, as a view of its
-        value.
-        """
+        """Return the rows of a parameter's value that are in this rank's piece, as a view."""
         start, stop = self.layout.rows_of(i, self._part, self._counts[i])
         return value.narrow(self.dims[i], start, stop - start)
 
@@ -153,9 +151,7 @@ class FlatBucket:
     def _flat(
         self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()
     ) -> Layout:
-        """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh
-        axes have separate buffers.
-        """
+        """Return the layout of the buffer, split over some of the axes."""
         found = self._flats.get((dtype, over, pending))
         if found is None:
             found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
@@ -173,8 +169,7 @@ class FlatBucket:
     def start_gather(
         self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
     ) -> Callable[[], Tensor]:
-        """Launch the all_gather from a buffer split over the axes `before` to one split over
-        `after`; the returned function waits for it.
+        """Launch the all_gather from split over `before` to over `after`; the result waits for it.
 
         Communication: one all_gather.
         """
@@ -187,9 +182,7 @@ class FlatBucket:
         return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
     def empty_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer for gradients: gaps between them are zero, the rest is
-        uninitialised.
-        """
+        """Allocate an uninitialised buffer for gradients, with zeros between them."""
         whole = torch.empty(self.layout.length, dtype=dtype, device=self.mesh.device)
         for start, stop in self._gaps:
             whole[start:stop].zero_()
@@ -197,9 +190,7 @@ class FlatBucket:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """The ranges between parameters; the whole buffer if one of them is not contiguous
-        in it.
-        """
+        """The ranges between parameters; the whole buffer if one is not contiguous in it."""
         found, end = [], 0
         for (shape, strides, start), dim in zip(self._in_whole, self.dims, strict=True):
             if math.prod(shape) and strides != _strides_of_stored(_dim_first(shape, dim), dim):
@@ -218,9 +209,7 @@ class FlatBucket:
     def fill_grad_buffer(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None
     ) -> Tensor:
-        """Copy gradients into a buffer, zero if there is none; those that are in `filled` already
-        are not copied.
-        """
+        """Copy gradients that are not in `filled` yet into a buffer; zeros where there is none."""
         whole, views = self.new_grad_buffer(dtype) if filled is None else filled
         given, absent = [], []
         for view, grad in zip(views, grads, strict=True):
@@ -235,8 +224,7 @@ class FlatBucket:
         return whole
 
     def start_reduce(self, whole: Tensor, tag: CommTag) -> Callable[[], Tensor]:
-        """Launch the reduction of gradient buffers over the axes; the returned function waits for
-        this rank's piece.
+        """Launch the reduction of a gradient buffer; the result waits for this rank's piece.
 
         Communication: one reduce_scatter over the axes.
         """

@@ -60,9 +60,7 @@ class ParamStorage:
 
     @torch.no_grad()
     def move_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Move the parameters' local parts into the flat shard, from which they are gathered
-        without a copy.
-        """
+        """Move local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
         owners = [id(x) for x in parameters]
         is_converted = (
@@ -89,9 +87,7 @@ class ParamStorage:
                 x.data = view
 
     def as_shard(self, piece: Tensor) -> Tensor:
-        """Return a piece of gradients on the device and in the dtype of the shard; on the host its
-        values may come later.
-        """
+        """Return a piece of gradients on the device and in the dtype of the shard, perhaps later."""
         if (
             self._offloaded is not None
             and self.shard.device != piece.device
@@ -125,9 +121,7 @@ class ParamStorage:
         self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
-        """Return the copy from which the whole is gathered with the fewest bytes, and the axes that
-        split it.
-        """
+        """Return the nearest copy of the whole, with the axes that split it."""
         found = [axes for axes in self._copies if self._find(versions, axes) is not None]
         if not found:
             return self._stage.optimizer, self._shard_in_use()
@@ -206,9 +200,7 @@ class ParamStorage:
 
     @torch.no_grad()
     def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Copy this rank's rows of the whole buffer to the shard; parameters do not count as
-        written. Communication: none.
-        """
+        """Copy this rank's rows of the whole buffer to the shard, which counts as no write."""
         if self._has_current_whole(parameters) and not self.flat.is_lossy:
             self.shard.copy_(self.flat.piece_of(self._copies[_WHOLE][1]))
 
@@ -229,9 +221,7 @@ class ParamStorage:
             wait()
 
     def after_forward(self, keep: str) -> None:
-        """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it
-        split over that axis.
-        """
+        """Free the whole buffer, unless `keep` is "all"; for an axis, keep the part over it."""
         if keep == "all" or _WHOLE not in self._copies:
             return
         versions, whole = self._copies.pop(_WHOLE)
