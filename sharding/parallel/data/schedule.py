@@ -212,10 +212,10 @@ class Schedule:
             if _is_gathered_ahead(unit):
                 unit.gather()
                 return
-            if (
-                explicit is not None and unit is not self.units[0]
-            ):  # its backward gathers nothing: it kept its parameters
-                _gather_ahead(explicit)
+            if explicit is not None and unit is not self.units[0]:
+                _gather_ahead(
+                    explicit
+                )  # the unit kept its parameters, so its backward gathers none
                 return
 
     def prefetch_backward(self, unit: ScheduledUnit) -> None:

@@ -28,11 +28,9 @@ from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads
 from .grad_reduction import reduction_tag
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = (
-    1 << 20,
-    25 << 20,
-)  # an all_reduce is launched from these sizes on, as in torch's DDP
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # as in torch's DDP
 _REDUCING = seed_of("sum gradients of a unit")
+Sources = tuple[ContiguousGrads, ...]
 
 
 class UnitGrads(NamedTuple):
@@ -62,12 +60,8 @@ class GradBucketer:
         self._waiting: list[UnitGrads] = []
         self._key: Any = None
         self._size, self._threshold = 0, FIRST_BUCKET_BYTES
-        self._buckets: dict[
-            ContiguousGrads, tuple[ContiguousGrads, ...]
-        ] = {}  # of the last backward
-        self._buffers: dict[
-            tuple[ContiguousGrads, ...], dict[ContiguousGrads, Tensor]
-        ] = {}  # of this backward, not in use yet
+        self._buckets: dict[ContiguousGrads, Sources] = {}  # of the last backward
+        self._buffers: dict[Sources, dict[ContiguousGrads, Tensor]] = {}  # not in use yet
 
     def add(self, part: UnitGrads) -> None:
         """Reduce these gradients, now or with others. Communication: an all_reduce, or none yet."""
@@ -123,8 +117,8 @@ class GradBucketer:
             whole = source.empty(sum(other.length for other in bucket))
             parts = torch.unsafe_split_with_sizes(whole, [other.length for other in bucket])
             self._buffers[bucket] = dict(zip(bucket, parts, strict=True))
-        found = self._buffers[bucket].pop(source, None)
-        return source.empty(source.length) if found is None else found
+        part = self._buffers[bucket].pop(source, None)
+        return source.empty(source.length) if part is None else part
 
 
 def _kind(part: UnitGrads) -> Any:

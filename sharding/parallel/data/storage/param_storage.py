@@ -37,12 +37,8 @@ class ParamStorage:
     def __init__(
         self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str
     ) -> None:
-        self.flat, self._stage, self._policy, self._offloaded = (
-            flat,
-            options.stage,
-            options.policy,
-            options.offloaded,
-        )
+        self.flat, self._stage, self._policy = flat, options.stage, options.policy
+        self._offloaded = options.offloaded
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
@@ -63,13 +59,11 @@ class ParamStorage:
         """Move local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
         owners = [id(x) for x in parameters]
-        is_converted = (
-            parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device
-        )
-        if is_converted or (
-            self._owners and self._owners != owners
-        ):  # replaced parameters keep the old shard
-            self._allocate(parts[0].dtype, parts[0].device)
+        dtype, device = parts[0].dtype, parts[0].device
+        is_converted = dtype is not self.shard.dtype or device != self.shard.device
+        is_replaced = bool(self._owners) and self._owners != owners  # they keep the old shard
+        if is_converted or is_replaced:
+            self._allocate(dtype, device)
         self._owners = owners
         moved = [
             (view, x)
@@ -88,11 +82,9 @@ class ParamStorage:
 
     def as_shard(self, piece: Tensor) -> Tensor:
         """Return a piece of gradients on the device and in the dtype of the shard, perhaps later."""
-        if (
-            self._offloaded is not None
-            and self.shard.device != piece.device
-            and thread_context.recorder is None
-        ):  # a graph has no events
+        is_elsewhere = self.shard.device != piece.device
+        # a graph has no events
+        if self._offloaded is not None and is_elsewhere and thread_context.recorder is None:
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 
@@ -114,25 +106,24 @@ class ParamStorage:
         versions = [_version(x, self._moves) for x in parameters]
         self._copies.pop(_WHOLE, None)  # outdated
         axes, x = self._nearest(versions)
-        kept = self._stage.parameter
-        if axes == self._stage.optimizer and kept not in (_WHOLE, axes):
-            x = self.flat.start_gather(x, axes, kept, self._tag)()
-            self._copies[kept], axes = (versions, x), kept
+        at_rest = self._stage.parameter
+        if axes == self._stage.optimizer and at_rest not in (_WHOLE, axes):
+            x = self.flat.start_gather(x, axes, at_rest, self._tag)()
+            self._copies[at_rest], axes = (versions, x), at_rest
         self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
         """Return the nearest copy of the whole, with the axes that split it."""
-        found = [axes for axes in self._copies if self._find(versions, axes) is not None]
-        if not found:
+        current = [axes for axes in self._copies if self._find(versions, axes) is not None]
+        if not current:
             return self._stage.optimizer, self._shard_in_use()
-        nearest = min(found, key=self.flat.mesh.size)
+        nearest = min(current, key=self.flat.mesh.size)
         return nearest, self._copies[nearest][1]
 
     def _shard_in_use(self) -> Tensor:
         """Return the shard on the device, in the dtype in which parameters are used."""
-        shard = self.shard.to(
-            self.flat.mesh.device, non_blocking=True
-        )  # a copy that also casts would wait
+        # a copy that also casts would wait
+        shard = self.shard.to(self.flat.mesh.device, non_blocking=True)
         return shard.to(self._policy.used_as(shard.dtype))
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
@@ -159,10 +150,8 @@ class ParamStorage:
             versions, wait = self._pending
             self._pending = None
             whole = wait()
-            self._copies[_WHOLE], self._address = (
-                (versions, whole),
-                whole.untyped_storage().data_ptr(),
-            )
+            self._copies[_WHOLE] = versions, whole
+            self._address = whole.untyped_storage().data_ptr()
         return self._copies[_WHOLE][1]
 
     @property
