@@ -95,7 +95,9 @@ class ThreadContext(threading.local):
         grad_depth: number of functions around that are being differentiated.
         grad_is_nested: whether the results of `grad` are to be differentiated again.
         starts_async: whether collectives are to be left in flight: this is a call by `async_start`.
-        schedule: that of the running `fully_shard` model (`running_schedule`).
+        schedule: that of the running `fully_shard` model (`Unit.call`).
+        elementwise_step: which of torch's optimizer steps over lists runs, "foreach" or "fused";
+            None for others.
         segment_calls: the collectives of the compiled segment that runs, as functions of x that
             return the result.
         last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
@@ -122,6 +124,7 @@ class ThreadContext(threading.local):
     grad_is_nested: bool = False
     starts_async: bool = False
     schedule: Any = None
+    elementwise_step: str | None = None
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None
     on_stand_ins: bool = False

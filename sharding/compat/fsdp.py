@@ -25,10 +25,10 @@ from ...mesh.launch.process_groups import start_processes
 from ..layout.spec import Shard
 from ..parallel.data.fully_shard import fully_shard_options, what_to_keep
 from ..parallel.data.module_calls import intercept_method
+from ..parallel.data.plan import UnitModules, roots_of
 from ..parallel.data.precision import MixedPrecisionPolicy, OffloadPolicy, offload_of
-from ..parallel.data.schedule import unit_of, units_in
 from ..parallel.data.slot import UnitOptions
-from ..parallel.data.unit import UnitModules
+from ..parallel.data.unit import is_unit_root, unit_of, units_in
 from ..parallel.data.wrap import wrap
 from .fsdp_module import FSDPModule, ReplicateModule, check_modules, set_class
 
@@ -379,8 +379,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: `torch.distributed.fsdp.register_fsdp_forward_method`.
     """
-    unit = unit_of(module)
-    if unit is None or module not in unit.roots:
+    if not is_unit_root(module):
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
@@ -418,10 +417,9 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
     if not modules:
         raise ValueError(f"{function}([]): the list has no module")
     target = module if isinstance(module, nn.Module) else _several(list(dict.fromkeys(modules)))
-    roots = tuple(target) if isinstance(target, UnitModules) else (target,)
+    roots = roots_of(target)
     for root in roots:
-        unit = unit_of(root)
-        if unit is not None and root in unit.roots:
+        if is_unit_root(root):
             raise AssertionError(
                 f"{function} or another form of data parallelism was applied to "
                 f"{type(root).__name__} before"
@@ -486,7 +484,7 @@ def _placements(
     if function is None:
         return meshes, dims
     left_out = {id(x) for x in ignored} | {
-        id(slot.value) for unit in units_in(target) for slot in unit.slots
+        id(slot.value) for unit in units_in(target) for slot in unit.plan.slots
     }
     for name, x in target.named_parameters():
         if id(x) in left_out:

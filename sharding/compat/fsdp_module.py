@@ -9,15 +9,13 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ...mesh.comm.pending import Pending
-from ..parallel.data.schedule import unit_of, units_in
-from ..parallel.data.unit import Unit
+from ..parallel.data.unit import Unit, unit_of, units_in
 
 
 class UnshardHandle(Pending[None]):
@@ -108,13 +106,11 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward is a bool, got {reshard_after_forward!r}")
-        units = list(_units_of(self, recurse))
-        if not all(unit.options.stage.parameter for unit in units):
+        if not all(unit.plan.options.stage.parameter for unit in _units_of(self, recurse)):
             raise AssertionError(
                 "set_reshard_after_forward of replicate: its parameters are not split"
             )
-        for unit in units:
-            unit.reshard_after_forward(reshard_after_forward)
+        self._set(recurse, keep="rest" if reshard_after_forward else "all")
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -205,8 +201,7 @@ class FSDPModule:
 
         It is `find_unused_parameters` of `sm.parallel.fully_shard`.
         """
-        for unit in _units_of(self, recurse):
-            unit.options = replace(unit.options, find_unused=reduce_scatter_unused_params)
+        self._set(recurse, allows_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -225,9 +220,9 @@ class FSDPModule:
         units = _units(self)
         if len(units) > 1:
             raise ValueError("set_all_reduce_hook: the module has parameters on several meshes")
-        stage = units[0].options.stage
-        copies = set(units[0].options.data_axes) - set(units[0].options.stage.optimizer)
-        if copies or not stage.optimizer:
+        options = units[0].plan.options
+        copies = set(options.data_axes) - set(options.stage.optimizer)
+        if copies or not options.stage.optimizer:
             raise NotImplementedError(
                 f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their "
                 "gradients are reduced together with those of other units; split them over all "

@@ -21,7 +21,7 @@ import shardmesh.compat
 import shardmesh.parallel
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
-from shardmesh.sharding.parallel.data.schedule import units_in
+from shardmesh.sharding.parallel.data.unit import units_in
 from tests.device import DEVICE, on_device
 from tests.docs.pages import DOCS, blocks, unknown_names
 from tests.sharding.parallel import models
@@ -339,7 +339,7 @@ def test_rows_are_the_named_forms(row):
         for code in programs:
             model = nn.Linear(8, 8)
             eval(code, NAMES | {"model": model, "mesh": mesh})
-            form = units_in(model)[0].options.stage
+            form = units_in(model)[0].plan.options.stage
             found = form.parameter, form.gradient, form.optimizer
             assert [set(axes) for axes in found] == [set(_axes(cell, mesh)) for cell in row[:3]]
 
@@ -384,7 +384,7 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 
 def _gathered(model: nn.Module) -> int:
     """Return the bytes of gathered parameters on this rank, present or in flight."""
-    levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
+    levels = [bucket.storage for unit in units_in(model) for bucket in unit.plan.buckets]
     coming = [
         one.flat.layout.parts * one.flat.layout.piece * BYTES["p"]
         for one in levels
@@ -397,7 +397,7 @@ def _gradients(model: nn.Module) -> int:
     waiting = [
         bucket.deferred
         for unit in units_in(model)
-        for bucket in unit._buckets
+        for bucket in unit.plan.buckets
         if bucket.deferred is not None
     ]
     return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(

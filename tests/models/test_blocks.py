@@ -8,7 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh.parallel import data_parallel, fully_shard, parallelize
-from shardmesh.sharding.parallel.data.schedule import units_in
+from shardmesh.sharding.parallel.data.unit import units_in
 from tests.models.tiny import IDS, model
 
 BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "mixtral": "MixtralDecoderLayer"}
@@ -31,7 +31,7 @@ def _whole(p):
 
 
 def _unit_names(module):
-    return sorted(unit.name for unit in units_in(module))
+    return sorted(unit.plan.name for unit in units_in(module))
 
 
 @pytest.mark.parametrize("wrap", [fully_shard, data_parallel])

@@ -62,9 +62,7 @@ class BuffersInUse:
                     module._buffers[name] = found
 
     def unwrap(self) -> None:
-        """Restore the buffers. Communication: if the module set a new buffer that is split, an
-        all_gather of it.
-        """
+        """Restore the buffers. Communication: an all_gather of a split one that the module set."""
         for table, name, original, in_use in self._changed:
             now = table.get(name)
             if now is in_use:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 
 @dataclass
@@ -17,6 +14,10 @@ class UnitControls:
     """Switches of one unit; the defaults are those of `fully_shard`.
 
     Attributes:
+        keep: what to keep between forward and backward: "all", only the shard ("rest"), or the
+            axis over which to keep parameters split; None for "all" in the outermost unit, whose
+            backward is the first, and "rest" in the others.
+        allows_unused: whether a parameter may have a gradient on some ranks only.
         reduces_grads: whether backward reduces gradients; if not, whole gradients accumulate.
         all_reduces_grads: whether backward reduces gradients over axes that replicate
             parameters (HSDP).
@@ -29,13 +30,15 @@ class UnitControls:
         optimizer_event: an event that the next forward of the outermost unit waits for.
     """
 
+    keep: str | None = None
+    allows_unused: bool = False
     reduces_grads: bool = True
     all_reduces_grads: bool = True
     reshards_after_backward: bool = True
     prefetched_in_backward: bool = True
     divide_factor: float | None = None
-    forward_prefetch: Sequence[Unit] | None = None
-    backward_prefetch: Sequence[Unit] | None = None
+    forward_prefetch: Sequence[Any] | None = None
+    backward_prefetch: Sequence[Any] | None = None
     reduce_hook: Callable[[Tensor], Any] | None = None
     optimizer_event: Any = None
 

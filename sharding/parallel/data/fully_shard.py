@@ -13,8 +13,8 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
 from .inputs import is_slice
 from .precision import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
-from .schedule import units_of
 from .slot import UnitOptions
+from .unit import units_of
 from .wrap import Units, wrap
 from .zero_stage import Axes, ZeroStage, make_zero_stage
 
@@ -121,9 +121,7 @@ def fully_shard_options(
     transport: str | None = None,
     ignored: Collection[nn.Parameter] = (),
 ) -> tuple[UnitOptions, str | None]:
-    """Return the options of the units that `fully_shard` makes, and what they keep after forward;
-    arguments and errors are its.
-    """
+    """Return the units' options and what they keep after forward; arguments are `fully_shard`'s."""
     given = _mesh_of("fully_shard", "axes", mesh)
     used = _axes_in_use(module, ignored)
     names, mesh = _axes(used, given, axes), _with_tensor_axes(module, given, ignored)
@@ -247,15 +245,15 @@ def _axes(used: set[str], mesh: DeviceMesh, axes: Axes | None) -> Axes:
 def _with_tensor_axes(
     module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]
 ) -> DeviceMesh:
-    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are
-    slices of one mesh.
+    """Return the mesh extended by the axes of parameters that are on a slice of the same one.
 
     Nested units extend it if their mesh contains this one: others have their parameters on a mesh
     of their own, as experts do.
     """
-    found = {x.mesh for x in _sharded_outside_units(module, ignored)}
-    found |= {unit.options.mesh for unit in units_of(module) if is_slice(mesh, unit.options.mesh)}
-    others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
+    of_units = {unit.plan.options.mesh for unit in units_of(module)}
+    meshes = {x.mesh for x in _sharded_outside_units(module, ignored)}
+    meshes |= {other for other in of_units if is_slice(mesh, other)}
+    others = [other for other in meshes if not set(other.axis_names) <= set(mesh.axis_names)]
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
@@ -263,7 +261,7 @@ def _sharded_outside_units(
     module: nn.Module, ignored: Collection[nn.Parameter]
 ) -> list[ShardedTensor]:
     """Return the sharded parameters that are in no unit yet, without the ignored ones."""
-    taken = {id(slot.value) for unit in units_of(module) for slot in unit.slots} | {
+    taken = {id(slot.value) for unit in units_of(module) for slot in unit.plan.slots} | {
         id(x) for x in ignored
     }
     return [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
@@ -272,7 +270,7 @@ def _sharded_outside_units(
 def _axes_in_use(module: nn.Module, ignored: Collection[nn.Parameter]) -> set[str]:
     """Return the axes that split parameters in use (tensor parallelism)."""
     outside = {axis for x in _sharded_outside_units(module, ignored) for axis in x.spec.axes}
-    return outside.union(*(unit.tensor_axes for unit in units_of(module)))
+    return outside.union(*(unit.plan.tensor_axes for unit in units_of(module)))
 
 
 def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:

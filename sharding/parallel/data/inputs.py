@@ -27,31 +27,11 @@ def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | No
     mesh = next((x.mesh for x in pytree.tree_leaves(inputs) if isinstance(x, ShardedTensor)), None)
     if mesh is None or is_slice(mesh, whole):
         return mesh
-    here, there = distinct_mesh_names(mesh, whole)
+    own, other = distinct_mesh_names(mesh, whole)
     raise ValueError(
-        f"an input of {unit} is on {here}, but its parameters are on {there}; redistribute the "
+        f"an input of {unit} is on {own}, but its parameters are on {other}; redistribute the "
         "input to that mesh, or a part of it"
     )
-
-
-def mesh_of_parameter(
-    own: DeviceMesh | None, whole: DeviceMesh, split: tuple[str, ...], tensor_axes: tuple[str, ...]
-) -> DeviceMesh | None:
-    """Return the mesh on which a parameter is used when inputs are plain; None to use it as a plain
-    tensor.
-
-    Args:
-        own: its mesh before data parallelism; None if it was a plain tensor.
-        whole: the mesh with all axes.
-        split: the data-parallel axes, which split it between uses.
-        tensor_axes: the axes that split parameters in use.
-    """
-    if own is None:
-        return None
-    axes = (
-        tensor_axes if own is whole else tuple(axis for axis in own.axis_names if axis not in split)
-    )
-    return whole[axes] if axes else None
 
 
 def is_slice(mesh: DeviceMesh, whole: DeviceMesh) -> bool:

@@ -15,8 +15,7 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
-from .schedule import units_in
-from .unit import Unit
+from .unit import Unit, units_in
 
 _NAMED = 4  # modules listed in a message
 
@@ -70,7 +69,7 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
             memory.restore_plain_params(inner)
         memory.restore_plain_buffers()
     for unit in units_in(module):
-        unit.flatten_params()
+        unit.plan.flatten_parameters()
     return module
 
 
@@ -111,7 +110,7 @@ def _mesh_of(module: nn.Module) -> DeviceMesh:
             f"{type(module).__name__} is not sharded, so it is not known which rank holds what; "
             "call fully_shard first"
         )
-    return units[0].options.mesh if units else max(meshes, key=lambda mesh: mesh.ndim)
+    return units[0].plan.options.mesh if units else max(meshes, key=lambda mesh: mesh.ndim)
 
 
 # -- initial values --------------------------------------------------------------------------------
@@ -158,9 +157,7 @@ def _steps(
 
 
 def _by_model(module: nn.Module, outer: Init | None) -> Iterator[tuple[int, Init]]:
-    """Yield the id of each module within a Hugging Face model, and the `_init_weights` of the
-    innermost such model.
-    """
+    """Yield the id of each module and the `_init_weights` of the innermost model around it."""
     initialise = getattr(module, "_init_weights", outer)
     if initialise is not None:
         yield id(module), initialise  # type: ignore[misc]
@@ -202,9 +199,7 @@ def _clear_row(x: ShardedTensor, row: int) -> None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return by name a version token of each tensor, which changes when it is written or
-    replaced.
-    """
+    """Return by name a version token of each tensor; writing or replacing the tensor changes it."""
     named = {
         name: x
         for table in (module._parameters, module._buffers)
@@ -220,9 +215,7 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
 def _check_written(
     owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]
 ) -> None:
-    """Raise a ValueError for tensors that no initialiser has written; the same on all ranks, which
-    run the same initialisers.
-    """
+    """Raise a ValueError, the same on all ranks, for tensors that no initialiser has written."""
     left = [
         f"{path}.{name}" if path else name
         for path, inner in owners.items()
@@ -248,7 +241,7 @@ class _Memory:
     def __init__(self, mesh: DeviceMesh, units: Sequence[Unit]) -> None:
         self._mesh = mesh
         self._devices = {
-            number: device for unit in units for number, device in unit.param_devices()
+            number: device for unit in units for number, device in unit.plan.parameter_devices()
         }
         self._allocated_params: dict[
             int, tuple[Tensor, nn.Parameter]
@@ -279,9 +272,7 @@ class _Memory:
         return out
 
     def _allocated(self, x: Tensor) -> ShardedTensor:
-        """Allocate memory; for a plain tensor a replicated one, so that all ranks make the same
-        values.
-        """
+        """Allocate a tensor; a replicated one for a plain tensor, equal on all ranks."""
         layout = (
             x._layout
             if isinstance(x, ShardedTensor)

@@ -23,73 +23,63 @@ import torch
 from torch import nn
 
 from ...ops.torch_compile import keep_compiler_out, not_compiled
-from .schedule import unit_of
 
+_REASON = "fully_shard and data_parallel gather a unit's parameters here, outside of any graph"
 _CALL, _COMPILED, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"  # names of nn.Module
 
 
 class CallInterception:
     """Intercepts calls of a unit's modules that own parameters.
 
-    Attributes:
-        modules: the modules; their calls become calls of `Unit.call`.
+    Args:
+        modules: the modules.
+        call: `(module, args, kwargs)` is called instead; a fourth argument is what to call in place
+            of the module.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = tuple(modules)
-        self._compiled = [module.__dict__.get(_COMPILED) for module in self.modules]
+    def __init__(self, modules: Iterable[nn.Module], call: Callable[..., Any]) -> None:
+        self._modules = tuple(modules)
+        self._compiled = [module.__dict__.get(_COMPILED) for module in self._modules]
+        self._calls = [partial(_intercepted, call, module) for module in self._modules]
+        self._compiles = [partial(self._compile, module) for module in self._modules]
         self.start()
 
     def start(self) -> None:
         """Intercept calls from now on."""
-        for module in self.modules:
+        for module, call, compile in zip(self._modules, self._calls, self._compiles, strict=True):
             attributes = module.__dict__
-            attributes[_CALL], attributes[_COMPILE] = (
-                partial(_call_unit, module),
-                partial(_compile, module),
-            )
+            attributes[_CALL], attributes[_COMPILE] = call, compile
             attributes.pop(_COMPILED, None)
 
     def stop(self) -> None:
         """Stop intercepting; restore what `module.compile()` set."""
-        for module, compiled in zip(self.modules, self._compiled, strict=True):
+        for module, compiled in zip(self._modules, self._compiled, strict=True):
             attributes = module.__dict__
             del attributes[_CALL], attributes[_COMPILE]
             if compiled is not None:
                 attributes[_COMPILED] = compiled
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a call of the unit is running."""
-        return _CALL not in self.modules[0].__dict__
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without compiled code, as `nn.Module` does."""
-        return {"modules": self.modules, "_compiled": [None] * len(self.modules)}
+        return self.__dict__ | {"_compiled": [None] * len(self._modules)}
 
-    def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile a module's call with gathered parameters; the arguments are those of
-        `torch.compile`.
-        """
-        at = next(i for i, known in enumerate(self.modules) if known is module)
-        self._compiled[at] = torch.compile(
+    def _compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Compile a module's call with gathered parameters, as `module.compile` does."""
+        i = next(i for i, other in enumerate(self._modules) if other is module)
+        self._compiled[i] = torch.compile(
             MethodType(type(module)._call_impl, module), *args, **kwargs
         )
 
 
-@not_compiled(
-    "fully_shard and data_parallel gather a unit's parameters here, outside of any graph",
-    calls_program=True,
-)
-def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+@not_compiled(_REASON, calls_program=True)
+def _intercepted(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_compiler_out()
     _check_caller(module, sys._getframe(1))
-    return unit_of(module).call(module, args, kwargs)  # type: ignore[union-attr]
+    return call(module, args, kwargs)
 
 
 class _ForwardMethod:
-    """A method of a unit's module whose calls gather the unit's parameters, as those of the module
-    do.
+    """A method of a unit's module whose calls gather the parameters, as those of the module do.
 
     Args:
         module: the module.
@@ -98,43 +88,30 @@ class _ForwardMethod:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        self._instead = module.__dict__.get(
-            name
-        )  # of the module itself; of its class it is looked up at each call
+        self._instead = module.__dict__.get(name)  # that of the class is looked up at each call
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self._instead or MethodType(getattr(type(self._module), self._name), self._module)
 
-    @not_compiled(
-        "fully_shard and data_parallel gather a unit's parameters here, outside of any graph",
-        calls_program=True,
-    )
+    @not_compiled(_REASON, calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        method, unit = self.__wrapped__, unit_of(self._module)
-        if unit is None or unit.calls.is_stopped:
+        method, intercepted = self.__wrapped__, self._module.__dict__.get(_CALL)
+        if intercepted is None:  # a call of the unit is running
             return method(*args, **kwargs)
-        return unit.call(
-            self._module, args, kwargs, lambda _, *args, **kwargs: method(*args, **kwargs)
-        )
+        call, module = intercepted.args
+        return call(module, args, kwargs, lambda _, *args, **kwargs: method(*args, **kwargs))
 
 
 def intercept_method(module: nn.Module, name: str) -> None:
-    """Gather the parameters of a module's unit for calls of this method, as for calls of the
-    module.
-    """
+    """Gather the parameters of a module's unit for calls of this method as well."""
     if not isinstance(module.__dict__.get(name), _ForwardMethod):
         module.__dict__[name] = _ForwardMethod(module, name)
 
 
-def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    unit_of(module).calls.compile(module, *args, **kwargs)  # type: ignore[union-attr]
-
-
 def _check_caller(module: nn.Module, frame: FrameType) -> None:
-    """Raise if another module calls: one that has copied this module's attributes, and this one's
-    call with them.
+    """Raise if another module calls, with a copy of this module's attributes.
 
     An attribute of an instance is not told whose call it is; the frame of `nn.Module.__call__` is.
 

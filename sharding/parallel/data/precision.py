@@ -83,9 +83,7 @@ def precision_of(given: Any) -> MixedPrecisionPolicy:
 
 
 def offload_of(given: Any) -> CPUOffloadPolicy | None:
-    """Return our policy for a given one: ours, torch's, or None. Torch's base class
-    `OffloadPolicy()` means None.
-    """
+    """Return our policy for a given one: ours, torch's, or None, as for `OffloadPolicy()`."""
     pinned = getattr(given, "pin_memory", None)
     return None if pinned is None else CPUOffloadPolicy(pinned)
 

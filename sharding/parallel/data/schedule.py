@@ -7,12 +7,11 @@ Backward goes in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from ....mesh.comm.thread_context import thread_context
@@ -21,64 +20,52 @@ from ...autograd import engine_hooks
 from ...layout.layout import distinct_mesh_names
 from ...tensor.autograd import leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
+from .controls import UnitControls
 from .grads.grad_bucketing import GradBucketer
 from .grads.offloaded_grads import OffloadedGrads
 from .inputs import is_slice
+from .plan import UnitPlan
 
-if TYPE_CHECKING:
-    from .unit import Unit
-
-_UNIT = "_shardmesh_unit"  # the attribute of a module that holds its unit
 _numbers = count()
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that gathers this module's parameters."""
-    return module.__dict__.get(_UNIT)
+class ScheduledUnit(Protocol):
+    """What a schedule asks of a unit; its phases are in `unit.py`.
 
-
-def set_unit(module: nn.Module, unit: Unit) -> None:
-    module.__dict__[_UNIT] = unit
-
-
-def units_in(module: nn.Module) -> list[Unit]:
-    """Return the units of a module and its submodules, the outermost first."""
-    roots = (
-        inner
-        for inner in module.modules()
-        if (unit := unit_of(inner)) is not None and inner in unit.roots
-    )
-    return list(dict.fromkeys(unit_of(inner) for inner in roots))  # type: ignore[arg-type]
-
-
-def units_of(module: nn.Module) -> list[Unit]:
-    """Return the units that gather parameters of a module and its submodules, also units around
-    them.
+    Attributes:
+        saved: how many views of its gathered buffers backward still needs.
+        schedule: the unit's schedule, set by it.
     """
-    units = [unit_of(inner) for inner in module.modules()]
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+    plan: UnitPlan
+    controls: UnitControls
+    saved: int
+    schedule: Schedule
+
+    def gather(self) -> None:
+        """Launch the all_gathers."""
+
+    def prefetch(self) -> None:
+        """Launch the all_gathers for the next forward."""
+
+    def end_model_forward(self) -> None:
+        """The forward of the outermost unit has ended."""
+
+    def release(self) -> None:
+        """Backward is done with the unit."""
+
+    def end_model_backward(self) -> None:
+        """The running backward has ended."""
+
+    def reset(self) -> None:
+        """A forward or backward has failed."""
 
 
-def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules whose calls belong to the unit, each once: its module, submodules outside
-    nested units, and those that nested units share."""
-    todo: list[nn.Module] = [*unit.shared_modules, unit.module]
-    visited: set[nn.Module] = set()
-    while todo:
-        module = todo.pop()
-        if module not in visited:
-            visited.add(module)
-            yield module
-            todo += [child for child in module.children() if unit_of(child) in (None, unit)]
+class _Running(NamedTuple):
+    """A unit's call, and the mesh of its sharded inputs; None for plain ones."""
 
-
-def running_schedule(unit: Unit) -> Schedule:
-    """Return the schedule of the running model; begin the unit's own if none is running."""
-    found = thread_context.schedule
-    if found is None:
-        found = unit.schedule
-        found.begin(unit)
-    return found
+    unit: ScheduledUnit
+    mesh: DeviceMesh | None
 
 
 class Schedule:
@@ -89,115 +76,95 @@ class Schedule:
         bucketer: reduces the gradients of small units together.
     """
 
-    _made: ClassVar[int] = 0
+    _count: ClassVar[int] = 0  # of all schedules: units were made if it has changed
 
-    def __init__(self, root: Unit) -> None:
-        self.units: list[Unit] = [root]
-        self._order: list[Unit] = []  # of the running forward
-        self._last_order: list[Unit] = []  # of the last forward
-        self._running_units: list[Unit] = []  # nested calls, innermost last
+    def __init__(self, root: ScheduledUnit) -> None:
+        self.units: list[ScheduledUnit] = [root]
+        self._order: list[ScheduledUnit] = []  # of the running forward
+        self._last_order: list[ScheduledUnit] = []  # of the last forward
+        self._running: list[_Running] = []  # nested calls, innermost last
         self._backward = self._scanned = -1
         self._reductions: set[int] = set()  # under way
         self.bucketer = GradBucketer()
-        self._delayed: Unit | None = None  # to be gathered at half of another unit's backward
-        Schedule._made += 1
+        self._delayed: ScheduledUnit | None = None  # until half of another unit's backward
+        Schedule._count += 1
 
-    def begin(self, root: Unit) -> None:
-        """Begin a forward of the outermost unit."""
-        if self._scanned != Schedule._made:  # new units were made
-            self.set_units(units_in(root.module))
-            self._scanned = Schedule._made
-        thread_context.schedule = self
-        if engine_hooks.current_backward() == -1:
-            self._recover()
-
-    def set_units(self, units: list[Unit]) -> None:
+    def set_units(self, units: list[Any]) -> None:
         """Set the units of the model, if there are more than before."""
         if len(units) > len(self.units):
             self.units = units
             for unit in units:
                 unit.schedule = self
 
-    def reset(self) -> None:
-        """Drop all state of the running step, accumulated gradients included: a forward or backward
-        has failed.
-        """
-        thread_context.schedule = None
-        self._running_units.clear()
-        self._order = []
-        self._recover()
-        self._release()
-        for unit in self.units:
-            unit.drop_held()
-            unit.reshard()
-
-    def _recover(self) -> None:
-        """Release the state that a failed backward left."""
-        leaf_grads.drop_started(self.units[0].options.mesh.world)
-        self.bucketer.drop()
-        if self._backward != -1:
-            self._release()
-
     def tensor_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
-        """Return the axes of a mesh that split parameters in use (tensor parallelism), in mesh
-        order.
-        """
-        found = {
-            axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes
-        }
-        return tuple(axis for axis in mesh.axis_names if axis in found)
+        """Return the axes of a mesh that split parameters in use (tensor parallelism)."""
+        plans = [unit.plan for unit in self.units]
+        axes = set().union(*(plan.tensor_axes for plan in plans if plan.options.mesh is mesh))
+        return tuple(axis for axis in mesh.axis_names if axis in axes)
 
-    def is_running(self, unit: Unit) -> bool:
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin(self, units: Callable[[], list[Any]]) -> None:
+        """Begin a forward of the model; `units` returns those of its modules."""
+        if self._scanned != Schedule._count:
+            self.set_units(units())
+            self._scanned = Schedule._count
+        thread_context.schedule = self
+        if engine_hooks.current_backward() == -1:
+            self._recover()
+
+    def is_running(self, unit: ScheduledUnit) -> bool:
         """Return whether a call of the unit is running."""
-        return any(other is unit for other in self._running_units)
+        return any(call.unit is unit for call in self._running)
 
-    def enter(self, unit: Unit) -> None:
-        self._running_units.append(unit)
+    def enter(self, unit: ScheduledUnit, mesh: DeviceMesh | None) -> None:
+        """Begin a unit's forward, with inputs on this mesh; None for plain ones."""
+        self._running.append(_Running(unit, mesh))
         if engine_hooks.current_backward() == -1:
             self._order.append(unit)
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: ScheduledUnit) -> None:
         """End a unit's forward; with the outermost unit, that of the model."""
-        if unit in self._running_units:
-            self._running_units.remove(unit)
-        if not self._running_units:
-            thread_context.schedule = None
-            if engine_hooks.current_backward() == -1:
-                order, self._order = self._order or self._last_order, []
-                if order and (order[0] is self.units[0] or self._last_order[:1] != self.units[:1]):
-                    # not that of an inner unit called alone, as in a loss computed in chunks
-                    self._last_order = order
-                for other in self.units:
-                    other.drop_prefetched()
+        place = next((i for i, call in enumerate(self._running) if call.unit is unit), None)
+        if place is not None:
+            del self._running[place]
+        if self._running:
+            return
+        thread_context.schedule = None
+        if engine_hooks.current_backward() == -1:
+            order, self._order = self._order or self._last_order, []
+            if order and (order[0] is self.units[0] or self._last_order[:1] != self.units[:1]):
+                # not that of an inner unit called alone, as in a loss computed in chunks
+                self._last_order = order
+            for other in self.units:
+                other.end_model_forward()
 
-    def enclosing_mesh(self, unit: Unit) -> DeviceMesh | None:
-        """Return the mesh that the enclosing unit computes on; None if this unit's parameters are
-        on another one.
+    def enclosing_mesh(self, unit: ScheduledUnit) -> DeviceMesh | None:
+        """Return the mesh of the enclosing unit; None if the parameters of this one are on another.
 
         Raises:
             ValueError: the enclosing unit computes the loss of a global batch, and this unit's
                 parameters are on another mesh, so that the scale of its gradients is unknown.
         """
-        enclosing = [other for other in self._running_units if other is not unit]
-        mesh = enclosing[-1].computes_on if enclosing else None
-        if mesh is None or is_slice(mesh, unit.options.mesh):
+        calls = [call for call in self._running if call.unit is not unit]
+        outer, mesh = calls[-1] if calls else (unit, None)
+        own = unit.plan.options.mesh
+        if mesh is None or is_slice(mesh, own):
             return mesh
-        is_global = not set(enclosing[-1].options.data_axes).isdisjoint(mesh.axis_names)
+        is_global = not set(outer.plan.options.data_axes).isdisjoint(mesh.axis_names)
         if is_global and unit.controls.divide_factor is None:
-            here, there = distinct_mesh_names(mesh, unit.options.mesh)
+            outer_name, own_name = distinct_mesh_names(mesh, own)
             raise ValueError(
-                f"{unit.display_name} was called with plain tensors inside of "
-                f"{enclosing[-1].display_name}, which computes on {here}, but its parameters are "
-                f"on {there}: it is unknown which ranks have the same inputs. Pass sharded tensors "
-                "on its mesh, or say by set_gradient_divide_factor what to divide its gradients by"
+                f"{unit.plan.display_name} was called with plain tensors inside of "
+                f"{outer.plan.display_name}, which computes on {outer_name}, but its parameters "
+                f"are on {own_name}: it is unknown which ranks have the same inputs. Pass sharded "
+                "tensors on its mesh, or say by set_gradient_divide_factor what to divide its "
+                "gradients by"
             )
         return None
 
-    # -- prefetching -------------------------------------------------------------------------------
-
-    def prefetch(self, unit: Unit) -> None:
-        """Gather the next unit: in forward the one that followed the last time, in backward the
-        previous one.
+    def prefetch(self, unit: ScheduledUnit) -> None:
+        """Gather the next unit: as in the last forward, or in backward the previous one.
 
         Communication: one all_gather per dtype, or none.
         """
@@ -212,19 +179,16 @@ class Schedule:
             next_unit.prefetch()
         return None
 
-    def _next_unit(self, place: int) -> Unit | None:
-        order = (
-            self._last_order
-            if self._last_order[:place] == self._order
-            else []
-            if self._last_order
-            else self.units
-        )
+    def _next_unit(self, place: int) -> ScheduledUnit | None:
+        order = self._last_order or self.units
+        if self._last_order and self._last_order[:place] != self._order:
+            order = []
         return order[place] if place < len(order) else None
 
-    def before_backward(self, unit: Unit, outputs: Any) -> Any:
-        """Return the outputs of a unit; backward from those of the outermost one begins with the
-        gather of the unit that ran last.
+    # -- backward ----------------------------------------------------------------------------------
+
+    def before_backward(self, unit: ScheduledUnit, outputs: Any) -> Any:
+        """Return the outputs; with them, backward begins by gathering the unit that ran last.
 
         Without this, that gather would be launched after the backward of what follows the unit,
         such as the head of a language model, and nothing would be left to overlap with it.
@@ -236,9 +200,8 @@ class Schedule:
             and engine_hooks.current_backward() == -1
         ):
             for x in pytree.tree_leaves(outputs):
-                node: Any = getattr(
-                    x._local if isinstance(x, ShardedTensor) else x, "grad_fn", None
-                )
+                local = x._local if isinstance(x, ShardedTensor) else x
+                node: Any = getattr(local, "grad_fn", None)
                 if node is not None:
                     node.register_prehook(self._on_first_gradient)
         return outputs
@@ -246,39 +209,30 @@ class Schedule:
     def _on_first_gradient(self, _: Any) -> None:
         for unit in reversed(self._last_order):
             explicit = unit.controls.backward_prefetch
-            if unit.saved and unit.controls.prefetched_in_backward:
+            if _is_gathered_ahead(unit):
                 unit.gather()
                 return
-            if (
-                explicit is not None and unit is not self.units[0]
-            ):  # its backward gathers nothing: it kept its parameters
-                self._gather_saved(explicit)
+            if explicit is not None and unit is not self.units[0]:
+                _gather_ahead(
+                    explicit
+                )  # the unit kept its parameters, so its backward gathers none
                 return
 
-    def _gather_saved(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            if unit.saved and unit.controls.prefetched_in_backward:
-                unit.gather()
-
-    def prefetch_backward(self, unit: Unit) -> None:
-        """Gather the unit that ran before this one; if a reduction is under way, at half of this
-        unit's backward.
+    def prefetch_backward(self, unit: ScheduledUnit) -> None:
+        """Gather the unit that ran before; during a reduction, at half of this unit's backward.
 
         Communication: as `prefetch`.
         """
         self.on_backward()
         if unit.controls.backward_prefetch is not None:
-            self._gather_saved(unit.controls.backward_prefetch)
+            _gather_ahead(unit.controls.backward_prefetch)
             return
-        order = self._last_order[: _last_index(self._last_order, unit)]
-        before = [
-            other
-            for other in order
-            if other.saved and other is not unit and other.controls.prefetched_in_backward
-        ]
+        places = [i for i, other in enumerate(self._last_order) if other is unit]
+        order = self._last_order[: places[-1]] if places else []
+        before = [other for other in order if other is not unit and _is_gathered_ahead(other)]
         if not before:
             return
-        if self._reductions and not unit.options.find_unused:
+        if self._reductions and not unit.controls.allows_unused:
             self._delayed = before[-1]
         else:
             before[-1].gather()
@@ -295,9 +249,9 @@ class Schedule:
 
     def reduction_started(self) -> Callable[[], None]:
         """Count a reduction as under way, until the returned function is called."""
-        mine = self._reductions
-        mine.add(number := next(_numbers))
-        return lambda: mine.discard(number)
+        reductions, number = self._reductions, next(_numbers)
+        reductions.add(number)
+        return lambda: reductions.discard(number)
 
     def on_backward(self) -> None:
         """Register the end of the running backward, once."""
@@ -311,16 +265,26 @@ class Schedule:
             offloaded.finish()
         self._release()
         for unit in self.units:
-            unit.fill_unused()
-            unit.reduce_held()
+            unit.end_model_backward()
 
-    @property
-    def _offloaded(self) -> list[OffloadedGrads]:
-        return list(
-            dict.fromkeys(
-                unit.options.offloaded for unit in self.units if unit.options.offloaded is not None
-            )
-        )
+    # -- failures ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop all state of a step that has failed, accumulated gradients included."""
+        thread_context.schedule = None
+        self._running.clear()
+        self._order = []
+        self._recover()
+        self._release()
+        for unit in self.units:
+            unit.reset()
+
+    def _recover(self) -> None:
+        """Release the state that a failed backward left."""
+        leaf_grads.drop_started(self.units[0].plan.options.mesh.world)
+        self.bucketer.drop()
+        if self._backward != -1:
+            self._release()
 
     def _release(self) -> None:
         self._backward, self._delayed = -1, None
@@ -330,6 +294,18 @@ class Schedule:
         for unit in self.units:
             unit.release()
 
+    @property
+    def _offloaded(self) -> Iterable[OffloadedGrads]:
+        offloaded = (unit.plan.options.offloaded for unit in self.units)
+        return dict.fromkeys(one for one in offloaded if one is not None)
 
-def _last_index(units: list[Unit], unit: Unit) -> int:
-    return max((i for i, other in enumerate(units) if other is unit), default=0)
+
+def _is_gathered_ahead(unit: ScheduledUnit) -> bool:
+    """Return whether other units gather this one ahead of its backward."""
+    return unit.saved > 0 and unit.controls.prefetched_in_backward
+
+
+def _gather_ahead(units: Iterable[ScheduledUnit]) -> None:
+    for unit in units:
+        if _is_gathered_ahead(unit):
+            unit.gather()

@@ -53,12 +53,9 @@ class Slot:
         owner, name = self.places[0]
         self.value = owner._parameters[name]
 
-    def put_at(self, place: int, value: Any) -> None:
-        """Set what the module at a place has."""
-        self.put_in(*self.places[place], value)
-
     @staticmethod
     def put_in(owner: nn.Module, name: str, value: Any) -> None:
+        """Set what a module has at a place."""
         owner._parameters[name] = value
         if isinstance(owner, nn.RNNBase):  # it keeps a separate list
             owner._flat_weights[owner._flat_weights_names.index(name)] = value
@@ -70,9 +67,7 @@ class Slot:
         self._set(value)
 
     def adopt(self) -> None:
-        """Take over an `nn.Parameter` that a module has instead, as after
-        `load_state_dict(assign=True)`.
-        """
+        """Take over a new `nn.Parameter` of the module, as after `load_state_dict(assign=True)`."""
         for owner, name in self.places:
             x: Any = owner._parameters.get(name)
             if x is not self.value and isinstance(x, nn.Parameter):
@@ -98,8 +93,7 @@ class Slot:
 
 
 def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], unit: str) -> None:
-    """Update the layouts of a unit's slots after the module was converted to another dtype;
-    `together` has the slots of each buffer.
+    """Update the layouts of a unit's slots to the dtypes that their parameters have now.
 
     Raises: TypeError, ValueError for a parameter that was replaced by one with another layout.
     """

@@ -1,17 +1,21 @@
 """A unit: the parameters of a module that are gathered together before its forward and freed after
 it.
 
-    forward     all_gather -> set the unsharded parameters -> module -> set the sharded ones -> free
-    backward    autograd unpacks a saved parameter -> all_gather -> ... -> reduce the gradients ->
-                free
+    gather     all_gather, by the unit that ran before: `prefetch`
+    forward    set the unsharded parameters -> module -> set the sharded ones again
+    free
+    gather     autograd unpacks a saved parameter, or the unit whose backward came before
+    backward   write the gradients to the buffer of their reduction
+    reduce     reduce_scatter -> `.grad`, while other units continue their backward
 
-The first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and
-when. Hooks on the outputs of the model only launch the first gather earlier.
+A `Unit` has a plan, which stays, and a `UnitStep` for each use of its parameters: made when they
+are gathered for a forward, and referred to by autograd's nodes until their gradients are reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,198 +25,101 @@ from ....mesh.comm.dispatch_modes import not_recomputed
 from ....mesh.comm.thread_context import thread_context
 from ....mesh.device_mesh import DeviceMesh
 from ...autograd import engine_hooks
-from ...layout.layout import Layout
-from ...lineage import comm_context, mixed, seed_of
 from ...ops.torch_compile import refuse_jit_trace
-from ...replicas.bit_hash import bit_hash
-from ...replicas.compare import compare
-from ...replicas.leaves import replica_leaves
 from ...tensor.autograd import leaf_grads
-from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .controls import UnitControls
+from .grads.averaging import Grads, average, scaled
 from .grads.grad_bucketing import UnitGrads
-from .grads.grad_places import ContiguousGrads, GradBuffer, GradBufferSource, GradWriter
-from .grads.grad_reduction import (
-    Bucket,
-    accumulate_later,
-    differentiable,
-    merge_parts,
-    reduction_tag,
-)
-from .grads.held_grads import HeldGrads, refuse_recording
-from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
+from .grads.grad_places import ContiguousGrads, GradPlaces, GradWriter
+from .grads.grad_reduction import reduction_tag
+from .grads.held_grads import HeldGrads
+from .inputs import gradient_scale, mesh_of_inputs
 from .module_calls import CallInterception
-from .params_in_use import ParamsInUse, Use, replaced_values
-from .schedule import Schedule, own_modules, running_schedule, set_unit, unit_of
-from .slot import Slot, UnitOptions, check_parameters
-from .storage.flat import FlatBucket
-from .storage.gather_op import GatherOp, Grads
-from .storage.gather_values import gather_values
-from .storage.param_storage import ParamStorage
-from .storage.saved_tensors import GatheredBuffer, note_in_checkpoint, saved_param_hooks
+from .params_in_use import ParamsInUse
+from .plan import UnitPlan
+from .schedule import Schedule
+from .storage.saved_tensors import GatheredBuffer, saved_param_hooks
+from .substitutes import find_substitutes, substitutes_in_use
 
-_GATHERING = seed_of("gather a unit")
-_REDUCING = seed_of("sum gradients of a unit")
-_COMPARED_FORWARDS = frozenset(
-    16**k for k in range(16)
-)  # in which the host waits for a comparison of hashes
-
-
-class UnitModules(nn.ModuleList):
-    """The modules of a unit that has several."""
+_UNIT = "_shardmesh_unit"  # the attribute of a module that holds its unit
 
 
 class Unit:
     """Parameters of a module that are gathered together.
 
     Attributes:
-        name: the path of the module, used in messages.
-        module: the module, or a list of the modules that are one unit.
-        roots: the module, or those of the list: gathered before the first one's forward, freed
-            after the last one's.
+        plan: its modules, parameters and their storage.
         controls: what the program may change between steps.
+        schedule: the order of the units of its model.
         parts: the units of those of its parameters that are on other meshes.
-        slots: its parameters, without those of nested units.
-        shared_modules: modules whose calls belong to the unit although only nested units have them.
         outer_units: the units that own parameters which modules of this unit share with modules of
             others.
-        calls: interception of its modules' calls, which become calls of `call`.
-        computes_on: during forward, the mesh of its sharded inputs; None for plain ones.
+        in_use: what its modules have in place of parameters.
+        held: gradients that wait for a later reduction.
+        step: the step whose values calls use; at most until the model's forward ends.
         saved: how many views of gathered buffers autograd has saved since the last backward.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, options: UnitOptions, keep: str | None
-    ) -> None:
-        self.name, self.module, self.options = name, module, options
-        self.roots = tuple(module) if isinstance(module, UnitModules) else (module,)
-        self.controls = UnitControls()
-        self.parts: tuple[Unit, ...] = ()
-        self._keep = keep if options.stage.parameter else "all"
-        self.slots: list[Slot] = []
-        self.calls = CallInterception(())
+    def __init__(self, plan: UnitPlan, keep: str | None) -> None:
+        self.plan = plan
+        self.controls = UnitControls(keep=keep, allows_unused=plan.options.find_unused)
         self.schedule = Schedule(self)
-        self.computes_on: DeviceMesh | None = None
+        self.parts: tuple[Unit, ...] = ()
+        self.outer_units: list[Unit] = []
+        self.in_use, self.held = ParamsInUse(plan), HeldGrads(plan, self.controls)
+        self.step: UnitStep | None = None
         self.saved = 0
-        self._buckets: list[Bucket] = []
-        self._in_order: tuple[Any, dict[int, tuple[GradBufferSource, int]]] = (None, {})
-        self.shared_modules: list[nn.Module] = []  # modules of the unit that only nested units have
-        self.outer_units: list[
-            Unit
-        ] = []  # units that own parameters which this unit's modules share with others
-        self._in_use = ParamsInUse()
-        self._unsharded: tuple[GatherOp, tuple[Tensor, ...]] | None = (
-            None  # the unsharded values; at most until the model's forward ends
-        )
-        self._with_graph = False
-        self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
-        self._still_to_run: set[nn.Module] = (
-            set()
-        )  # the other roots, once one has run in the model's forward
-        self._held = HeldGrads()
-        self._forwards = 0
-        self._hashes: list[
-            tuple[Use, Tensor]
-        ] = []  # copies in use as they were put in, in forwards that compare them
-        self._buffers, self._saving = BuffersInUse(), None
-        self._projects_buffers = False
-
-    @property
-    def keep(self) -> str:
-        """What to keep between forward and backward: "all", only the shard ("rest"), or the axis
-        over which to keep them split.
-
-        By default the outermost unit keeps all, since backward begins with it.
-        """
-        return self._keep or ("all" if self.schedule.units[0] is self else "rest")
+        self.grad_places = GradPlaces(plan.grad_sources, self._allocate_grads)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name or 'the root'}, {len(self.slots)} parameters)"
-
-    # -- sharding ----------------------------------------------------------------------------------
-
-    @property
-    def tensor_axes(self) -> set[str]:
-        """The axes that split parameters in use (tensor parallelism)."""
-        return {axis for slot in self.slots for axis in slot.base.spec.axes}
-
-    def shard_params(
-        self, slots: list[Slot], at_rest: Callable[[Any, Layout, Layout], ShardedTensor]
-    ) -> None:
-        """Shard parameters and set the sharded ones in their modules.
-
-        Args:
-            slots: the parameters, with their layouts in use.
-            at_rest: `(parameter, layout at rest, layout in use)` -> the sharded tensor.
-        """
-        self.slots = slots
-        alike: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for i, slot in enumerate(slots):
-            if self.options.stage.optimizer and slot.base.shape:
-                alike.setdefault((slot.base.dtype, slot.value.requires_grad), []).append(i)
-        self._buckets = [self._bucket(dtype, numbers) for (dtype, _), numbers in alike.items()]
-        for slot in slots:
-            old = slot.value
-            slot.replace(
-                nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad)
-            )
-        self._projects_buffers = any_sharded(own_modules(self))
-        self.flatten_params()
-
-    def _bucket(self, dtype: torch.dtype, numbers: list[int]) -> Bucket:
-        options, slots = self.options, [self.slots[i] for i in numbers]
-        bases, dims = [slot.base for slot in slots], [slot.dim for slot in slots]
-        flat = FlatBucket(options.mesh, options.stage.optimizer, bases, options.transport, dims)
-        for slot, layout in zip(slots, flat.layouts, strict=True):
-            slot.rest = layout
-        return Bucket(
-            numbers, ParamStorage(flat, dtype, options, self.display_name), options.policy
-        )
-
-    @property
-    def display_name(self) -> str:
-        """The name of the unit in messages."""
-        return self.name or " + ".join(type(root).__name__ for root in self.roots)
-
-    def flatten_params(self) -> None:
-        """Make the local parts views of the flat shards, so that an all_gather copies nothing
-        first.
-        """
-        self.adopt_parameters()
-        for bucket in self._buckets:
-            parameters = [self.slots[i].value for i in bucket.numbers]
-            if not any(x._local.is_meta for x in parameters):
-                bucket.storage.move_to_shard(parameters)
-
-    def adopt_parameters(self) -> None:
-        """Take over parameters that replace the unit's for good."""
-        for slot in self.slots:
-            slot.adopt()
-
-    def param_devices(self) -> Iterator[tuple[int, torch.device]]:
-        """Yield the id of each parameter and the device of its shard."""
-        yield from (
-            (id(self.slots[i].value), bucket.storage.shard.device)
-            for bucket in self._buckets
-            for i in bucket.numbers
-        )
-
-    # -- forward -----------------------------------------------------------------------------------
+        return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of submodules that own its parameters, to
-        `call`.
-        """
-        own = list(own_modules(self))
+        """Redirect calls of the unit's module, and of those that own its parameters, to `call`."""
+        own, roots = list(own_modules(self)), self.plan.roots
         for module in own:
             set_unit(module, self)
         intercepted = [
-            x for x in own if x in self.roots or any(p is not None for p in x._parameters.values())
+            x for x in own if x in roots or any(p is not None for p in x._parameters.values())
         ]
         for module in intercepted:
             module.register_load_state_dict_post_hook(_adopt_loaded)
-        self.calls = CallInterception(intercepted)
+        self._interception = CallInterception(intercepted, self.call)
+        self._projects_buffers = any_sharded(own)
+
+    @property
+    def keep(self) -> str:
+        """What to keep between forward and backward, see `UnitControls`."""
+        if not self.plan.options.stage.parameter:
+            return "all"
+        return self.controls.keep or ("all" if self.schedule.units[0] is self else "rest")
+
+    # -- gather ------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Launch the all_gathers.
+
+        Communication: one all_gather per dtype; none if the parameters are whole already.
+        """
+        self.plan.gather(check=not self.in_use.uses)
+
+    @not_recomputed
+    def prefetch(self) -> None:
+        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other
+        values replace all parameters.
+        """
+        if all(
+            owner._parameters.get(name) is not slot.value
+            for slot in self.plan.slots
+            for owner, name in slot.places
+        ):
+            return
+        self.gather()
+        if self.plan.buckets and self.step is None and torch.is_grad_enabled():
+            self.step = UnitStep(self)
+
+    # -- forward -----------------------------------------------------------------------------------
 
     def call(
         self,
@@ -228,85 +135,235 @@ class Unit:
         """
         refuse_jit_trace()
         for outer in self.outer_units:
-            if not outer._in_use.uses:
+            if not outer.in_use.uses:
                 return outer.call(
                     module,
                     args,
                     kwargs,
                     lambda inner, *args, **kwargs: self.call(inner, args, kwargs, forward),
                 )
-        policy = self.options.policy
-        self.calls.stop()
+        policy, buffers, hooks = self.plan.options.policy, BuffersInUse(), None
+        is_root = module in self.plan.roots
+        self._interception.stop()
         try:
-            self._pre_forward(args, kwargs)
-            if module not in self.roots:
-                outputs = forward(module, *args, **kwargs)
-            else:
+            hooks = self._begin_forward(args, kwargs, buffers)
+            if is_root:
                 args, kwargs = policy.inputs((args, kwargs))
-                outputs = policy.outputs(forward(module, *args, **kwargs))
+            outputs = forward(module, *args, **kwargs)
+            if is_root:
+                outputs = policy.outputs(outputs)
             self._keep_writes()
-            return self.schedule.before_backward(self, outputs) if module in self.roots else outputs
+            return self.schedule.before_backward(self, outputs) if is_root else outputs
         finally:
-            self._post_forward(module)
-            self.calls.start()
+            self._end_forward(module, buffers, hooks)
+            self._interception.start()
 
     @not_recomputed
-    def _pre_forward(self, args: Any, kwargs: Any) -> None:
-        if self._in_use.uses:  # by `unshard`
+    def _begin_forward(
+        self, args: Any, kwargs: Any, buffers: BuffersInUse
+    ) -> saved_param_hooks | None:
+        """Set the unsharded parameters, and gather the next unit's."""
+        if self.in_use.uses:  # by `unshard`
             self._keep_writes()
-            self._in_use.restore()
+            self.in_use.restore()
             self.gather()  # if parameters were written since
-            if not all(bucket.storage.is_gathered for bucket in self._buckets):
-                self._unsharded = None
+            if not self.plan.is_gathered:
+                self._end_step()
         self.controls.wait_for_optimizer()
-        schedule = running_schedule(self)
-        self.computes_on = mesh_of_inputs(
-            (args, kwargs), self.options.mesh, self.display_name
+        schedule = self._running_schedule()
+        mesh = mesh_of_inputs(
+            (args, kwargs), self.plan.options.mesh, self.plan.display_name
         ) or schedule.enclosing_mesh(self)
-        schedule.enter(self)
-        self._put_unsharded()
-        if self.computes_on is not None:
-            self._buffers.wrap(own_modules(self), self.computes_on)
+        schedule.enter(self, mesh)
+        self._put_values(mesh)
+        if mesh is not None:
+            buffers.wrap(own_modules(self), mesh)
         elif self._projects_buffers:
-            self._buffers.project(own_modules(self), self._plain_input_mesh)
+            buffers.project(own_modules(self), self._mesh_of_plain_inputs)
         schedule.prefetch(self)
-        if torch.is_grad_enabled() and self.keep != "all":
-            self._saving = saved_param_hooks(self._find_buffer, self._regather)
-            self._saving.__enter__()
+        if not torch.is_grad_enabled() or self.keep == "all":
+            return None
+        hooks = saved_param_hooks(self._find_saved, self._gather_saved)
+        hooks.__enter__()
+        return hooks
 
-    def _put_unsharded(self) -> None:
+    def _running_schedule(self) -> Schedule:
+        """Return the schedule of the running model; begin the unit's own if none is running."""
+        schedule = thread_context.schedule
+        if schedule is None:
+            schedule = self.schedule
+            schedule.begin(lambda: units_in(self.plan.module))
+        return schedule
+
+    def _put_values(self, mesh: DeviceMesh | None) -> None:
         """Set the unsharded parameters in the modules, or what is made of values that replace them.
+
+        Args:
+            mesh: of the activations; None if they are plain.
+
         Communication: as `gather`.
         """
-        replaced, meshes = replaced_values(self.slots), self._param_meshes()
-        in_place_of = self._prepare_replaced(replaced, meshes)
-        values: list[Any] = [None] * len(self.slots)
-        if not replaced or len(replaced) < sum(len(slot.places) for slot in self.slots):
-            if self._unsharded is None or self._with_graph != torch.is_grad_enabled():
-                self._unsharded, self._with_graph = self._gather_params(), torch.is_grad_enabled()
-            self._unsharded[0].set_grad_scale(self._grad_scales(meshes))
+        slots, substitutes = self.plan.slots, find_substitutes(self.plan.slots)
+        meshes = [mesh] * len(slots)
+        if mesh is None:
+            meshes = [self._mesh_of_plain_inputs(slot.own) for slot in slots]
+        scales = self._grad_scales(meshes)
+        in_place = substitutes_in_use(self.plan, substitutes, meshes, scales)
+        values: list[Any] = [None] * len(slots)
+        if not substitutes or len(substitutes) < sum(len(slot.places) for slot in slots):
+            unsharded = self._unsharded_values(scales)
             values = [
-                self._wrap_value(mesh, slot.base, slot.value._lineage, value)
-                for slot, value, mesh in zip(self.slots, self._unsharded[1], meshes, strict=True)
+                self.plan.value_on(mesh, i, value, slots[i].value._lineage)
+                for i, (value, mesh) in enumerate(zip(unsharded, meshes, strict=True))
             ]
-        for i, (slot, value) in enumerate(zip(self.slots, values, strict=True)):
-            for k in range(len(slot.places)):
-                self._in_use.put(i, slot, k, in_place_of.get((i, k), value))
-        self._hashes = self._hash_copies()
+        self.in_use.put(values, in_place)
+
+    def _unsharded_values(self, grad_scales: Sequence[float]) -> tuple[Tensor, ...]:
+        """Return the values of the running step, of the prefetched one or of a new one."""
+        step = self.step
+        values = None if step is None else step.values
+        if step is None or values is None or step.has_graph != torch.is_grad_enabled():
+            self.gather()
+            if step is None or not step.is_prefetched:
+                self._end_step()
+                step = self.step = UnitStep(self)
+            values = step.set_values()
+        step.set_grad_scales(grad_scales)
+        return values
+
+    def _mesh_of_plain_inputs(self, own: DeviceMesh | None) -> DeviceMesh | None:
+        """Return the mesh on which a parameter or buffer is used; None for a plain tensor."""
+        if own is None:
+            return None
+        whole, split = self.plan.options.mesh, self.plan.options.stage.optimizer
+        axes = tuple([axis for axis in own.axis_names if axis not in split])
+        if own is whole:
+            axes = self.schedule.tensor_axes(whole)
+        return whole[axes] if axes else None
+
+    def _grad_scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
+        """Return the factor for each parameter's gradient."""
+        options, factor = self.plan.options, self.controls.divide_factor
+        by_mesh = {
+            mesh: gradient_scale(options.mesh, mesh, options.data_axes, factor)
+            for mesh in set(meshes)
+        }
+        return [by_mesh[mesh] for mesh in meshes]
+
+    def _keep_writes(self) -> None:
+        """Carry over what forward has written to parameters in use."""
+        try:
+            self.in_use.keep_writes()
+        except RuntimeError:
+            self._end_step()  # the written values are not used again
+            raise
+
+    # -- free --------------------------------------------------------------------------------------
+
+    @not_recomputed
+    def _end_forward(
+        self, module: nn.Module, buffers: BuffersInUse, hooks: saved_param_hooks | None
+    ) -> None:
+        """Set the sharded parameters again and free the gathered ones, unless they are kept."""
+        if hooks is not None:
+            hooks.__exit__()
+        self.in_use.restore()  # nothing if `_begin_forward` raised
+        buffers.unwrap()
+        if self.keep != "all":
+            if engine_hooks.current_backward() != -1:  # a recomputation: backward frees them
+                self._end_step()
+            elif self.step is None or not self.step.awaits_another(module):
+                self._end_step()
+                self._free()
+        self.schedule.leave(self)
+
+    def _free(self) -> None:
+        for bucket in self.plan.buckets:
+            bucket.storage.after_forward(self.keep)
+
+    def _end_step(self) -> None:
+        """Forget the values; autograd's nodes keep the step until backward."""
+        if self.step is not None:
+            self.step.forget_values()
+            self.step = None
+
+    def end_model_forward(self) -> None:
+        """Drop the values, and prefetched parameters that no forward has used."""
+        step = self.step
+        self._end_step()
+        for bucket in self.plan.buckets:
+            bucket.storage.drop_pending()
+        if step is not None and step.still_to_run:
+            self._free()
+
+    # -- gather again ------------------------------------------------------------------------------
+
+    def _find_saved(self, address: int) -> GatheredBuffer | None:
+        """Return the gathered buffer at a storage address, a view of which autograd saves."""
+        buffer = self.plan.buffer_at(address)
+        self.saved += buffer is not None
+        return buffer
+
+    @not_recomputed
+    def _gather_saved(self, buffer: GatheredBuffer, offset: int) -> Tensor:
+        """Return a gathered buffer for backward; gather it if it was freed.
+
+        Raises:
+            RuntimeError: a saved parameter was written since the forward.
+        """
+        if not self.plan.buckets[buffer.number].storage.is_gathered:
+            self.gather()
+            self.schedule.prefetch_backward(self)
+        return self.plan.whole_buffer(buffer, offset)
+
+    # -- after backward ----------------------------------------------------------------------------
+
+    def is_deferred(self) -> bool:
+        """Return whether the running backward leaves the reduction to a later time."""
+        options = self.plan.options
+        return not self.controls.reduces_grads or (
+            options.stage.defers_reduction and leaf_grads.is_accumulating(options.mesh.world)
+        )
+
+    def _allocate_grads(self, source: ContiguousGrads) -> Tensor:
+        """Allocate a buffer for gradients of unsharded parameters."""
+        return self.schedule.bucketer.buffer(source)
+
+    def release(self) -> None:
+        """Free the gathered parameters: backward is done with the unit."""
+        self.saved = 0
+        self._end_step()
+        for bucket in self.plan.buckets:
+            bucket.storage.drop_pending()
+            if self.controls.reshards_after_backward:
+                bucket.storage.after_backward()
+
+    def end_model_backward(self) -> None:
+        """Reduce held gradients that backward did not reach; give unsharded parameters without a
+        gradient zeros, where other ranks may have one.
+
+        Communication: as a backward of the unit, or none.
+        """
+        if not self.controls.reduces_grads:
+            return
+        if self.controls.allows_unused and not self.plan.options.stage.optimizer:
+            for x in self.plan.parameters:
+                if x.requires_grad and x._local.grad is None:
+                    leaf_grads.add(x, torch.zeros_like(x._local))
+        self.held.reduce()
+
+    # -- by the program ----------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the parameters and leave them in the modules, until `reshard` or the end of a
-        forward. Communication: as `gather`.
-        """
-        if not self._in_use.uses:
-            self.computes_on = None
-            self._put_unsharded()
+        """Gather the parameters and leave them in the modules. Communication: as `gather`."""
+        if not self.in_use.uses:
+            self._put_values(None)
 
     def hide_unsharded(self) -> None:
         """Set the sharded parameters in the modules, except during a forward."""
         if not self.schedule.is_running(self):
             self._keep_writes()
-            self._in_use.restore()
+            self.in_use.restore()
 
     def reshard(self) -> None:
         """Set the sharded parameters in the modules and free the gathered ones.
@@ -316,513 +373,205 @@ class Unit:
         """
         if self.schedule.is_running(self):
             raise RuntimeError(
-                f"reshard() inside of a forward of {self.display_name}, which uses the parameters"
+                f"reshard() inside of a forward of {self.plan.display_name}, which uses the "
+                "parameters"
             )
-        self._keep_writes()
-        self._in_use.restore()
-        self._unsharded = self._prefetched = None
-        for bucket in self._buckets:
+        self.hide_unsharded()
+        self._end_step()
+        for bucket in self.plan.buckets:
             bucket.storage.drop_pending()
             bucket.storage.after_backward()
 
-    def reshard_after_forward(self, reshard: bool) -> None:
-        """Change what the unit keeps between forward and backward."""
-        if self.options.stage.parameter:
-            self._keep = "rest" if reshard else "all"
+    def reset(self) -> None:
+        """Drop what a failed step left, held gradients included."""
+        self.held.drop()
+        self.reshard()
 
-    def _param_meshes(self) -> list[DeviceMesh | None]:
-        """Return the mesh on which each parameter is used, None for a plain tensor."""
-        if self.computes_on is not None or all(slot.own is None for slot in self.slots):
-            return [self.computes_on] * len(self.slots)
-        return [self._plain_input_mesh(slot.own) for slot in self.slots]
 
-    def _plain_input_mesh(self, own: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh on which a parameter or buffer of mesh `own` is used when inputs are
-        plain.
-        """
-        return mesh_of_parameter(
-            own,
-            self.options.mesh,
-            self.options.stage.optimizer,
-            self.schedule.tensor_axes(self.options.mesh),
-        )
+class UnitStep:
+    """One use of a unit's parameters, from their gather to the reduction of their gradients.
 
-    def _grad_scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
-        """Return the factor for each parameter's gradient."""
-        data, factor = self.options.data_axes, self.controls.divide_factor
-        by_mesh = {
-            mesh: gradient_scale(self.options.mesh, mesh, data, factor) for mesh in set(meshes)
-        }
-        return [by_mesh[mesh] for mesh in meshes]
+        parameter --- _WaitForGrads -------- _GatherParams ------- a view per parameter ---> values
+                        |                      |                     |
+        backward:     wait for the       <-- launch the        <-- write the gradient
+                      reduction              reduction             to its buffer
 
-    @not_recomputed
-    def _post_forward(self, module: nn.Module) -> None:
-        if self._saving is not None:
-            self._saving.__exit__()
-        self._saving = None
-        self._in_use.restore()  # nothing if `_pre_forward` raised
-        self._hashes = []
-        self._buffers.unwrap()
-        if self.keep != "all" and not self._awaits_another(module):
-            self._free_after_forward()
-        self.schedule.leave(self)
+    `_WaitForGrads` is created before the nodes of later units, so autograd runs it after their
+    backward: the reduction overlaps with them. It is left out if nothing is to be waited for, as
+    with DDP. Autograd runs the views' nodes as soon as they are ready, as it does leaves: the
+    gradient is still in cache, and the next one may reuse its memory. They are nodes of torch with
+    a hook, which take a third of the time of an `autograd.Function`.
 
-    def _awaits_another(self, module: nn.Module) -> bool:
-        """Return whether other modules of the unit are to run in the model's forward, after this
-        one.
-        """
-        if len(self.roots) == 1 or engine_hooks.current_backward() != -1:
-            return False
-        self._still_to_run = (self._still_to_run or set(self.roots)) - {module}
-        return bool(self._still_to_run)
+    Attributes:
+        values: the unsharded parameters; None before and after.
+        has_graph: whether autograd recorded them.
+        still_to_run: the roots of the unit that have not run in the model's forward, once one has.
+        waits_late: whether backward waits for the reduction only after that of other units.
+        writer: writes gradients to their buffers as they are computed.
+        wait: waits for the reduction under way and returns the gradients of the local parts.
+    """
 
-    def _free_after_forward(self) -> None:
-        self._unsharded = None
-        self._still_to_run = set()
-        if engine_hooks.current_backward() == -1:
-            for bucket in self._buckets:
-                bucket.storage.after_forward(self.keep)
-
-    # -- gathering ---------------------------------------------------------------------------------
-
-    def _sharded_parameters(self) -> list[ShardedTensor]:
-        """Return the sharded parameters."""
-        return [slot.value for slot in self.slots]
-
-    def gather(self) -> None:
-        """Launch the all_gathers.
-
-        Communication: one all_gather per dtype; none if the parameters are whole already.
-        """
-        if not self._in_use.uses:
-            check_parameters(
-                self.slots, [bucket.numbers for bucket in self._buckets], self.display_name
-            )
-        parameters = self._sharded_parameters()
-        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_GATHERING, parameters)):
-            for bucket in self._buckets:
-                bucket.storage.start_gather([parameters[i] for i in bucket.numbers])
-
-    @not_recomputed
-    def prefetch(self) -> None:
-        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other
-        values replace all parameters.
-        """
-        if all(
-            owner._parameters.get(name) is not slot.value
-            for slot in self.slots
-            for owner, name in slot.places
-        ):
-            return
-        self.gather()
-        if (
-            self._buckets
-            and self._unsharded is None
-            and self._prefetched is None
-            and torch.is_grad_enabled()
-        ):
-            op, parts = self._gather_op(), [x._local for x in self._sharded_parameters()]
-            self._prefetched = op, parts, op.enter(parts)
-
-    def drop_prefetched(self) -> None:
-        """Drop prefetched parameters: a forward has ended."""
-        self._unsharded = self._prefetched = None
-        if engine_hooks.current_backward() == -1:
-            for bucket in self._buckets:
-                bucket.storage.drop_pending()
-        if self._still_to_run:
-            self._free_after_forward()
-
-    def _gather_params(self) -> tuple[GatherOp, tuple[Tensor, ...]]:
-        """Return the unsharded values and the autograd op that made them."""
-        self.gather()
-        parts, prefetched = [x._local for x in self._sharded_parameters()], self._prefetched
-        self._prefetched = None
-        if prefetched is not None and all(
-            one is other for one, other in zip(prefetched[1], parts, strict=True)
-        ):
-            op, entered = prefetched[0], prefetched[2]
-        else:
-            op = self._gather_op()
-            entered = op.enter(parts)
-        return op, op.gather(entered)
-
-    def _is_copy(self, i: int) -> bool:
-        """Return whether a parameter in use has other memory than the parameter."""
-        return self.options.policy.param_dtype is not None or (
-            bool(self.options.stage.optimizer) and bool(self.slots[i].base.shape)
-        )
-
-    def _gather_op(self) -> GatherOp:
-        half = None if self.options.find_unused else self.schedule.at_half_of_backward
-        writer = GradWriter(
-            self._grad_buffers(),
-            self._is_deferred,
-            at_end=bool(self.options.stage.parameter),
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.has_graph = unit, False
+        self.values: tuple[Tensor, ...] | None = None
+        self.still_to_run: set[nn.Module] = set()
+        self.wait: Callable[[], Grads] | None = None
+        self._scale, self._factors = 1.0, ()  # for all gradients; further ones per parameter
+        self._with_hook: set[int] = set()  # the gradients that `write_grad` has had
+        half = None if unit.controls.allows_unused else unit.schedule.at_half_of_backward
+        self.writer = GradWriter(
+            unit.grad_places.sources(unit.plan.parameters),
+            unit.is_deferred,
+            at_end=bool(unit.plan.options.stage.parameter),
             on_half=half,
         )
-        return GatherOp(
-            self._gathered_values,
-            self._reduce_grads,
-            self._reduce_differentiably,
-            writer,
-            overlaps=bool(self._buckets),
+        self.waits_late = bool(unit.plan.buckets)
+        self._parts = tuple([x._local for x in unit.plan.parameters])
+        self._entered = self._parts
+        if self.waits_late:
+            self._entered = _WaitForGrads.apply(self, *self._parts)
+            self._find_leaves(self._entered)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether the step waits for its values, which are those of the current parameters."""
+        if self.values is not None:
+            return False
+        pairs = zip(self._parts, self.unit.plan.parameters, strict=True)
+        return all(part is x._local for part, x in pairs)
+
+    def set_values(self) -> tuple[Tensor, ...]:
+        """Make the unsharded values of the gathered buffers, and return them."""
+        values: Any = _GatherParams.apply(self, *self._entered)
+        if not self.waits_late:
+            self._find_leaves(values)
+        self.values = tuple(
+            [self._hooked(i, x) if x.requires_grad else x for i, x in enumerate(values)]
         )
+        self.has_graph = torch.is_grad_enabled()
+        self._parts = self._entered = ()
+        return self.values
 
-    def _gathered_values(self) -> list[Tensor]:
-        """Return the parameters as views of the gathered buffers; unsharded ones unchanged."""
-        as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
-        wholes = [b.flat.wholes_in(b.storage.whole()) for b in self._buckets]
-        # `.data`: a version of its own for each, so that a write to one is none to the others
-        values = {
-            i: x.data
-            for b, views in zip(self._buckets, wholes, strict=True)
-            for i, x in zip(b.numbers, views, strict=True)
-        }
-        parts = [x._local for x in self._sharded_parameters()]
-        if as_is:
-            return [values[i] if i in values else x.detach() for i, x in enumerate(parts)]
-        return [
-            values[i] if i in values else x.detach().to(used_as(x.dtype))
-            for i, x in enumerate(parts)
-        ]
+    def _find_leaves(self, outputs: Sequence[Tensor]) -> None:
+        """Store the nodes that add gradients to `.grad`, before the node of these outputs."""
+        node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+        self.writer.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
-    def _wrap_value(
-        self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor
-    ) -> Tensor:
-        """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the
-        activations.
-        """
-        if mesh is None:
-            return value
-        layout = (
-            base.replace(dtype=value.dtype)
-            if mesh is self.options.mesh
-            else Layout.of(mesh, base.spec, base.shape, value.dtype)
-        )
-        out = ShardedTensor._make(value, layout)
-        out._lineage = lineage
-        return out
+    def _hooked(self, number: int, value: Tensor) -> Tensor:
+        """Return a view of a value whose gradient is written to its buffer."""
+        view = value.view_as(value)
+        node: Any = view.grad_fn
+        if node is not None:  # grad mode is on
+            node.register_prehook(partial(self._write_grad, number))
+            engine_hooks.run_as_soon_as_ready(node)
+        return view
 
-    # -- values that replace parameters for a call -------------------------------------------------
+    def set_grad_scales(self, scales: Sequence[float]) -> None:
+        """Set the factor for each parameter's gradient."""
+        self._scale = max(scales, default=1.0)
+        is_same = min(scales, default=1.0) == self._scale
+        self._factors = () if is_same else tuple([scale / self._scale for scale in scales])
 
-    def _prepare_replaced(
-        self, replaced: dict[tuple[int, int], Tensor], meshes: Sequence[DeviceMesh | None]
-    ) -> dict[tuple[int, int], Any]:
-        """Return what modules see of values that replace parameters for this call, as those of
-        `torch.func.functional_call`.
+    def awaits_another(self, module: nn.Module) -> bool:
+        """Return whether other roots are to run in the model's forward, after this one."""
+        roots = self.unit.plan.roots
+        if len(roots) > 1:
+            self.still_to_run = (self.still_to_run or set(roots)) - {module}
+        return bool(self.still_to_run)
 
-        A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A
-        plain one is this rank's.
-
-        Communication: one redistribution of all sharded ones.
-        """
-        if not replaced:
-            return {}
-        note_in_checkpoint(replaced)
-        sharded = {id(x): (i, x) for (i, _), x in replaced.items() if isinstance(x, ShardedTensor)}
-        values = [x for _, x in sharded.values()]
-        bases = [self.slots[i].base.replace(dtype=x.dtype) for i, x in sharded.values()]
-        all_scales = self._grad_scales(meshes)
-        scales = [all_scales[i] for i, _ in sharded.values()]
-        wholes = gather_values(values, bases, scales, self.options.mesh.world)
-        in_use: dict[int, Any] = {}
-        for (i, x), whole in zip(sharded.values(), wholes, strict=True):
-            used = whole.to(self.options.policy.used_as(whole.dtype))
-            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, used)
-        return {
-            place: in_use[id(x)] if id(x) in in_use else x.to(self.options.policy.used_as(x.dtype))
-            for place, x in replaced.items()
-        }
-
-    # -- writes in forward -------------------------------------------------------------------------
-
-    @not_recomputed
-    def _keep_writes(self) -> None:
-        """Carry over what forward has written to parameters in use.
-
-        Writes to `.data` of a copy leave no trace: the first, 16th, 256th, ... forward compares
-        hashes of the values. Where copies last until the next step (ZeRO-1, ZeRO-2), this rank's
-        rows are copied to the parameter after the others.
-
-        Raises:
-            RuntimeError: a written value is one that forward frees, or one in another dtype.
-            ReplicaError: with sharded optimizer state, ranks have written different values.
-
-        Communication: none if nothing is written; else with sharded optimizer state one comparison,
-        see `assert_replicated`.
-        """
-        if not self._in_use.uses:
-            return
-        uses = list({(use.number, id(use.in_use)): use for use in self._in_use.written()}.values())
-        uses += self._written_by_data({use.number for use in uses})
-        if not uses:
-            if not self.options.stage.parameter and self.options.policy.param_dtype is None:
-                for bucket in self._buckets:
-                    bucket.storage.copy_whole_to_shard(
-                        [self.slots[i].value for i in bucket.numbers]
-                    )
-            return
-        for use in uses:
-            self._check_write(use)
-        uses = [use for use in uses if not use.is_replaced]
-        for use in uses:
-            if not self._is_copy(use.number):
-                parameter = use.slot.value
-                parameter._local.data = use.local.data
-                parameter._data_accesses += 1
-        copies = [use for use in uses if self._is_copy(use.number)]
-        if copies:
-            self._write_copies(copies)
-
-    def _hash_copies(self) -> list[tuple[Use, Tensor]]:
-        """Return each copy in use with a hash of its values; none if this forward does not compare
-        them.
-        """
-        self._forwards += 1
-        is_due = self._forwards in _COMPARED_FORWARDS and engine_hooks.current_backward() == -1
-        if not is_due or thread_context.recorder is not None:
-            return []
-        return [
-            (use, bit_hash(use.local))
-            for use in self._in_use.uses
-            if not use.local.is_meta
-            and (use.is_copy if use.is_replaced else self._is_copy(use.number))
-        ]
-
-    def _written_by_data(self, known: Collection[int]) -> list[Use]:
-        """Return the uses whose values have changed since they were hashed, without those of known
-        numbers.
-        """
-        hashed = [(use, before) for use, before in self._hashes if use.number not in known]
-        self._hashes = []
-        if not hashed:
-            return []
-        before = torch.stack([one for _, one in hashed])
-        now = torch.stack([bit_hash(use.local) for use, _ in hashed])
-        return [
-            use
-            for (use, _), is_changed in zip(hashed, (before != now).tolist(), strict=True)
-            if is_changed
-        ]
-
-    def _check_write(self, use: Use) -> None:
-        why = self._why_lost(use)
-        if why is None:
-            return
-        for bucket in self._buckets:
-            bucket.storage.drop_copies()
-        self._unsharded, self._forwards = None, 0  # the next forward compares again
-        path = use.slot.path
-        raise RuntimeError(
-            f"{path} was written in forward, and the write would be lost: {why}. Write to {path} "
-            "outside of forward, where it is a ShardedTensor, or keep it in a buffer; with "
-            "data_parallel(model, mesh), without a precision policy, parameters are whole and "
-            "forward may write to them"
-        )
-
-    def _why_lost(self, use: Use) -> str | None:
-        """Return why a write to a parameter in use cannot be kept; None if it can."""
-        local, layout, policy = use.local, use.slot.base, self.options.policy
-        if use.is_replaced:
-            return "the value that replaces it is used from a copy" if use.is_copy else None
-        is_copy = self._is_copy(use.number)
-        if policy.param_dtype is not None and is_copy:
-            return f"forward uses a copy in {policy.used_as(layout.dtype)}, by its precision policy"
-        if self.options.stage.parameter and is_copy:
-            return "forward uses gathered values, which are freed after it"
-        if type(use.in_use) is ShardedTensor and (
-            use.in_use.spec != layout.spec or use.in_use.shape != layout.shape
-        ):
-            return f"it is {use.in_use._layout} now; assign values laid out as {layout.spec}"
-        if local.shape != layout.local_shape or local.dtype is not layout.dtype:
-            return (
-                f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign "
-                "values of the same shape and dtype"
-            )
-        if local._base is not None and type(local._base.grad_fn).__name__ == "CopySlices":
-            return "autograd records it; write under torch.no_grad()"
-        return None
-
-    def _write_copies(self, uses: list[Use]) -> None:
-        """Write whole values to the sharded parameters."""
-        values = {
-            use.slot.path: ShardedTensor._make(use.local.detach(), use.slot.base) for use in uses
-        }
-        group = self.options.mesh.group()
-        compare(
-            f"{self.display_name}: written in forward: ",
-            replica_leaves(list(values.items()), group.ranks),
-            group,
-        )
-        for bucket in self._buckets:
-            mine = {
-                bucket.numbers.index(use.number): use
-                for use in uses
-                if use.number in bucket.numbers
-            }
-            if mine:
-                parameters = [self.slots[i].value for i in bucket.numbers]
-                is_in_whole = not any(use.is_assigned for use in mine.values())
-                bucket.storage.update_shard(
-                    parameters, {k: use.local for k, use in mine.items()}, is_in_whole=is_in_whole
-                )
+    def forget_values(self) -> None:
+        """Drop the values, which refer to autograd's nodes, and these to the step."""
+        self.values, self._parts, self._entered = None, (), ()
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def _find_buffer(self, address: int) -> GatheredBuffer | None:
-        """Return the gathered buffer at a storage address."""
-        for i, bucket in enumerate(self._buckets):
-            if bucket.storage.address == address:
-                self.saved += 1
-                return GatheredBuffer(i, bucket.storage.versions)
-        return None
+    def _write_grad(self, number: int, grads: tuple[Tensor | None]) -> tuple[Tensor] | None:
+        """Write a gradient to its buffer, and put a placeholder in its place."""
+        (grad,) = grads
+        if grad is None:
+            return None
+        self.writer.discard(number)
+        self._with_hook.add(number)
+        grad = self._scaled(number, grad)
+        if (
+            torch.is_grad_enabled()
+            or torch.is_anomaly_enabled()
+            or not self.writer.write(number, grad, self._scale)
+        ):
+            return (grad,)
+        return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
-    @not_recomputed
-    def _regather(self, buffer: GatheredBuffer, offset: int) -> Tensor:
-        """Return a gathered buffer for backward; gather it if it was freed.
+    def _scaled(self, number: int, grad: Tensor) -> Tensor:
+        return scaled(grad, self._factors[number]) if self._factors else grad
 
-        Raises:
-            RuntimeError: a saved parameter was written since the forward.
+    def take_grads(self, grads: Sequence[Tensor | None]) -> tuple[Grads, GradWriter]:
+        """Return the gradients of all values, and the buffers that some of them are in.
+
+        The next backward through the same graph starts with new buffers.
         """
-        bucket = self._buckets[buffer.number]
-        if not bucket.storage.is_gathered:
-            self.gather()
-            self.schedule.prefetch_backward(self)
-        whole = bucket.storage.whole()
-        if bucket.storage.versions != buffer.versions:
-            self._check_unwritten(bucket, buffer, bucket.flat.param_at(offset))
-        return whole
+        writer = self.writer.take(self._scale)
+        hooked, self._with_hook = self._with_hook, set()
+        whole = list(grads)
+        for i, grad in enumerate(grads):
+            if grad is not None:  # a write in forward replaces the node of a view, and its hook
+                whole[i] = writer.written.get(i, grad) if i in hooked else self._scaled(i, grad)
+        return whole, writer
 
-    def _check_unwritten(self, bucket: Bucket, buffer: GatheredBuffer, i: int) -> None:
-        before, now = buffer.versions[i][1], bucket.storage.versions[i][1]
-        if before != now:
-            raise RuntimeError(
-                f"{self.slots[bucket.numbers[i]].path} was written between forward and backward "
-                f"(version {now}, expected {before}), but backward needs the values of the "
-                "forward; step the optimizer after backward, or run the forward again"
-            )
+    # -- reduce ------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """Free the gathered parameters: backward is done with the unit."""
-        self.saved = 0
-        self._unsharded = None
-        for bucket in self._buckets:
-            bucket.storage.drop_pending()
-            if self.controls.reshards_after_backward:
-                bucket.storage.after_backward()
-
-    def _is_deferred(self) -> bool:
-        """Return whether the running backward defers the reduction: to a later one, or to the end
-        of `accumulate_grads()`.
-        """
-        if not self.controls.reduces_grads:
-            return True
-        return self.options.stage.defers_reduction and leaf_grads.is_accumulating(
-            self.options.mesh.world
-        )
-
-    def _grad_buffers(self) -> dict[int, tuple[GradBufferSource, int]]:
-        """Return the buffer, and the index in it, that each parameter's gradient is written to, by
-        the parameter's number.
-        """
-        if self.options.stage.optimizer:
-            return {
-                i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)
-            }
-        parameters = self._sharded_parameters()
-        now = [
-            x._layout if x.requires_grad and x._local.is_contiguous() else None for x in parameters
-        ]
-        if self._in_order[0] != now:
-            self._in_order = now, {}
-            alike: dict[Any, list[int]] = {}  # gradients that one collective can reduce
-            for i, layout in enumerate(now):
-                if layout is not None:
-                    alike.setdefault((layout.replicated_axes, layout.dtype), []).append(i)
-            for numbers in alike.values():
-                source = ContiguousGrads([now[i] for i in numbers], self._allocate_grads)  # type: ignore[misc]
-                self._in_order[1].update({i: (source, k) for k, i in enumerate(numbers)})
-        return self._in_order[1]
-
-    def _allocate_grads(self, source: ContiguousGrads) -> Tensor:
-        """Allocate a buffer for gradients of unsharded parameters."""
-        return self.schedule.bucketer.buffer(source)
-
-    def _reduce_grads(self, grads: Grads, scale: float, writer: GradWriter) -> Callable[[], Grads]:
-        """Launch the reduction of gradients; the returned function waits and gives the gradients of
-        the local parts.
+    def reduce(self, grads: Grads, writer: GradWriter) -> Callable[[], Grads]:
+        """Launch the reduction; the returned function waits and gives the local gradients.
 
         Communication: one reduce_scatter per dtype; if gradients stay whole, none inside
         `accumulate_grads()` and one at its end.
         """
-        self.schedule.on_backward()
-        self.release()
-        if not self.controls.reduces_grads:
-            return self._hold(grads, scale)
-        if self._is_deferred():
-            return self._defer(grads, scale)
-        filled = {bucket: writer.buffers.pop(bucket, None) for bucket in self._buckets}
-        for bucket in self._buckets:
-            if bucket in self._held.buckets:
-                filled[bucket] = self._with_held(bucket, grads)
-        with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
-            waits = [
-                (bucket, self._start_reduce(bucket, grads, scale, filled[bucket]))
-                for bucket in self._buckets
-            ]
-        unsharded = self._unsharded_grads(
-            grads, scale, writer
-        )  # not in `wait`, which would keep all gradients alive
+        unit, scale = self.unit, self._scale
+        unit.schedule.on_backward()
+        unit.release()
+        if not unit.controls.reduces_grads:
+            unit.held.hold(grads, self._unsharded_grads(grads, writer), scale)
+            nothing: Grads = [None] * len(grads)
+            return lambda: nothing
+        if unit.is_deferred():
+            unit.held.defer(grads, scale)
+            parts = self._unsharded_grads(grads, writer)
+            return lambda: parts
+        waits = []
+        with unit.plan.summing_grads():
+            for bucket in unit.plan.buckets:
+                buffer = writer.buffers.pop(bucket, None)
+                own, buffer = unit.held.join(bucket, bucket.own(grads), buffer)
+                waits.append((bucket, bucket.start(own, scale, buffer, unit.controls)))
+        parts = self._unsharded_grads(grads, writer)  # `wait` would keep all gradients alive
         if not waits:
-            found = self._accumulate(unsharded, writer)
-            return lambda: found
-        self.schedule.at_half_of_backward()  # if it was not called before
-        ended = self.schedule.reduction_started()
+            summed = self._accumulate(parts, writer)
+            return lambda: summed
+        unit.schedule.at_half_of_backward()  # if it was not called before
+        ended = unit.schedule.reduction_started()
 
         def wait() -> Grads:
             ended()
-            return self._accumulate(merge_parts(unsharded, waits), writer)
+            for bucket, reduced in waits:
+                bucket.put(reduced(), parts)
+            return self._accumulate(parts, writer)
 
         return wait
 
-    def _start_reduce(
-        self, bucket: Bucket, grads: Grads, scale: float, filled: GradBuffer | None
-    ) -> Callable[[], Grads]:
-        parameters = self._sharded_parameters()
-        trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
-        missing = [path for i, path in trained.items() if grads[i] is None]
-        mine, fill = [grads[i] for i in bucket.numbers], self.options.find_unused
-        return bucket.start(
-            self.display_name, mine, scale, missing, fill, filled, self.controls.reduce_hook
-        )
-
-    def _unsharded_grads(
-        self, grads: Grads, scale: float, writer: GradWriter | None = None
-    ) -> Grads:
-        """Return the gradients of unsharded parameters, None for the others."""
-        in_buckets = {i for bucket in self._buckets for i in bucket.numbers}
-        pairs = enumerate(zip(grads, self._sharded_parameters(), strict=True))
-        scaled = {} if writer is None else writer.written
-        return [
-            None
-            if i in in_buckets
-            else scaled[i]
-            if i in scaled
-            else self._scaled_grad(grad, x, scale)
-            for i, (grad, x) in pairs
-        ]
-
-    def _scaled_grad(
-        self, grad: Tensor | None, parameter: ShardedTensor, scale: float
-    ) -> Tensor | None:
-        if grad is not None:
-            return (grad if scale == 1 else grad * scale).to(parameter.dtype)
-        return (
-            torch.zeros_like(parameter._local)
-            if self.options.find_unused and parameter.requires_grad
-            else None
-        )
+    def _unsharded_grads(self, grads: Grads, writer: GradWriter) -> Grads:
+        """Return the scaled gradients of unsharded parameters, None for the others."""
+        plan, fills = self.unit.plan, self.unit.controls.allows_unused
+        parts: Grads = [None] * len(grads)
+        for i in plan.unsharded:
+            grad, parameter = grads[i], plan.slots[i].value
+            if i in writer.written:
+                parts[i] = writer.written[i]
+            elif grad is not None:
+                parts[i] = (grad if self._scale == 1 else grad * self._scale).to(parameter.dtype)
+            elif fills and parameter.requires_grad:
+                parts[i] = torch.zeros_like(parameter._local)
+        return parts
 
     def _accumulate(self, parts: Grads, writer: GradWriter) -> Grads:
         """Return what autograd adds to `.grad`, None for gradients that are added later.
@@ -833,155 +582,143 @@ class Unit:
         Communication: where parameters are replicated, one all_reduce per dtype; for units without
         sharded parameters see `GradBucketer`.
         """
-        parameters, nodes = self._sharded_parameters(), writer.leaves
-        parts = self._held.exchange(parts, parameters, keep=not self.controls.all_reduces_grads)
-        if self.options.offloaded is not None:
-            parts = self.options.offloaded.defer(parameters, parts, nodes)
-        numbers = [i for i in self._reduced_per_unit() if parts[i] is not None]
-        mine = [
-            i
-            for i in numbers
-            if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])  # type: ignore[union-attr]
-        ]
-        if not mine:
+        unit, plan, nodes = self.unit, self.unit.plan, writer.leaves
+        parameters, is_split = plan.parameters, bool(plan.options.stage.optimizer)
+        parts = unit.held.exchange(parts)
+        if plan.options.offloaded is not None:
+            parts = plan.options.offloaded.defer(parameters, parts, nodes)
+        candidates: Sequence[int] = [i for bucket in plan.buckets for i in bucket.numbers]
+        if not is_split and not unit.controls.allows_unused:
+            candidates = range(len(parts))  # else they are reduced together, after backward
+        later: dict[int, Tensor] = {}
+        unused: list[str] = []
+        for i in candidates:
+            part, parameter = parts[i], parameters[i]
+            is_sum = part is not None and not part.requires_grad
+            if is_sum and leaf_grads.may_start(parameter, nodes[i]):
+                later[i] = part
+            elif parameter.requires_grad:
+                unused.append(plan.slots[i].path)
+        if not later:
             return parts
-        missing = [
-            self.slots[i].path
-            for i in self._reduced_per_unit()
-            if i not in mine and parameters[i].requires_grad
+        leaves, grads = [parameters[i] for i in later], list(later.values())
+        donate = is_split or all(part is writer.written.get(i) for i, part in later.items())
+        if plan.buckets:
+            tag = reduction_tag(plan.display_name, len(later), unused)
+            with plan.summing_grads():
+                leaf_grads.start(leaves, grads, tag, donate=donate)
+        else:
+            sources: list[Any] = list(writer.buffers) if donate else []
+            source = sources[0] if len(sources) == 1 else None
+            alone = unit.schedule.units[0] is unit
+            unit.schedule.bucketer.add(
+                UnitGrads(plan.display_name, leaves, grads, unused, donate, source, alone)
+            )
+        return [None if i in later else part for i, part in enumerate(parts)]
+
+    def reduce_differentiably(self, grads: Grads) -> Grads:
+        """Return the gradients of the local parts, for gradients of gradients.
+
+        Communication: that of redistributing the gradients.
+        """
+        plan = self.unit.plan
+        self.unit.release()
+        with plan.summing_grads():
+            bases, rests = [slot.base for slot in plan.slots], [slot.rest for slot in plan.slots]
+            return average(grads, bases, rests, [self._scale] * len(bases))
+
+
+class _WaitForGrads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: UnitStep, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        return _mark_frozen(ctx, [x.view_as(x) for x in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        wait, ctx.step.wait = ctx.step.wait, None
+        return None, *(grads if wait is None else wait())
+
+
+class _GatherParams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: UnitStep, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.parts = step, [(x.shape, x.dtype, x.device) for x in parts]
+        ctx.set_materialize_grads(False)
+        return _mark_frozen(ctx, step.unit.plan.gathered_values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        step: UnitStep = ctx.step
+        needed = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        whole, writer = step.take_grads([grad if needs else None for grad, needs in needed])
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in whole):
+            return None, *step.reduce_differentiably(whole)
+        wait = step.reduce(whole, writer)
+        if not step.waits_late or torch.is_anomaly_enabled():  # it reads values between nodes
+            return None, *wait()
+        step.wait = wait
+        return None, *[
+            None if grad is None else _placeholder(*part)
+            for grad, part in zip(whole, ctx.parts, strict=True)
         ]
-        own = bool(self.options.stage.optimizer) or all(
-            parts[i] is writer.written.get(i) for i in mine
-        )
-        if not self._buckets:
-            sources = list(writer.buffers) if own else []
-            source: Any = sources[0] if len(sources) == 1 else None
-            leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
-            alone = self.schedule.units[0] is self
-            self.schedule.bucketer.add(
-                UnitGrads(self.display_name, leaves, grads, missing, own, source, alone)  # type: ignore[arg-type]
-            )
-            return [None if i in mine else part for i, part in enumerate(parts)]
-        tag = reduction_tag(self.display_name, len(mine), missing)
-        # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has
-        # its own loss.
-        with comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
-            leaf_grads.start(
-                [parameters[i] for i in mine],
-                [parts[i] for i in mine],  # type: ignore[misc]
-                tag,
-                donate=own,
-            )
-        return [None if i in mine else part for i, part in enumerate(parts)]
 
-    def _reduced_per_unit(self) -> list[int]:
-        """Return the parameters whose gradients are reduced unit by unit; the others are reduced
-        together at the end of backward.
-        """
-        if self.options.stage.optimizer:
-            return [i for bucket in self._buckets for i in bucket.numbers]
-        return [] if self.options.find_unused else list(range(len(self.slots)))
 
-    def fill_unused(self) -> None:
-        """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and
-        unsharded parameters.
-        """
-        if (
-            self.options.find_unused
-            and not self.options.stage.optimizer
-            and self.controls.reduces_grads
-        ):
-            for x in self._sharded_parameters():
-                if x.requires_grad and x._local.grad is None:
-                    leaf_grads.add(x, torch.zeros_like(x._local))
+def _mark_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a node's outputs; mark those of frozen parameters as non-differentiable."""
+    ctx.mark_non_differentiable(
+        *[x for x, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if not needed]
+    )
+    return tuple(values)
 
-    def _defer(self, grads: Grads, scale: float) -> Callable[[], Grads]:
-        """Accumulate unreduced gradients until the end of `accumulate_grads()`."""
-        if not any(bucket.used for bucket in self._buckets):
-            leaf_grads.before_reduction(
-                self.options.mesh.world, lambda: self._reduce_deferred(scale), self._drop_deferred
-            )
-        for bucket in self._buckets:
-            bucket.defer([grads[i] for i in bucket.numbers])
-        found = self._unsharded_grads(grads, scale)
-        return lambda: found
 
-    def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
-        """Accumulate unreduced gradients until a backward that reduces them."""
-        refuse_recording()
-        for bucket in self._buckets:
-            bucket.defer([grads[i] for i in bucket.numbers])
-            self._held.buckets[bucket] = scale
-        nothing: Grads = [None] * len(grads)
-        self._held.add(dict(enumerate(self._unsharded_grads(grads, scale))))
-        return lambda: nothing
+@lru_cache(4096)
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without memory that stands for a gradient until the next node."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
-    def _with_held(self, bucket: Bucket, grads: Grads) -> GradBuffer:
-        """Add a bucket's held gradients to those in `grads`; return the buffer that has the
-        sums.
-        """
-        refuse_recording()
-        del self._held.buckets[bucket]
-        bucket.defer([grads[i] for i in bucket.numbers])
-        whole = bucket.deferred
-        if whole is None:
-            return bucket.make()
-        for i, grad in zip(bucket.numbers, bucket.take_deferred(), strict=True):
-            grads[i] = grad
-        return GradBuffer(whole, bucket.flat.wholes_in(whole))
 
-    def reduce_held(self) -> None:
-        """Reduce held gradients of parameters that the ended backward did not reach, once gradients
-        are to be reduced.
+# -- units of modules ------------------------------------------------------------------------------
 
-        Communication: as a backward of the unit, or none.
-        """
-        if not self.controls.reduces_grads:
-            return
-        parameters = self._sharded_parameters()
-        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
-            for bucket, scale in list(self._held.buckets.items()):
-                grads: Grads = [None] * len(self.slots)
-                filled = self._with_held(bucket, grads)
-                parts = self._start_reduce(bucket, grads, scale, filled)()
-                if self.options.offloaded is not None:
-                    self.options.offloaded.synchronize()
-                self._held.add(dict(zip(bucket.numbers, parts, strict=True)))
-        if self.controls.all_reduces_grads:
-            rest = self._held.exchange([None] * len(self.slots), parameters, keep=False)
-            accumulate_later(parameters, rest)
 
-    def drop_held(self) -> None:
-        """Drop held gradients."""
-        self._held = HeldGrads()
-        self._drop_deferred()
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that gathers this module's parameters."""
+    return module.__dict__.get(_UNIT)
 
-    def _reduce_deferred(self, scale: float) -> None:
-        """Reduce the accumulated gradients and add them to `.grad`. Communication: one
-        reduce_scatter per dtype.
-        """
-        parameters = self._sharded_parameters()
-        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
-            for bucket in self._buckets:
-                deferred: Grads = [None] * len(self.slots)
-                whole = bucket.deferred
-                filled = None if whole is None else GradBuffer(whole, bucket.flat.wholes_in(whole))
-                for i, grad in zip(bucket.numbers, bucket.take_deferred(), strict=True):
-                    deferred[i] = grad
-                accumulate_later(
-                    [parameters[i] for i in bucket.numbers],
-                    self._start_reduce(bucket, deferred, scale, filled)(),
-                )
 
-    def _drop_deferred(self) -> None:
-        for bucket in self._buckets:
-            bucket.drop_deferred()
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    module.__dict__[_UNIT] = unit
 
-    def _reduce_differentiably(self, grads: Grads, scale: float) -> Grads:
-        self.release()
-        with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
-            bases, rests = [slot.base for slot in self.slots], [slot.rest for slot in self.slots]
-            return differentiable(grads, bases, rests, [scale] * len(bases))
+
+def is_unit_root(module: nn.Module) -> bool:
+    """Return whether a module is one that a unit was made of."""
+    unit = unit_of(module)
+    return unit is not None and module in unit.plan.roots
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """Return the units of a module and its submodules, the outermost first."""
+    roots = filter(is_unit_root, module.modules())
+    return list(dict.fromkeys(unit_of(root) for root in roots))  # type: ignore[arg-type]
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the units that gather parameters in a module, also those around it."""
+    units = [unit_of(inner) for inner in module.modules()]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def own_modules(unit: Unit) -> Iterator[nn.Module]:
+    """Yield the modules whose calls belong to the unit, each once, also shared ones."""
+    todo: list[nn.Module] = [*unit.plan.shared_modules, unit.plan.module]
+    visited: set[nn.Module] = set()
+    while todo:
+        module = todo.pop()
+        if module not in visited:
+            visited.add(module)
+            yield module
+            todo += [child for child in module.children() if unit_of(child) in (None, unit)]
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
@@ -989,4 +726,4 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
     unit = unit_of(module)
     if unit is not None:
         for one in (unit, *unit.outer_units):
-            one.adopt_parameters()
+            one.plan.adopt_parameters()

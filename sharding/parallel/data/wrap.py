@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -18,17 +18,16 @@ from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
 from ..module_repr import show_layouts_in_repr
-from .schedule import set_unit, unit_of, units_in, units_of
+from .inputs import is_slice
+from .plan import make_plan, roots_of
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
-from .unit import Unit, UnitModules
+from .unit import Unit, is_unit_root, set_unit, unit_of, units_in, units_of
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-Units = (
-    OneKind | Iterable[OneKind]
-)  # "auto", classes, names of classes, patterns of paths, functions of path and module
+# "auto", classes, names of classes, patterns of paths, functions of path and module
+Units = OneKind | Iterable[OneKind]
 AUTO = "auto"
 _NAMED = 8  # modules listed in a message
-Found = tuple[str, list[Place]]  # a parameter's path, and its owners and names
 
 
 def wrap(
@@ -43,39 +42,40 @@ def wrap(
     """Make units of a module and of its submodules that `units` matches; `dims` has dims to split,
     by the id of the parameter.
     """
-    for root in module if isinstance(module, UnitModules) else (module,):
-        unit = unit_of(root)
-        if unit is not None and root in unit.roots:
+    for root in roots_of(module):
+        if is_unit_root(root):
             raise ValueError(
                 f"{type(root).__name__} is a unit already; call fully_shard once per module, on "
                 "the inner ones first"
             )
     modules = {"": module} | dict(_matching_modules(module, units))
-    found = _parameters(module, ignored)
-    bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
-    made = {
-        name: Unit(name, inner, options if inner is module else options.inside, keep)
-        for name, inner in modules.items()
-    }
+    slots = [  # raises before any communication
+        _make_slot(path, places, options.mesh, dims or {})
+        for path, places in _parameters(module, ignored)
+    ]
     enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
-    unit_names = [_unit_for(one, enclosing) for one in found]
-    for unit in made.values():
-        set_unit(unit.module, unit)
-    _assign_shared(module, made, enclosing)
-    for (_, places), name in zip(found, unit_names, strict=True):
-        for home in {enclosing[owner][-1] for owner, _ in places} - {name}:
-            if made[name] not in made[home].outer_units:
-                made[home].outer_units.append(made[name])
-    for name, unit in reversed(made.items()):  # inner ones first
-        mine = [
-            (one, base)
-            for one, base, whose in zip(found, bases, unit_names, strict=True)
-            if whose == name
-        ]
-        slots = [_slot(one, base, dims or {}) for one, base in mine]
-        unit.shard_params(slots, partial(_shard, src=src, offload=options.offload is not None))
+    shared = _shared_modules(module, modules, enclosing)
+    own_slots: dict[str, list[Slot]] = {name: [] for name in modules}
+    outer: dict[str, dict[str, None]] = {name: {} for name in modules}
+    for slot in slots:
+        around = [enclosing[owner] for owner, _ in slot.places]
+        name = reduce(_common, around)[-1]  # the innermost unit on every path to all owners
+        own_slots[name].append(slot)
+        for names in around:
+            outer[names[-1]][name] = None
+    at_rest = partial(_shard, src=src, offload=options.offload is not None)
+    units_by_name: dict[str, Unit] = {}
+    for name, inner in reversed(modules.items()):  # inner ones first
+        inside = options if inner is module else options.inside
+        plan = make_plan(name, inner, inside, own_slots[name], shared[name], at_rest)
+        units_by_name[name] = Unit(plan, keep)
+    for name, unit in units_by_name.items():
+        for inner in (modules[name], *shared[name]):
+            set_unit(inner, unit)
+    for name, unit in units_by_name.items():
+        unit.outer_units = [units_by_name[other] for other in outer[name] if other != name]
         unit.intercept()
-    made[""].schedule.set_units(units_in(module))
+    units_by_name[""].schedule.set_units(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
     prepare(module)
@@ -90,13 +90,9 @@ def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[
     """
     if units is None:
         return
-    matches, count = (
-        _matcher(_own_blocks(module) if isinstance(units, str) and units == AUTO else units),
-        0,
-    )
-    compiled: set[nn.Module | None] = (
-        set()
-    )  # modules inside wrappers of torch.compile: the wrapper becomes the unit
+    is_auto = isinstance(units, str) and units == AUTO
+    matches, count = _matcher(_own_blocks(module) if is_auto else units), 0
+    compiled: set[nn.Module | None] = set()  # modules inside of wrappers, which become the units
     for name, inner in module.named_modules():
         original = inner._modules.get("_orig_mod")
         if (
@@ -169,17 +165,17 @@ def _matcher(units: Units) -> Callable[[str, nn.Module], bool]:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Found]:
-    """Return the parameters that are in no unit yet.
+def _parameters(
+    module: nn.Module, ignored: Collection[nn.Parameter]
+) -> Iterable[tuple[str, list[Place]]]:
+    """Return the path and places of each parameter that is in no unit yet.
 
     Raises:
         ValueError: one is tied to a parameter of a unit.
     """
-    left_out, taken = (
-        {id(x) for x in ignored},
-        {id(slot.value): slot for unit in units_of(module) for slot in unit.slots},
-    )
-    found: dict[int, Found] = {}
+    left_out = {id(x) for x in ignored}
+    taken = {id(slot.value): slot for unit in units_of(module) for slot in unit.plan.slots}
+    parameters: dict[int, tuple[str, list[Place]]] = {}
     for path, owner, name, x in _all_parameters(module):
         slot = taken.get(id(x)) or slot_of_replaced(x)
         if slot is not None and (owner, name) not in slot.places:
@@ -188,8 +184,8 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
                 "call: fully_shard(model, mesh, units=...)"
             )
         if slot is None and id(x) not in left_out:
-            found.setdefault(id(x), (path, []))[1].append((owner, name))
-    return list(found.values())
+            parameters.setdefault(id(x), (path, []))[1].append((owner, name))
+    return parameters.values()
 
 
 def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -200,22 +196,19 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
                 yield f"{prefix}.{name}" if prefix else name, inner, name, x
 
 
-Enclosing = dict[
-    nn.Module, tuple[str, ...]
-]  # for each module, the names of the units that are on every path to it, outermost first
+Enclosing = dict[nn.Module, tuple[str, ...]]  # for each module, names of units
 
 
 def _enclosing_units(module: nn.Module, names: dict[nn.Module, str]) -> Enclosing:
-    """Return the units around each module, its own included. A module in two of them is in the
-    innermost one around both.
-    """
+    """Return the units on every path to each module, its own included, outermost first."""
     around: Enclosing = {module: ()}
-    found: Enclosing = {}
+    enclosing: Enclosing = {}
     for parent in _parents_first(module):
-        inside = found[parent] = around[parent] + ((names[parent],) if parent in names else ())
+        own = (names[parent],) if parent in names else ()
+        inside = enclosing[parent] = around[parent] + own
         for child in parent.children():
             around[child] = _common(around.get(child, inside), inside)
-    return found
+    return enclosing
 
 
 def _parents_first(module: nn.Module) -> list[nn.Module]:
@@ -242,68 +235,48 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     return one[:same]
 
 
-def _unit_for(found: Found, enclosing: Enclosing) -> str:
-    """Return the name of the innermost unit that contains all owners of a parameter, on every path
-    to them.
-    """
-    return reduce(_common, [enclosing[owner] for owner, _ in found[1]])[-1]
-
-
-def _assign_shared(module: nn.Module, made: dict[str, Unit], enclosing: Enclosing) -> None:
-    """Assign modules that several units share to the unit around all of these."""
+def _shared_modules(
+    module: nn.Module, modules: dict[str, nn.Module], enclosing: Enclosing
+) -> dict[str, list[nn.Module]]:
+    """Return the modules that several units share, by the name of the unit around all of these."""
+    shared: dict[str, list[nn.Module]] = {name: [] for name in modules}
     for parent in module.modules():
         for child in parent.children():
-            unit = made[enclosing[child][-1]]
-            if (
-                enclosing[parent][-1] != unit.name
-                and child not in unit.roots
-                and unit_of(child) is None
-            ):
-                set_unit(child, unit)
-                unit.shared_modules.append(child)
+            name = enclosing[child][-1]
+            is_shared = enclosing[parent][-1] != name and child not in roots_of(modules[name])
+            if is_shared and unit_of(child) is None and child not in shared[name]:
+                shared[name].append(child)
+    return shared
 
 
-def _slot(found: Found, base: Layout, dims: Mapping[int, int]) -> Slot:
-    path, places = found
-    x = _parameter_at(places)
-    return Slot(path, places, base, base, getattr(x, "mesh", None), dims.get(id(x), 0))
+def _make_slot(path: str, places: list[Place], mesh: DeviceMesh, dims: Mapping[int, int]) -> Slot:
+    """Return the slot of a parameter, with its layout in use on the mesh with all axes.
 
-
-def _parameter_at(places: Sequence[Place]) -> Any:
+    Raises:
+        ValueError: it is on another mesh.
+    """
     owner, name = places[0]
-    return owner._parameters[name]
+    x: Any = owner._parameters[name]
+    own, spec = (x.mesh, x.spec) if isinstance(x, ShardedTensor) else (None, P())
+    if own is not None and not is_slice(own, mesh):
+        own_name, mesh_name = distinct_mesh_names(own, mesh)
+        raise ValueError(
+            f"{path} is on {own_name}, and cannot be split on {mesh_name}; pass the mesh that has "
+            "the axes of both"
+        )
+    base = Layout.of(mesh, spec, x.shape, x.dtype)
+    return Slot(path, places, base, base, own, dims.get(id(x), 0))
 
 
 # -- sharding --------------------------------------------------------------------------------------
 
 
-def _base_layout(found: Found, mesh: DeviceMesh) -> Layout:
-    """Return the layout of a parameter in use, on the mesh with all axes.
-
-    Raises:
-        ValueError: it is on another mesh.
-    """
-    x = _parameter_at(found[1])
-    if not isinstance(x, ShardedTensor):
-        return Layout.of(mesh, P(), x.shape, x.dtype)
-    part = x.mesh
-    if part is not mesh and not (
-        set(part.axis_names) <= set(mesh.axis_names) and mesh[part.axis_names] == part
-    ):
-        here, there = distinct_mesh_names(part, mesh)
-        raise ValueError(
-            f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the "
-            "axes of both"
-        )
-    return Layout.of(mesh, x.spec, x.shape, x.dtype)
-
-
 def _shard(x: Tensor, rest: Layout, base: Layout, src: int | None, offload: bool) -> ShardedTensor:
     """Return a parameter's values in its sharded layout, on the host if offloaded."""
-    found = _redistribute(x, rest, base, src)
+    out = _redistribute(x, rest, base, src)
     if not offload or x.is_meta or rest is base:
-        return found
-    return ShardedTensor._make_guarded(found._local.cpu(), rest)
+        return out
+    return ShardedTensor._make_guarded(out._local.cpu(), rest)
 
 
 def _redistribute(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:

@@ -9,18 +9,19 @@ Torch uses the loop on the CPU, since an operator costs little there. One on a `
 more, and the fused kernels read each element once instead of eight times. `foreach=False` still
 selects the loop.
 
-The first sharded leaf installs this: hooks of optimizer steps, by torch's public functions, and a
-type in torch's lists of types that foreach takes. torch's function that groups tensors by device is
-replaced while optimizers with sharded parameters step.
+The first sharded leaf installs this: hooks of optimizer steps, by torch's public functions, a type
+in torch's lists of types that foreach takes, and a note in the thread's context while one of
+torch's elementwise steps runs. torch's function that groups tensors by device is replaced while
+optimizers with sharded parameters step.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
 from .....mesh.comm.first_use import first_leaf
+from .....mesh.comm.thread_context import thread_context
 from ....lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from ....tensor.sharded_tensor import ShardedTensor
 from .foreach import aligned, check_writable, step_one_by_one
@@ -46,6 +48,11 @@ def _install() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(step_one_by_one)
     torch_optimizer.register_optimizer_step_pre_hook(_begin_step)
     torch_optimizer.register_optimizer_step_post_hook(_end_step)
+    for name, steps in _ELEMENTWISE.items():
+        module = importlib.import_module(f"torch.optim.{name}")
+        for step in steps:
+            if hasattr(module, step):
+                setattr(module, step, _noted(getattr(module, step)))
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -94,33 +101,39 @@ _ELEMENTWISE = {
     "rmsprop": ("_multi_tensor_rmsprop",),
     "rprop": ("_multi_tensor_rprop",),
 }
-_MODULES: dict[str, Any] = {
-    name: importlib.import_module(f"torch.optim.{name}") for name in _ELEMENTWISE
-}
-_elementwise = {
-    getattr(_MODULES[name], step).__code__: step.startswith(
-        "_fused"
-    )  # code -> whether it calls a fused kernel
-    for name, steps in _ELEMENTWISE.items()
-    for step in steps
-    if hasattr(_MODULES[name], step)
-}
+
+
+def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an elementwise step that the thread's context knows of while it runs."""
+    kind = "fused" if step.__name__.startswith("_fused") else "foreach"
+
+    @wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return step(*args, **kwargs)
+        before, thread_context.elementwise_step = thread_context.elementwise_step, kind
+        try:
+            return step(*args, **kwargs)
+        finally:
+            thread_context.elementwise_step = before
+
+    return run
 
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
     """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is
     "meta", which torch would hold against a `step` on a GPU.
 
-    To an elementwise step of torch's own, which begins with this, return the parts themselves if
-    their layouts are alike: the step then costs the host what one of plain tensors does.
+    To an elementwise step of torch's own, return the parts themselves if their layouts are alike:
+    the step then costs the host what one of plain tensors does.
     """
     if not any(type(x) is ShardedTensor for x in lists[0]):
         return _torchs_grouping(lists, with_indices)
     parts = [[x._local if type(x) is ShardedTensor else x for x in tensors] for tensors in lists]
-    caller = sys._getframe(2).f_code  # of `Optimizer._group_tensors_by_device_and_dtype`
-    if caller in _elementwise and _may_be_parts(lists):
+    kind = thread_context.elementwise_step
+    if kind is not None and _may_be_parts(lists):
         _note_step(lists)
-        if _elementwise[caller] or torch._C._len_torch_dispatch_stack():  # as in `foreach.py`
+        if kind == "fused" or torch._C._len_torch_dispatch_stack():  # as in `foreach.py`
             torch.autograd.graph.increment_version(
                 [x._local for x in lists[0] if type(x) is ShardedTensor]
             )

@@ -11,10 +11,37 @@ transpose of the other for the average over ranks of products:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ....layout.layout import Layout
+from ....redistribute.autograd import redistribute_locals
+
+Grads = list[Tensor | None]
+
+
+def average(
+    grads: Sequence[Tensor | None],
+    bases: Sequence[Layout],
+    rests: Sequence[Layout],
+    scales: Sequence[float],
+) -> Grads:
+    """Scale and sum gradients differentiably, from layouts in use to layouts at rest.
+
+    Communication: that of redistributing the gradients.
+    """
+    wholes = {i: scaled(grad, scales[i]) for i, grad in enumerate(grads) if grad is not None}
+    pairs = [
+        (bases[i].dual.replace(dtype=x.dtype), rests[i].dual.replace(dtype=x.dtype))
+        for i, x in wholes.items()
+    ]
+    averages: Grads = [None] * len(grads)
+    for i, part in zip(wholes, redistribute_locals(list(wholes.values()), pairs), strict=True):
+        averages[i] = part.to(rests[i].dtype)
+    return averages
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:

@@ -28,11 +28,9 @@ from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads
 from .grad_reduction import reduction_tag
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = (
-    1 << 20,
-    25 << 20,
-)  # an all_reduce is launched from these sizes on, as in torch's DDP
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # as in torch's DDP
 _REDUCING = seed_of("sum gradients of a unit")
+Sources = tuple[ContiguousGrads, ...]
 
 
 class UnitGrads(NamedTuple):
@@ -62,17 +60,11 @@ class GradBucketer:
         self._waiting: list[UnitGrads] = []
         self._key: Any = None
         self._size, self._threshold = 0, FIRST_BUCKET_BYTES
-        self._buckets: dict[
-            ContiguousGrads, tuple[ContiguousGrads, ...]
-        ] = {}  # of the last backward
-        self._buffers: dict[
-            tuple[ContiguousGrads, ...], dict[ContiguousGrads, Tensor]
-        ] = {}  # of this backward, not in use yet
+        self._buckets: dict[ContiguousGrads, Sources] = {}  # of the last backward
+        self._buffers: dict[Sources, dict[ContiguousGrads, Tensor]] = {}  # not in use yet
 
     def add(self, part: UnitGrads) -> None:
-        """Reduce these gradients, now or with those of other units. Communication: an all_reduce,
-        or none yet.
-        """
+        """Reduce these gradients, now or with others. Communication: an all_reduce, or none yet."""
         key = None if part.alone else _kind(part)
         if key != self._key:
             self.launch()
@@ -85,9 +77,7 @@ class GradBucketer:
             self.launch()
 
     def launch(self) -> None:
-        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes, or
-        none.
-        """
+        """Reduce the waiting gradients. Communication: an all_reduce per dtype and set of axes."""
         parts, self._waiting, self._size = self._waiting, [], 0
         if not parts:
             return
@@ -119,9 +109,7 @@ class GradBucketer:
         self._buffers.clear()
 
     def buffer(self, source: ContiguousGrads) -> Tensor:
-        """Allocate memory for the gradients of a unit, next to that of the units expected in its
-        bucket.
-        """
+        """Allocate a unit's gradients next to those of the units expected in its bucket."""
         bucket = self._buckets.get(source, ())
         if len(bucket) < 2:
             return source.empty(source.length)
@@ -129,8 +117,8 @@ class GradBucketer:
             whole = source.empty(sum(other.length for other in bucket))
             parts = torch.unsafe_split_with_sizes(whole, [other.length for other in bucket])
             self._buffers[bucket] = dict(zip(bucket, parts, strict=True))
-        found = self._buffers[bucket].pop(source, None)
-        return source.empty(source.length) if found is None else found
+        part = self._buffers[bucket].pop(source, None)
+        return source.empty(source.length) if part is None else part
 
 
 def _kind(part: UnitGrads) -> Any:
@@ -144,9 +132,7 @@ def _kind(part: UnitGrads) -> Any:
 
 @cached_on_mesh(lambda layouts: layouts[0].mesh, 256)
 def mean_local_bytes(layouts: tuple[Layout, ...]) -> int:
-    """Return the bytes of local parts, averaged over ranks so that all ranks get the same
-    number.
-    """
+    """Return the bytes of local parts, averaged over ranks: the same number on all ranks."""
     return sum(
         math.prod(x.shape)
         * x.dtype.itemsize

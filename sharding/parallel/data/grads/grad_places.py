@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
+from ....tensor.sharded_tensor import ShardedTensor
 
 
 class GradBuffer(NamedTuple):
@@ -50,11 +51,8 @@ class ContiguousGrads:
     def __init__(
         self, layouts: Sequence[Layout], memory: Callable[[ContiguousGrads], Tensor] | None = None
     ) -> None:
-        self._shapes, self._dtype, self._mesh = (
-            [x.local_shape for x in layouts],
-            layouts[0].dtype,
-            layouts[0].mesh,
-        )
+        self._shapes = [x.local_shape for x in layouts]
+        self._dtype, self._mesh = layouts[0].dtype, layouts[0].mesh
         self._sizes = list(map(math.prod, self._shapes))
         self.length, self._memory = sum(self._sizes), memory
 
@@ -63,14 +61,51 @@ class ContiguousGrads:
         return torch.empty(length, dtype=self._dtype, device=self._mesh.device)  # type: ignore[attr-defined]
 
     def make(self) -> GradBuffer:
-        """Allocate a buffer. To autograd its views are separate tensors, so that each may be
-        written in place.
-        """
+        """Allocate a buffer, whose views are separate tensors to autograd."""
         buffer = self.empty(self.length) if self._memory is None else self._memory(self)
         parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
         return GradBuffer(
             buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         )
+
+
+class GradPlaces:
+    """Where the gradients of a unit are written, in buffers that one collective can reduce.
+
+    Args:
+        buckets: the buffer of each split parameter, and the index in it; None if none is split.
+        memory: allocates the buffer of a source for unsharded ones.
+    """
+
+    def __init__(
+        self,
+        buckets: Mapping[int, tuple[GradBufferSource, int]] | None,
+        memory: Callable[[ContiguousGrads], Tensor],
+    ) -> None:
+        self._buckets, self._memory = buckets, memory
+        self._layouts: list[Layout | None] = []
+        self._sources: dict[int, tuple[GradBufferSource, int]] = {}
+
+    def sources(
+        self, parameters: Sequence[ShardedTensor]
+    ) -> Mapping[int, tuple[GradBufferSource, int]]:
+        """Return the buffer of each parameter's gradient, and the index in it, by number."""
+        if self._buckets is not None:
+            return self._buckets
+        layouts = [
+            x._layout if x.requires_grad and x._local.is_contiguous() else None for x in parameters
+        ]
+        if self._layouts != layouts:
+            self._layouts, self._sources = layouts, {}
+            alike: dict[Any, dict[int, Layout]] = {}
+            for i, layout in enumerate(layouts):
+                if layout is not None:
+                    kind = layout.replicated_axes, layout.dtype
+                    alike.setdefault(kind, {})[i] = layout
+            for members in alike.values():
+                source = ContiguousGrads(list(members.values()), self._memory)
+                self._sources |= {i: (source, k) for k, i in enumerate(members)}
+        return self._sources
 
 
 class GradWriter:
@@ -134,20 +169,14 @@ class GradWriter:
         self._held.pop(number, None)
 
     def take(self, scale: float) -> GradWriter:
-        """Return a writer with all gradients so far; the next backward through the same graph
-        starts with new buffers.
-        """
-        found = GradWriter(self._sources, self._deferred)
-        found.buffers, self.buffers, found.written, self.written = (
-            self.buffers,
-            {},
-            self.written,
-            {},
-        )
-        found.leaves = self.leaves
+        """Return a writer with all gradients so far; the next backward begins with new buffers."""
+        full = GradWriter(self._sources, self._deferred)
+        full.buffers, self.buffers = self.buffers, {}
+        full.written, self.written = self.written, {}
+        full.leaves = self.leaves
         while self._held:
-            found._write(*self._held.popitem(), scale)
-        return found
+            full._write(*self._held.popitem(), scale)
+        return full
 
 
 def is_view_at(grad: Tensor, view: Tensor) -> bool:

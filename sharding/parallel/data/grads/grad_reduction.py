@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from .....mesh.comm.recording.recorder import CommTag
-from ....layout.layout import Layout
-from ....redistribute.autograd import redistribute_locals
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
+from ..controls import UnitControls
 from ..precision import MixedPrecisionPolicy
+from ..slot import Slot
 from ..storage.flat import FlatBucket
-from ..storage.gather_op import Grads
 from ..storage.param_storage import ParamStorage
-from .averaging import scaled
+from .averaging import Grads
 from .grad_places import GradBuffer
 
 _NAMED = 4  # parameters listed in a message
@@ -28,19 +27,37 @@ class Bucket:
     """The parameters of a unit that have one dtype.
 
     Attributes:
+        unit: the unit's name, for messages.
         numbers: the indices of the parameters in the unit.
+        slots: the parameters.
         storage: their values on this rank.
         policy: dtypes.
-        deferred: whole gradients take_deferred until the end of `accumulate_grads`; `used` has the
-            indices of those that exist.
+        deferred: the sum of whole gradients of several backward passes, until it is reduced; `used`
+            has the indices of the gradients in it.
     """
 
+    unit: str
     numbers: list[int]
+    slots: list[Slot]
     storage: ParamStorage
     policy: MixedPrecisionPolicy
     deferred: Tensor | None = None
     used: set[int] = field(default_factory=set)
     scales = False  # the reduced shards are scaled, which are smaller
+
+    @property
+    def parameters(self) -> list[ShardedTensor]:
+        """The sharded parameters."""
+        return [slot.value for slot in self.slots]
+
+    def own(self, grads: Grads) -> Grads:
+        """Return those of a unit's gradients that are the bucket's."""
+        return [grads[i] for i in self.numbers]
+
+    def put(self, parts: Grads, into: Grads) -> None:
+        """Set the bucket's gradients among those of the unit."""
+        for i, part in zip(self.numbers, parts, strict=True):
+            into[i] = part
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -56,57 +73,46 @@ class Bucket:
         return self.flat.new_grad_buffer(self.sum_dtype)
 
     def start(
-        self,
-        unit: str,
-        grads: Grads,
-        scale: float,
-        missing: Sequence[str],
-        fill: bool,
-        filled: GradBuffer | None,
-        hook: Callable[[Tensor], object] | None = None,
+        self, grads: Grads, scale: float, filled: GradBuffer | None, controls: UnitControls
     ) -> Callable[[], Grads]:
-        """Launch the reduce_scatter; the returned function waits and gives the gradients of the
-        local parts.
+        """Launch the reduce_scatter; the returned function waits and gives the local gradients.
 
         Args:
-            unit: the unit's name, for messages.
-            grads: the unreduced gradients of whole parameters.
+            grads: the unreduced gradients of the bucket's whole parameters.
             scale: a factor for the reduced gradients.
-            missing: the paths of trained parameters without a gradient.
-            fill: whether to use zeros for these, since other ranks may have a gradient.
             filled: a buffer that already has some of the gradients; it is consumed.
-            hook: called with this rank's piece of the reduced gradients, scaled, which it may
-                write.
+            controls: `allows_unused` for zeros where a trained parameter has no gradient, since
+                other ranks may have one; `reduce_hook`, which may write this rank's piece of the
+                reduced, scaled gradients.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
-        count = sum(grad is not None for grad in grads)
-        if count == 0 and not (fill and missing):
+        pairs = zip(self.slots, grads, strict=True)
+        unused = [slot.path for slot, x in pairs if x is None and slot.value.requires_grad]
+        count, fills = sum(grad is not None for grad in grads), controls.allows_unused
+        if count == 0 and not (fills and unused):
             return lambda: list(grads)
-        tag = (
-            reduction_tag(unit, count + len(missing), ())
-            if fill
-            else reduction_tag(unit, count, missing)
-        )
+        tag = reduction_tag(self.unit, count + len(unused) * fills, () if fills else unused)
         whole, scale_after = self.flat.fill_grad_buffer(grads, self.sum_dtype, filled), scale
         if self.sum_dtype is torch.float16:  # scale first: a sum in float16 may overflow
             whole, scale_after = whole.mul_(scale), 1.0
-        has_grad = [grad is not None or (fill and bool(missing)) for grad in grads]
         piece = self.flat.start_reduce(whole, tag)
+        has_grad = [grad is not None or bool(fills and unused) for grad in grads]
+        hook = controls.reduce_hook
         return lambda: self._parts(piece.wait(), scale_after, has_grad, hook)
 
     def _parts(
         self,
         piece: Tensor,
         scale: float,
-        given: Sequence[bool],
+        has_grad: Sequence[bool],
         hook: Callable[[Tensor], object] | None,
     ) -> Grads:
         scaled = piece if scale == 1 else piece.mul_(scale)
         if hook is not None:
             hook(scaled)
         parts = self.flat.shards_in(self.storage.as_shard(scaled))
-        return [part if there else None for part, there in zip(parts, given, strict=True)]
+        return [part if exists else None for part, exists in zip(parts, has_grad, strict=True)]
 
     def defer(self, grads: Grads) -> None:
         """Add gradients to the deferred ones."""
@@ -117,37 +123,24 @@ class Bucket:
             self.deferred = torch.zeros(
                 self.flat.layout.length, dtype=self.sum_dtype, device=device
             )
-        views = self.flat.wholes_in(self.deferred)
-        given = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-        torch._foreach_add_(
-            [view for view, _ in given], [grad.to(self.sum_dtype) for _, grad in given]
-        )
+        sums = self.flat.wholes_in(self.deferred)
+        pairs = [(x, grad) for x, grad in zip(sums, grads, strict=True) if grad is not None]
+        torch._foreach_add_([x for x, _ in pairs], [grad.to(self.sum_dtype) for _, grad in pairs])
         self.used.update(i for i, grad in enumerate(grads) if grad is not None)
 
-    def take_deferred(self) -> Grads:
-        """Return the deferred gradients and drop them."""
-        if self.deferred is None:
-            return [None] * len(self.numbers)
-        found: Grads = [
-            x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.deferred))
-        ]
+    def take_deferred(self) -> tuple[Grads, GradBuffer | None]:
+        """Return the deferred gradients and their buffer, and forget them."""
+        whole, used = self.deferred, self.used
         self.drop_deferred()
-        return found
+        if whole is None:
+            return [None] * len(self.numbers), None
+        views = self.flat.wholes_in(whole)
+        grads: Grads = [x if i in used else None for i, x in enumerate(views)]
+        return grads, GradBuffer(whole, views)
 
     def drop_deferred(self) -> None:
         """Drop the deferred gradients."""
-        self.deferred = None
-        self.used.clear()
-
-
-def merge_parts(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
-    """Fill in the gradients of the buckets' parameters, once each bucket's reduction has
-    finished.
-    """
-    for bucket, wait in waits:
-        for i, part in zip(bucket.numbers, wait(), strict=True):
-            found[i] = part
-    return found
+        self.deferred, self.used = None, set()
 
 
 def reduction_tag(unit: str, count: int, unused: Sequence[str]) -> CommTag:
@@ -163,27 +156,6 @@ def _without(paths: Sequence[str]) -> str:
         if paths
         else ""
     )
-
-
-def differentiable(
-    grads: Sequence[Tensor | None],
-    bases: Sequence[Layout],
-    rests: Sequence[Layout],
-    scales: Sequence[float],
-) -> Grads:
-    """Scale and reduce gradients differentiably, from layouts in use to layouts at rest.
-
-    Communication: that of redistributing the gradients.
-    """
-    wholes = {i: scaled(grad, scales[i]) for i, grad in enumerate(grads) if grad is not None}
-    pairs = [
-        (bases[i].dual.replace(dtype=x.dtype), rests[i].dual.replace(dtype=x.dtype))
-        for i, x in wholes.items()
-    ]
-    reduced: Grads = [None] * len(grads)
-    for i, part in zip(wholes, redistribute_locals(list(wholes.values()), pairs), strict=True):
-        reduced[i] = part.to(rests[i].dtype)
-    return reduced
 
 
 def accumulate_later(parameters: Sequence[ShardedTensor], parts: Grads) -> None:

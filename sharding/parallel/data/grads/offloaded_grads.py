@@ -18,8 +18,7 @@ from .....kernels.transfer.host_copies import CopyStream
 from ....autograd import engine_hooks
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
-
-Grads = list[Tensor | None]
+from .averaging import Grads
 
 
 class OffloadedGrads:
@@ -42,24 +41,20 @@ class OffloadedGrads:
         return self._stream.to_host(x.to(dtype))
 
     def defer(self, leaves: Sequence[ShardedTensor], grads: Grads, nodes: Sequence[Any]) -> Grads:
-        """Keep gradients on the host for the end of backward; return those that autograd needs now,
-        None for the others.
+        """Keep gradients on the host for the end of backward; return those that autograd needs now.
 
         Args:
             leaves, grads: of a unit.
             nodes: of the leaves' gradients, which autograd calls.
         """
-        on_host = [grad is not None and grad.device.type == "cpu" for grad in grads]
-        deferred = [
-            is_on_host and _is_simple(leaf, node)
-            for leaf, is_on_host, node in zip(leaves, on_host, nodes, strict=True)
-        ]
-        if on_host != deferred:
+        parts = list(grads)
+        for i, (leaf, grad, node) in enumerate(zip(leaves, grads, nodes, strict=True)):
+            if grad is not None and grad.device.type == "cpu" and _is_simple(leaf, node):
+                self._waiting.append((leaf, grad))
+                parts[i] = None
+        if any(part is not None and part.device.type == "cpu" for part in parts):
             self.synchronize()
-        self._waiting += [
-            (leaf, grad) for leaf, grad, later in zip(leaves, grads, deferred, strict=True) if later
-        ]
-        return [None if later else grad for grad, later in zip(grads, deferred, strict=True)]
+        return parts
 
     def finish(self) -> None:
         """Wait for all copies and add the gradients to `.grad`: backward has ended."""
@@ -80,9 +75,7 @@ class OffloadedGrads:
 
 
 def _is_simple(leaf: ShardedTensor, node: Any) -> bool:
-    """Return whether autograd would only add the gradient to `.grad`: no hook sees it, and it is
-    not a result of `torch.autograd.grad`.
-    """
+    """Return whether autograd would do no more with a gradient than add it to `.grad`."""
     local = leaf._local
     return (
         not local._backward_hooks

@@ -100,9 +100,7 @@ class FlatBucket:
         return _views(shard, self._in_shard)
 
     def rows_of(self, i: int, value: Tensor) -> Tensor:
-        """Return the rows of a parameter in use that are in this rank's piece, as a view of its
-        value.
-        """
+        """Return the rows of a parameter's value that are in this rank's piece, as a view."""
         start, stop = self.layout.rows_of(i, self._part, self._counts[i])
         return value.narrow(self.dims[i], start, stop - start)
 
@@ -155,22 +153,14 @@ class FlatBucket:
     def _flat(
         self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()
     ) -> Layout:
-        """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh
-        axes have separate buffers.
-        """
-        found = self._flats.get((dtype, over, pending))
-        if found is None:
-            found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
-        return found
-
-    def _make_flat(
-        self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]
-    ) -> Layout:
-        copies = math.prod(self.mesh.size(axis) for axis in self._others)
-        length = copies * self.layout.length
-        return Layout.of(
-            self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype
-        )
+        """Return the layout of the buffer, split over some of the axes."""
+        layout = self._flats.get((dtype, over, pending))
+        if layout is None:
+            copies = math.prod(self.mesh.size(axis) for axis in self._others)
+            spec = P((*self._others, *over) or None, unreduced=set(pending))
+            layout = Layout.of(self.mesh, spec, (copies * self.layout.length,), dtype)
+            self._flats[dtype, over, pending] = layout
+        return layout
 
     def start_gather(
         self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
@@ -189,9 +179,7 @@ class FlatBucket:
         return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
     def empty_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer for gradients: gaps between them are zero, the rest is
-        uninitialised.
-        """
+        """Allocate an uninitialised buffer for gradients, with zeros between them."""
         whole = torch.empty(self.layout.length, dtype=dtype, device=self.mesh.device)
         for start, stop in self._gaps:
             whole[start:stop].zero_()
@@ -199,18 +187,15 @@ class FlatBucket:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """The ranges between parameters; the whole buffer if one of them is not contiguous
-        in it.
-        """
-        found, end = [], 0
+        """The ranges between parameters; the whole buffer if one is not contiguous in it."""
+        gaps, end = [], 0
         for (shape, strides, start), dim in zip(self._in_whole, self.dims, strict=True):
             if math.prod(shape) and strides != _strides_of_stored(_dim_first(shape, dim), dim):
                 return [(0, self.layout.length)]
-            found.append((end, start))
+            gaps.append((end, start))
             end = start + math.prod(shape)
-        return [
-            (start, stop) for start, stop in (*found, (end, self.layout.length)) if start < stop
-        ]
+        gaps.append((end, self.layout.length))
+        return [(start, stop) for start, stop in gaps if start < stop]
 
     def new_grad_buffer(self, dtype: torch.dtype) -> GradBuffer:
         """Allocate a buffer for gradients, with a view for each."""
@@ -220,20 +205,18 @@ class FlatBucket:
     def fill_grad_buffer(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None
     ) -> Tensor:
-        """Copy gradients into a buffer, zero if there is none; those that are in `filled` already
-        are not copied.
-        """
+        """Copy gradients that are not in `filled` yet into a buffer; zeros where there is none."""
         whole, views = self.new_grad_buffer(dtype) if filled is None else filled
-        given, absent = [], []
+        copies, absent = [], []
         for view, grad in zip(views, grads, strict=True):
             if grad is None:
                 absent.append(view)
             elif not is_view_at(grad, view):
-                given.append((view, grad))
+                copies.append((view, grad))
         if absent:
             torch._foreach_zero_(absent)
-        if given:
-            torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
+        if copies:
+            torch._foreach_copy_([view for view, _ in copies], [grad for _, grad in copies])
         return whole
 
     def start_reduce(self, whole: Tensor, tag: CommTag) -> Pending[Tensor]:

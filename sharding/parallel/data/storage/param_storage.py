@@ -41,12 +41,8 @@ class ParamStorage:
     def __init__(
         self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str
     ) -> None:
-        self.flat, self._stage, self._policy, self._offloaded = (
-            flat,
-            options.stage,
-            options.policy,
-            options.offloaded,
-        )
+        self.flat, self._stage, self._policy = flat, options.stage, options.policy
+        self._offloaded = options.offloaded
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Pending[Tensor]] | None = None
         self._moves, self._address = 0, 0
@@ -64,18 +60,14 @@ class ParamStorage:
 
     @torch.no_grad()
     def move_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Move the parameters' local parts into the flat shard, from which they are gathered
-        without a copy.
-        """
+        """Move local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
         owners = [id(x) for x in parameters]
-        is_converted = (
-            parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device
-        )
-        if is_converted or (
-            self._owners and self._owners != owners
-        ):  # replaced parameters keep the old shard
-            self._allocate(parts[0].dtype, parts[0].device)
+        dtype, device = parts[0].dtype, parts[0].device
+        is_converted = dtype is not self.shard.dtype or device != self.shard.device
+        is_replaced = bool(self._owners) and self._owners != owners  # they keep the old shard
+        if is_converted or is_replaced:
+            self._allocate(dtype, device)
         self._owners = owners
         moved = [
             (view, x)
@@ -93,14 +85,10 @@ class ParamStorage:
                 x.data = view
 
     def as_shard(self, piece: Tensor) -> Tensor:
-        """Return a piece of gradients on the device and in the dtype of the shard; on the host its
-        values may come later.
-        """
-        if (
-            self._offloaded is not None
-            and self.shard.device != piece.device
-            and thread_context.recorder is None
-        ):  # a graph has no events
+        """Return a piece of gradients on the device and in the dtype of the shard, perhaps later."""
+        is_elsewhere = self.shard.device != piece.device
+        # a graph has no events
+        if self._offloaded is not None and is_elsewhere and thread_context.recorder is None:
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 
@@ -122,27 +110,24 @@ class ParamStorage:
         versions = [_version(x, self._moves) for x in parameters]
         self._copies.pop(_WHOLE, None)  # outdated
         axes, x = self._nearest(versions)
-        kept = self._stage.parameter
-        if axes == self._stage.optimizer and kept not in (_WHOLE, axes):
-            x = self.flat.start_gather(x, axes, kept, self._tag).wait()
-            self._copies[kept], axes = (versions, x), kept
+        at_rest = self._stage.parameter
+        if axes == self._stage.optimizer and at_rest not in (_WHOLE, axes):
+            x = self.flat.start_gather(x, axes, at_rest, self._tag).wait()
+            self._copies[at_rest], axes = (versions, x), at_rest
         self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
-        """Return the copy from which the whole is gathered with the fewest bytes, and the axes that
-        split it.
-        """
-        found = [axes for axes in self._copies if self._find(versions, axes) is not None]
-        if not found:
+        """Return the nearest copy of the whole, with the axes that split it."""
+        current = [axes for axes in self._copies if self._find(versions, axes) is not None]
+        if not current:
             return self._stage.optimizer, self._shard_in_use()
-        nearest = min(found, key=self.flat.mesh.size)
+        nearest = min(current, key=self.flat.mesh.size)
         return nearest, self._copies[nearest][1]
 
     def _shard_in_use(self) -> Tensor:
         """Return the shard on the device, in the dtype in which parameters are used."""
-        shard = self.shard.to(
-            self.flat.mesh.device, non_blocking=True
-        )  # a copy that also casts would wait
+        # a copy that also casts would wait
+        shard = self.shard.to(self.flat.mesh.device, non_blocking=True)
         return shard.to(self._policy.used_as(shard.dtype))
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
@@ -169,10 +154,8 @@ class ParamStorage:
             versions, pending = self._pending
             self._pending = None
             whole = pending.wait()
-            self._copies[_WHOLE], self._address = (
-                (versions, whole),
-                whole.untyped_storage().data_ptr(),
-            )
+            self._copies[_WHOLE] = versions, whole
+            self._address = whole.untyped_storage().data_ptr()
         return self._copies[_WHOLE][1]
 
     @property
@@ -210,9 +193,7 @@ class ParamStorage:
 
     @torch.no_grad()
     def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Copy this rank's rows of the whole buffer to the shard; parameters do not count as
-        written. Communication: none.
-        """
+        """Copy this rank's rows of the whole buffer to the shard, which counts as no write."""
         if self._has_current_whole(parameters) and not self.flat.is_lossy:
             self.shard.copy_(self.flat.piece_of(self._copies[_WHOLE][1]))
 
@@ -233,9 +214,7 @@ class ParamStorage:
             pending.wait()
 
     def after_forward(self, keep: str) -> None:
-        """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it
-        split over that axis.
-        """
+        """Free the whole buffer, unless `keep` is "all"; for an axis, keep the part over it."""
         if keep == "all" or _WHOLE not in self._copies:
             return
         versions, whole = self._copies.pop(_WHOLE)

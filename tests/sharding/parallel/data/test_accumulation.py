@@ -89,9 +89,9 @@ def test_memory_between_micro_batches(form, whole):
             tokens, targets = _parts(mesh, 2)[0]
             loss_of(made, tokens, targets).backward()
             unit = made.blocks[0].__dict__["_shardmesh_unit"]
-            held = [bucket.deferred is not None for bucket in unit._buckets]
+            held = [bucket.deferred is not None for bucket in unit.plan.buckets]
             there = [x._local.grad is not None for x in made.blocks[0].parameters() if x.dim()]
-        assert all(bucket.deferred is None for bucket in unit._buckets)
+        assert all(bucket.deferred is None for bucket in unit.plan.buckets)
         return all(held), any(there)
 
     assert set(on_ranks((4,), program)) == {(whole, not whole)}

@@ -13,8 +13,7 @@ from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.grads import grad_bucketing
 from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
-from shardmesh.sharding.parallel.data.schedule import unit_of
-from shardmesh.sharding.parallel.data.unit import Unit
+from shardmesh.sharding.parallel.data.unit import Unit, unit_of
 from tests.sharding.parallel.data.training import on_ranks
 from tests.sharding.ranks import collectives, launched
 
@@ -395,14 +394,14 @@ def test_backward_delays_the_next_gather_while_a_reduction_is_pending(find, monk
 
     def gathers(unit):
         if torch._C._current_graph_task_id() != -1 and not any(
-            bucket.storage.is_gathered for bucket in unit._buckets
+            bucket.storage.is_gathered for bucket in unit.plan.buckets
         ):
-            logs[id(unit.schedule)].append(f"gather {unit.name}")
+            logs[id(unit.schedule)].append(f"gather {unit.plan.name}")
         gather(unit)
 
     def puts(placing, number, *given):
         unit = placing._deferred.__self__
-        logs[id(unit.schedule)].append(f"gradient of {unit.name}")
+        logs[id(unit.schedule)].append(f"gradient of {unit.plan.name}")
         return put(placing, number, *given)
 
     def program(mesh):

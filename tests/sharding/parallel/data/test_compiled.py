@@ -11,7 +11,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard
-from shardmesh.sharding.parallel.data.schedule import units_in
+from shardmesh.sharding.parallel.data.unit import units_in
 from tests.sharding.parallel.models import ResidualMLP
 from tests.sharding.ranks import on_mesh
 
@@ -213,7 +213,9 @@ def test_gathered_parameters_are_not_kept_for_backward():
             loss = made(x).mean()
             inner = units_in(made)[1:]
             assert all(unit.saved for unit in inner[1:])
-            assert not any(bucket.storage.is_gathered for unit in inner for bucket in unit._buckets)
+            assert not any(
+                bucket.storage.is_gathered for unit in inner for bucket in unit.plan.buckets
+            )
             loss.backward()
 
     on_mesh((2,), main)

@@ -14,7 +14,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy
-from shardmesh.sharding.parallel.data.schedule import units_in
+from shardmesh.sharding.parallel.data.unit import units_in
 from tests.sharding.parallel.data.training import (
     BATCH,
     FORMS,
@@ -538,7 +538,7 @@ def test_parametrizations(form):
 def test_ways_to_name_units(units):
     def program(mesh):
         made = fully_shard(model(), mesh, units=units)
-        assert [unit.name for unit in units_in(made)] == ["", "blocks.0", "blocks.1"]
+        assert [unit.plan.name for unit in units_in(made)] == ["", "blocks.0", "blocks.1"]
         check_gradients(made, mesh)
 
     on_ranks((2,), program)

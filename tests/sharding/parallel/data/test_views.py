@@ -123,7 +123,7 @@ def test_summing_copies_each_gradient_once(world4):
 
 
 def _whole_buffers(made):
-    return sum(bucket.storage.is_gathered for layer in made for bucket in _unit(layer)._buckets)
+    return sum(bucket.storage.is_gathered for layer in made for bucket in _unit(layer).plan.buckets)
 
 
 @pytest.mark.parametrize("directly", [False, True])
@@ -217,18 +217,13 @@ def test_nothing_is_left_after_a_step():
             alive = []
             made[1].register_forward_pre_hook(lambda m, _: alive.append(weakref.ref(m.weight)))
             made(torch.ones(1, D)).sum().backward()
-            return (
-                [x() is None for x in alive],
-                _unit(made[1])._unsharded,
-                _unit(made[1])._prefetched,
-            )
+            return [x() is None for x in alive], _unit(made[1]).step
         finally:
             gc.enable()
 
-    for gone, use, prepared in on_ranks((2,), program):
+    for gone, step in on_ranks((2,), program):
         assert all(gone)
-        assert use is None
-        assert prepared is None
+        assert step is None
 
 
 def test_a_forward_without_backward_leaves_nothing():
@@ -263,7 +258,7 @@ def _gathers(program):
         made = fully_shard(model(blocks=3), mesh, units=GatedBlock)
         order = []
         for name in ("", "blocks.0", "blocks.1", "blocks.2"):
-            for bucket in _unit(made.get_submodule(name))._buckets:
+            for bucket in _unit(made.get_submodule(name)).plan.buckets:
                 start = bucket.flat.start_gather
                 bucket.flat.start_gather = lambda *a, start=start, name=name, **k: (
                     order.append(name),

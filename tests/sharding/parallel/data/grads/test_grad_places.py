@@ -80,7 +80,7 @@ def test_gradient_is_copied_before_the_next_is_computed(
     logs: dict[Any, list[str]] = {}
 
     def logged(self: GradWriter, number: int, grad: Tensor, scale: float) -> None:
-        logs[id(self._deferred.__self__.module)].append(f"put {number}")  # type: ignore[attr-defined]
+        logs[id(self._deferred.__self__.plan.module)].append(f"put {number}")  # type: ignore[attr-defined]
         put(self, number, grad, scale)
 
     monkeypatch.setattr(GradWriter, "_write", logged)
