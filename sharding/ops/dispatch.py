@@ -34,7 +34,7 @@ from ..layout.layout import Layout
 from ..lineage import comm_context, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from ..redistribute.autograd import redistribute_local
 from ..tensor.autograd.local_part import known_local
-from ..tensor.handles import TensorHandle, settled
+from ..tensor.resharding import Resharding, settled
 from ..tensor.sharded_tensor import ShardedTensor
 from . import nonmember, plain_operands, torch_transforms
 from .rules.argument_forms import (
@@ -111,11 +111,11 @@ def torch_function(
                 key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
-        strategy = operands[0]._layout.decisions.get(tuple(key)) if operands else None
+        strategy = operands[0]._layout.strategies.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
-        if any(isinstance(item, TensorHandle) for item in key):
+        if any(isinstance(item, Resharding) for item in key):
             return func(*settled(tuple(args)), **settled(kwargs))
         strategy = _new_strategy(func, args, kwargs, key, operands)
     wrap_result = strategy.wrap
@@ -223,9 +223,9 @@ def _new_strategy(
     if shared is None:
         return _make_strategy(func, args, kwargs, key, operands)
     shared_key = _key_of(func, *shared)
-    decisions = operands[0]._layout.decisions
+    strategies = operands[0]._layout.strategies
     try:
-        strategy = decisions.get(tuple(shared_key))
+        strategy = strategies.get(tuple(shared_key))
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
@@ -234,7 +234,7 @@ def _new_strategy(
         seed_with_ints(strategy.seed, [item for item in key if type(item) is int])
     )
     with suppress(TypeError):
-        _keep_spelling(decisions, strategy, tuple(key), spelled)
+        _keep_spelling(strategies, strategy, tuple(key), spelled)
     return spelled
 
 
@@ -249,15 +249,15 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _keep_spelling(
-    decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
+    strategies: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
 ) -> None:
     """Cache a strategy under the key of one call too, and no longer under the oldest of those."""
     if strategy.spellings is None:
         strategy.spellings = deque()
-    keep(decisions, key, spelled)
+    keep(strategies, key, spelled)
     strategy.spellings.append(key)
     if len(strategy.spellings) > _SPELLINGS:
-        decisions.pop(strategy.spellings.popleft(), None)
+        strategies.pop(strategy.spellings.popleft(), None)
 
 
 def _make_strategy(
@@ -287,7 +287,7 @@ def _make_strategy(
     )
     if operands:
         with suppress(TypeError):  # an argument that cannot be hashed: not cached
-            keep(operands[0]._layout.decisions, tuple(key), strategy)
+            keep(operands[0]._layout.strategies, tuple(key), strategy)
     return strategy
 
 
