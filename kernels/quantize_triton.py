@@ -60,10 +60,14 @@ class CompiledQuantize(Protocol):
 class CompiledDequantize(Protocol):
     """What is read of `quantize.Dequantize`."""
 
-    shape: tuple[int, ...]
-    stacks: Stacks
-    transport: str
-    block: int
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stacks(self) -> Stacks: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def block(self) -> int: ...
 
 
 HEAD = tl.constexpr(5)

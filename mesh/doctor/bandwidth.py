@@ -89,7 +89,7 @@ def measure(
     everyone = mesh.group()
     axes = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1]
     rows = [row for axis in axes for row in _rows(mesh, axis, seconds / len(OPS))]
-    group = "" if dist.group.WORLD is None else timeouts.described(dist.group.WORLD)
+    group = "" if dist.group.WORLD is None else timeouts.backends_text(dist.group.WORLD)
     return Measured(
         tuple(rows), _clocks(everyone), tuple(gather_facts(everyone, facts).values()), group
     )

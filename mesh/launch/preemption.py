@@ -273,7 +273,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
     # Use a separate connection: the main thread may block in the other one, waiting for ranks that
     # wait for this agreement.
     keys = StoreKeys(
-        distributed_c10d._get_default_store().clone(),
+        distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
         f"shardmesh/preemption/{world.job}/{world.epoch}",
         "shardmesh/preemption/*",
     )

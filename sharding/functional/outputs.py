@@ -21,6 +21,7 @@ from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
 from ..lineage import piece_of
 from ..tensor.global_shape import shape_of_parts
+from ..tensor.part_shapes import by_coordinate
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
@@ -204,7 +205,7 @@ def infer_outputs(
         if spec is None:
             outputs.append(OutputSpec(path, None))
             continue
-        facts = {manual_mesh.coordinate_of(rank): each[1][i] for rank, each in by_rank.items()}
+        facts = by_coordinate(manual_mesh, {rank: each[1][i] for rank, each in by_rank.items()})
         parts = {place: fact[:-1] for place, fact in facts.items()}
         layout = _result_layout(path, spec, x, parts, mesh, manual_mesh)
         _check_equal(path, spec, facts, manual_mesh)

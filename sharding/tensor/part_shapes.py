@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.comm.agreement import gather_facts
 from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
@@ -46,7 +47,7 @@ def are_of_one_kind(parts: Mapping[Any, PartShape]) -> bool:
 
 
 def joined_parts(
-    mesh: DeviceMesh,
+    mesh: AbstractMesh,
     dims: Sequence[tuple[str, ...]],
     shapes: Mapping[Coordinate, Sequence[int]],
 ) -> tuple[dict[tuple[str, ...], tuple[int, ...]], list[int]]:

@@ -68,7 +68,9 @@ class _Meshes:
         self.store = _store_of(world)
 
 
-def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequence[str]) -> None:
+def compare(
+    world: World, mesh: AbstractMesh, device_type: str, backends: Sequence[str | None]
+) -> None:
     """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
@@ -82,7 +84,7 @@ def compare(world: World, mesh: AbstractMesh, device_type: str, backends: Sequen
     # a list of thousands of ranks would fill the store
     order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()
     values = device_type, list(mesh.shape), list(mesh.axis_names), order, list(backends)
-    fields = dict(zip(_FIELDS, values, strict=True))
+    fields: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
     key = json.dumps(fields)
     if meshes.store is None or key in meshes.known:
         return

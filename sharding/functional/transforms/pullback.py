@@ -69,7 +69,8 @@ class Pullback:
             return
         with torch.enable_grad():
             self._leaves = fresh_leaves(leaves)
-            self.outs, value = typed(self._leaves)
+            outs, value = typed(self._leaves)
+            self.outs = list(outs)
             self.value = value if thread_context.grad_is_nested else detached(value)
 
     def _run_inside(self, run: Run) -> None:

@@ -172,7 +172,7 @@ class CustomFunctionCall:
         type_, call = checker.tag_of(gradient).type, getattr(node, "call", None)
         replicated_grads = None if call is None else call.replicated_grads
         shared: tuple[str, ...] = ()
-        if replicated_grads is not None:
+        if call is not None and replicated_grads is not None:
             shared = replicated_grads.axes.get(i - 1, ())
             if not shared:
                 known = argument.varying | argument.pending | type_.varying | type_.pending

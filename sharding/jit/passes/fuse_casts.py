@@ -349,7 +349,8 @@ def _is_of_collective(move: Movement, x: fx.Node) -> bool:
     """Return whether a value is a collective's result, or was cast or scaled from one."""
     nodes: set[Any] = {x}
     while nodes:
-        makers = {move.use.made_by.get(c) for c in move.use.union(nodes)} - {None}
+        made_by = (move.use.made_by.get(c) for c in move.use.union(nodes))
+        makers = {node for node in made_by if node is not None}
         if any(node.target in OPERATORS for node in makers):
             return True
         makers = {node for node in makers if node.target is not aten.copy_.default}
