@@ -17,7 +17,7 @@ compared once more: a graph would not repeat the changes that the function itsel
     tensors that are read by reference  shape, stride, dtype, address         one C guard, one loop
     gradients                           kind of the value in each slot        one loop; `slots.py`
     numbers of optimizers               inputs of the graph, with conditions  each condition
-    iteratorsX
+    iterators                           after the recording only              none; `iterators.py`
 
 The first three rows and the next two are `guard.py`, on contents that `holders.py` reads; the rest
 is `jit.py`. A change is described in words (`differences.py`), and the call is recorded again.
