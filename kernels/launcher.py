@@ -68,25 +68,25 @@ class KernelLauncher:
             return
         active: Any = driver.active
         device = active.get_current_device()
-        key, given = [device], []
+        key, arguments = [device], []
         for x, fixed in zip(args, self._fixed, strict=False):
             if isinstance(x, Tensor):
                 address = x.data_ptr()
                 key.append(
                     (x.dtype, address & 15 == 0, _IS_HIP and x.untyped_storage().nbytes() < 1 << 31)
                 )
-                given.append(address if x.is_cuda else x)
+                arguments.append(address if x.is_cuda else x)
             else:
                 if not fixed and isinstance(x, int):
                     key.append((x & 15 == 0, x == 1, x.bit_length() > 31))
-                given.append(x)
-        kept = self._kept.get(tuple(key))
-        if kept is None or _has_hooks():
+                arguments.append(x)
+        cached = self._kept.get(tuple(key))
+        if cached is None or _has_hooks():
             compiled = self._first(args)
             if compiled is not None:
                 self._kept[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
             return
-        run, function, metadata = kept
+        run, function, metadata = cached
         run(
             *self._grid,
             active.get_current_stream(device),
@@ -95,7 +95,7 @@ class KernelLauncher:
             None,
             None,
             None,
-            *given,
+            *arguments,
             *self._tail,
         )
 

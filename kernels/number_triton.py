@@ -18,8 +18,8 @@ def to_bfloat16(x):
     """float32 -> bfloat16, to the nearest, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    kept = tl.where(x != x, (bits >> 16) | 0x40, rounded)
-    return kept.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high_bits = tl.where(x != x, (bits >> 16) | 0x40, rounded)
+    return high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

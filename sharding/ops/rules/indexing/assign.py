@@ -161,13 +161,14 @@ def _entries_here(
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
     """Return the result's dim of each slice, from the right, and how many follow index tensors."""
-    kept = [n for n, e in enumerate(entries) if not selects(e)]
-    picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
-    ndim = max((entries[kept[i]].ndim for i in picks), default=0)
+    remaining = [n for n, e in enumerate(entries) if not selects(e)]
+    picks = [i for i, n in enumerate(remaining) if isinstance(entries[n], Tensor)]
+    ndim = max((entries[remaining[i]].ndim for i in picks), default=0)
     at = picks[0] if picks and picks[-1] - picks[0] + 1 == len(picks) else 0
-    after = [n for n in kept[at:] if not isinstance(entries[n], Tensor)]
+    after = [n for n in remaining[at:] if not isinstance(entries[n], Tensor)]
     order = {n: i for i, n in enumerate(reversed(after))}
-    return order | {n: len(after) + ndim + i for i, n in enumerate(reversed(kept[:at]))}, len(after)
+    before = {n: len(after) + ndim + i for i, n in enumerate(reversed(remaining[:at]))}
+    return order | before, len(after)
 
 
 def _slice_here(
@@ -197,22 +198,22 @@ def _local_entries(
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
     tensors = torch.broadcast_tensors(*[entries[n] for n in numbers])
     indices = dict(zip(numbers, tensors, strict=True))
-    wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
+    is_local = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
     for n, part in parts.items():
         indices[n], _ = part.find(indices[n], part.length)
-        wanted = wanted & (indices[n] != part.length)
-    here = [indices[n][wanted] if n in indices else e for n, e in enumerate(entries)]
-    return here, _values_at(value, wanted, after)
+        is_local = is_local & (indices[n] != part.length)
+    local_entries = [indices[n][is_local] if n in indices else e for n, e in enumerate(entries)]
+    return local_entries, _values_at(value, is_local, after)
 
 
-def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
+def _values_at(value: Any, is_local: Tensor, after: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim <= after:
         return value
     tail = value.ndim - after
-    lead = max(0, tail - wanted.ndim)
-    shape = [*value.shape[:lead], *[1] * (wanted.ndim - tail), *value.shape[lead:]]
-    sizes = [*value.shape[:lead], *wanted.shape, *value.shape[tail:]]
-    return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (wanted,)]
+    lead = max(0, tail - is_local.ndim)
+    shape = [*value.shape[:lead], *[1] * (is_local.ndim - tail), *value.shape[lead:]]
+    sizes = [*value.shape[:lead], *is_local.shape, *value.shape[tail:]]
+    return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (is_local,)]
 
 
 # -- from a value that is split --------------------------------------------------------------------
@@ -308,21 +309,21 @@ def _mask_here(
 ) -> tuple[Any, Any]:
     entries = index if isinstance(index, tuple) else (index,)
     mask = next(e for e in entries if isinstance(e, Tensor))
-    dim, here = value.ndim - 1 - after, mask[box]
-    chosen = _order(mask, int(value.shape[dim]))[box][here]
-    return (*[slice(None)] * at, here), value.index_select(dim, chosen)
+    dim, local_mask = value.ndim - 1 - after, mask[box]
+    chosen = _order(mask, int(value.shape[dim]))[box][local_mask]
+    return (*[slice(None)] * at, local_mask), value.index_select(dim, chosen)
 
 
-def _order(mask: Tensor, given: int) -> Tensor:
+def _order(mask: Tensor, numel: int) -> Tensor:
     """Return how many true values precede each element.
 
     Raises:
         RuntimeError: there are not as many as given values.
     """
     count = int(mask.sum())
-    if count != given:
+    if count != numel:
         raise RuntimeError(
-            f"the mask has {count} true elements, but {given} values are given; pass one value for "
+            f"the mask has {count} true elements, but {numel} values are given; pass one value for "
             "each"
         )
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
@@ -346,9 +347,9 @@ def _bind_masked_scatter(
 
     def write(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(shape)
-        here, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
+        local_mask, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
         result = input if in_place else input.clone()
-        result[here] = taken.take(_order(mask, taken.numel())[box][here])
+        result[local_mask] = taken.take(_order(mask, taken.numel())[box][local_mask])
         return result
 
     return write

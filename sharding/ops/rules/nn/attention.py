@@ -239,16 +239,16 @@ def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
     """Return the bias of the scores, broadcast to `b h l s`; all attend to appended positions."""
-    given = []
+    masks = []
     if attn_mask is not None:
-        given.append(
+        masks.append(
             attn_mask.unflatten(0, (-1, q.shape[1]))
             if attn_mask.shape[0] > 1 and attn_mask.ndim == 3
             else attn_mask
         )
     if key_padding_mask is not None:
-        given.append(key_padding_mask[:, None, None])
-    added = [F.pad(_additive(mask, q.dtype), (0, k.shape[2] - mask.shape[-1])) for mask in given]
+        masks.append(key_padding_mask[:, None, None])
+    added = [F.pad(_additive(mask, q.dtype), (0, k.shape[2] - mask.shape[-1])) for mask in masks]
     return sum(added[1:], start=added[0]) if added else None
 
 
