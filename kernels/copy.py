@@ -43,9 +43,8 @@ from .strided import (
     remembered,
 )
 
-_SCALED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32}
-)  # kernels take the factor as float32
+# kernels take the factor as float32
+_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 class _BoxCopy:
@@ -321,9 +320,8 @@ def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None
     """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only
     those in which they equal torch.
     """
-    if any(
-        x.is_conj() or x.is_neg() for x in (*tensors, flat)
-    ):  # lazy: their memory holds other numbers
+    # a lazy conjugate or negative: its memory holds other numbers
+    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):
         return False
     dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:

@@ -246,9 +246,8 @@ def dequantize_boxes(
 # -- arguments of a launch -------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-PROGRAM_ELEMENTS = (
-    1 << 12
-)  # that one program writes, 32 per thread of 128; half if it sums many records
+# elements that one program writes: 32 per thread of 128; half if it sums many records
+PROGRAM_ELEMENTS = 1 << 12
 # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
 MIN_VECTOR = 4
 VECTOR = 8

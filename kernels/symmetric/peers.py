@@ -138,9 +138,8 @@ def simulated_peers(
     all-reduces of all ranks in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`).
     All programs of all ranks must fit on it together.
     """
-    memory = torch.zeros(
-        size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device
-    )  # kept alive by each rank's buffer
+    # each rank's buffer keeps this memory alive
+    memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)
     epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
     error = torch.zeros(size, size, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
     buffers = torch.tensor([x.data_ptr() for x in memory], device=device)

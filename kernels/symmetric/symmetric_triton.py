@@ -252,9 +252,8 @@ def all_reduce(
         arrived = signal_and_wait(pads, error, me, epoch + 1, spins, SIZE, PEERS)
         if TWO_SHOT:  # noqa: SIM102 - a constant, and what is not
             if arrived:
-                for i in range(
-                    (me + SIZE - program % SIZE) % SIZE, count, SIZE
-                ):  # no other rank reads these before the barrier
+                # no other rank reads these before the barrier
+                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
                     tl.store(own + i * STRIDE + lane, value, mask=held)
                 arrived = signal_and_wait(pads, error, me, epoch + 2, spins, SIZE, PEERS)

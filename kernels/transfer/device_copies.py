@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RESERVED_BYTES = (
-    1 << 20
-)  # of pinned memory: for some ten thousand launches in graphs, less if they have many tensors
+# pinned memory for some ten thousand launches in graphs, less if they have many tensors
+RESERVED_BYTES = 1 << 20
 ALIGNED = 64  # bytes
 
 
@@ -38,9 +37,8 @@ class DeviceCopies:
     __slots__ = ("_copies", "host")
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self.host = torch.tensor(
-            values, dtype=torch.int64, device="cpu"
-        )  # whatever torch's default device is
+        # on the CPU whatever torch's default device is
+        self.host = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._copies: dict[torch.device, Tensor | _StreamCopy] = {}
 
     def on(self, device: torch.device) -> Tensor:

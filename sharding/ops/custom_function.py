@@ -32,10 +32,8 @@ from .plain_operands import implicit_replication, replicated_gradients
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
-_INTERNAL = (
-    "torch.",
-    "torch_",
-)  # reentrant checkpoints and modules' full backward hooks do more than their backward
+# reentrant checkpoints and modules' full backward hooks do more than their backward
+_INTERNAL = ("torch.", "torch_")
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:

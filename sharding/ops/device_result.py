@@ -48,9 +48,8 @@ def device_result(
         or not all(isinstance(x, Tensor) for x in tensors)
     ):
         return None
-    if any(
-        factors == () for dims in rule.outputs for factors in dims
-    ):  # the rule does not give these sizes
+    # the rule does not give these sizes
+    if any(factors == () for dims in rule.outputs for factors in dims):
         return None
     full = [
         torch.empty(_shape(dims, rule.sizes), dtype=x.dtype, device="meta")

@@ -37,9 +37,8 @@ from .rules.notation import Rule
 from .rules.propagation import assign, axis_order, factors_alone
 from .rules.registry import HANDLERS, writes_first_operand
 
-Choices = tuple[
-    str | None, ...
-]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
+# for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
+Choices = tuple[str | None, ...]
 KEEP = "(keep)"  # cannot be the name of a factor
 
 
@@ -82,9 +81,8 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
-DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(
-    frame["func"]
-)  # reports name the operator
+# reports name the operator
+DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(frame["func"])
 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:

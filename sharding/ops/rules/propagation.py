@@ -316,9 +316,8 @@ def _price(
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(axis_states, layouts, strict=True)):
         target = _target(rule, i, choice)
-        if state != target and not (
-            i in rule.additive and state.what == WHOLE
-        ):  # a whole bias becomes pending at no cost
+        # a whole bias becomes pending at no cost
+        if state != target and not (i in rule.additive and state.what == WHOLE):
             nbytes = layout.largest_local_numel * layout.dtype.itemsize
             price += move_price(state, target, n) * nbytes
             moved += max(nbytes, 1)

@@ -19,9 +19,8 @@ from .register_rule import operands_in
 from .registry import DECOMPOSITIONS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
-Choice = tuple[
-    tuple[State, ...], tuple[State, ...]
-]  # what one axis does to the results, and to the operands
+# what one axis does to the results, and to the operands
+Choice = tuple[tuple[State, ...], tuple[State, ...]]
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:

@@ -29,9 +29,8 @@ def _attention_rule(a: Any) -> Rule:
         pattern = f"... {rows} [e], ... [s] [e], ... [s] [v], ... {rows} [s] -> ... {rows} [v]"
     else:
         options["sizes"] = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
-        masked = (
-            0 if mask is None or mask.ndim < 3 else mask.shape[-3]
-        )  # heads that the mask distinguishes
+        # heads that the mask distinguishes
+        masked = 0 if mask is None or mask.ndim < 3 else mask.shape[-3]
         heads = "(g r)" if masked > 1 else "1" if masked else ""
         pattern = (
             f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g "

@@ -261,9 +261,8 @@ class _PartOfAttention:
         mask = None if self.block_mask is None else self._part_of_mask()
         extra = {} if self.aux is None else {"return_aux": self.aux}
         call = flex.flex_attention
-        with torch._dynamo.config.patch(
-            dont_skip_tracing=True
-        ):  # the functions of this file are part of what is compiled
+        # the functions of this file are part of what is compiled
+        with torch._dynamo.config.patch(dont_skip_tracing=True):
             settings = self.score_mod, mask, self.scale, self.enable_gqa
             result = call(query, key, value, *settings, kernel_options=self.options, **extra)
         return (

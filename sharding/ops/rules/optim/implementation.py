@@ -57,9 +57,8 @@ def _install() -> None:
 
 # -- steps -----------------------------------------------------------------------------------------
 
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = (
-    weakref.WeakSet()
-)  # with sharded parameters; a step may contain another one
+# optimizers with sharded parameters; a step may contain another one
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _lock = threading.Lock()
 
 

@@ -102,9 +102,8 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
         )
     local_weights = None if weights is None else reduce_pending(weights).redistribute(x.spec)._local
     counts = torch.bincount(x._local, local_weights, max(minlength, high + 1))
-    if (
-        local_weights is not None and not x._local.numel()
-    ):  # torch ignores the weights of an empty part
+    # torch ignores the weights of an empty part
+    if local_weights is not None and not x._local.numel():
         counts = counts.to(torch.float32 if local_weights.dtype is torch.float32 else torch.float64)
     return _summed(x, counts)
 
