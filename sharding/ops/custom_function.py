@@ -158,7 +158,7 @@ class _Applied(torch.autograd.Function):
             else {}
         )
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
-            gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
+            gradient = _with_lineage(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
             with implicit_replication() if ctx.implicit_replication else nullcontext():
                 leaf_gradients = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
             return (
@@ -167,7 +167,7 @@ class _Applied(torch.autograd.Function):
             )
 
 
-def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
+def _with_lineage(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
     out = ShardedTensor._make(
         local, layout if layout.dtype is local.dtype else layout.replace(dtype=local.dtype)
     )
@@ -214,7 +214,7 @@ def _materialized(
             yield gradients[number]
         else:
             layout = Layout.of(like.mesh, P(), tuple(metadata.shape), metadata.dtype)
-            yield _made(
+            yield _with_lineage(
                 torch.zeros(layout.local_shape, dtype=metadata.dtype, device=like._local.device),
                 layout,
                 like._lineage,
@@ -283,7 +283,7 @@ class _BackwardContext:
 
     def _result(self, number: int) -> ShardedTensor:
         if number in self._results:
-            return _made(*self._results[number])
+            return _with_lineage(*self._results[number])
         node = self._node
         if number not in getattr(node, "results", {}):
             raise RuntimeError(
@@ -293,7 +293,7 @@ class _BackwardContext:
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]
-        return _made(
+        return _with_lineage(
             _with_history(node, number, result, self._owner) if torch.is_grad_enabled() else local,
             layout,
             lineage,

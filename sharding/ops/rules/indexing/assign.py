@@ -53,7 +53,7 @@ def _index_put(
     return _written(input, tuple(indices), values, write, func, accumulate)
 
 
-# (part, index, value) -> the index and the value for this rank's part, see `_entries_here`
+# (part, index, value) -> the index and the value for this rank's part, see `_local_index_and_value`
 EntriesOf = Callable[[Tensor, Any, Any], tuple[Any, Any]]
 
 
@@ -132,10 +132,10 @@ def _aligned(taken: Sequence[str], ndim: int) -> str:
 def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
     layout = targets[0]
     split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
-    return partial(write, partial(_entries_here, layout, split)) if split else func
+    return partial(write, partial(_local_index_and_value, layout, split)) if split else func
 
 
-def _entries_here(
+def _local_index_and_value(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[Any, Any]:
     """Return the index and the value for this rank's part; None for an index of nothing of it."""
@@ -146,7 +146,7 @@ def _entries_here(
         number, (start, stop), size = numbers[dim], layout.box[dim], layout.shape[dim]
         entry = entries[number]
         if isinstance(entry, slice) and entry.indices(size) != (0, size, 1):
-            entries[number], chosen = _slice_here(entry.indices(size), start, stop)
+            entries[number], chosen = _local_slice(entry.indices(size), start, stop)
             value = _narrowed(value, order[number], chosen)
         elif type(entry) is int:
             entries[number] = entry % size - start
@@ -171,7 +171,7 @@ def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
     return order | before, len(after)
 
 
-def _slice_here(
+def _local_slice(
     bounds: tuple[int, int, int], start: int, stop: int
 ) -> tuple[slice, tuple[int, int]]:
     """Return a slice of a dim as one of this rank's part, and the interval of its elements."""
@@ -245,7 +245,9 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
     part = value.redistribute(spec)._local
     split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
     inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
-    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
+    entries = (
+        _local_index_and_value(layout, split, input._local, index, None)[0] if inside else None
+    )
     if entries is None:
         _touch(input._local, part)
     else:
@@ -271,7 +273,7 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
     edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
-    chosen = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
+    chosen = [_local_slice(bounds, start, stop)[1] for start, stop in edges]
     return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in chosen)),)
 
 
@@ -301,10 +303,10 @@ def _bind_mask(
     if not any(splitting_axes(layout, d) for d in range(at, at + ndim)):
         return func
     box = tuple(slice(*interval) for interval in layout.box[at : at + ndim])
-    return partial(write, partial(_mask_here, at, box, after))
+    return partial(write, partial(_local_mask_and_value, at, box, after))
 
 
-def _mask_here(
+def _local_mask_and_value(
     at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor
 ) -> tuple[Any, Any]:
     entries = index if isinstance(index, tuple) else (index,)

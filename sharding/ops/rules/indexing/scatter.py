@@ -198,10 +198,10 @@ def _bind_put(func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Ten
     dims = range(len(layout.shape))
     if not any(splitting_axes(layout, d) for d in dims):
         return func
-    return partial(_put_here, func.__name__ == "put_", Part(layout, *dims, wraps=True))
+    return partial(_put_local, func.__name__ == "put_", Part(layout, *dims, wraps=True))
 
 
-def _put_here(
+def _put_local(
     in_place: bool,
     part: Part,
     input: Tensor,
