@@ -43,9 +43,8 @@ from .strided import (
     remembered,
 )
 
-_SCALED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32}
-)  # kernels take the factor as float32
+# kernels take the factor as float32
+_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 class _BoxCopy:
@@ -293,18 +292,18 @@ def _copy_scaled(
 ) -> None:
     start, flat_start = x.storage_offset(), flat.storage_offset()
     for sizes, strides, offset, flat_strides, flat_offset in views:
-        ours = x.as_strided(sizes, strides, start + offset)
-        theirs = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
-        source, target = (ours, theirs) if to_flat else (theirs, ours)
+        view = x.as_strided(sizes, strides, start + offset)
+        flat_view = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
+        source, target = (view, flat_view) if to_flat else (flat_view, view)
         target.copy_(scaled(source, scale))
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the tensors' indices grouped by dtype: a launch has one."""
-    found: dict[torch.dtype, list[int]] = {}
+    by_dtype: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
-        found.setdefault(x.dtype, []).append(i)
-    return list(found.values())
+        by_dtype.setdefault(x.dtype, []).append(i)
+    return list(by_dtype.values())
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -321,9 +320,8 @@ def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None
     """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only
     those in which they equal torch.
     """
-    if any(
-        x.is_conj() or x.is_neg() for x in (*tensors, flat)
-    ):  # lazy: their memory holds other numbers
+    # a lazy conjugate or negative: its memory holds other numbers
+    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):
         return False
     dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:

@@ -26,9 +26,8 @@ from triton.runtime.jit import JITFunction
 
 NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
 _IS_HIP = torch.version.hip is not None
-_kept: dict[
-    tuple, dict[tuple, tuple[Any, Any, Any]]
-] = {}  # launcher, function and metadata by kernel, dtypes and constants; by arguments
+# by kernel, dtypes and constants, then by arguments: launcher, function and metadata
+_launches: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}
 
 
 class KernelLauncher:
@@ -42,7 +41,7 @@ class KernelLauncher:
             own.
     """
 
-    __slots__ = ("_constants", "_dtypes", "_fixed", "_grid", "_kept", "_kernel", "_tail")
+    __slots__ = ("_constants", "_dtypes", "_fixed", "_grid", "_kernel", "_launches", "_tail")
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class KernelLauncher:
         constants = {
             name: id(x) if isinstance(x, JITFunction) else x for name, x in constants.items()
         }
-        self._kept = _kept.setdefault((id(kernel), *dtypes, *constants.items()), {})
+        self._launches = _launches.setdefault((id(kernel), *dtypes, *constants.items()), {})
 
     def __call__(self, *args: Tensor | float) -> None:
         """Launch on the current stream of the current device."""
@@ -68,25 +67,29 @@ class KernelLauncher:
             return
         active: Any = driver.active
         device = active.get_current_device()
-        key, given = [device], []
+        key, arguments = [device], []
         for x, fixed in zip(args, self._fixed, strict=False):
             if isinstance(x, Tensor):
                 address = x.data_ptr()
                 key.append(
                     (x.dtype, address & 15 == 0, _IS_HIP and x.untyped_storage().nbytes() < 1 << 31)
                 )
-                given.append(address if x.is_cuda else x)
+                arguments.append(address if x.is_cuda else x)
             else:
                 if not fixed and isinstance(x, int):
                     key.append((x & 15 == 0, x == 1, x.bit_length() > 31))
-                given.append(x)
-        kept = self._kept.get(tuple(key))
-        if kept is None or _has_hooks():
+                arguments.append(x)
+        cached = self._launches.get(tuple(key))
+        if cached is None or _has_hooks():
             compiled = self._first(args)
             if compiled is not None:
-                self._kept[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+                self._launches[tuple(key)] = (
+                    compiled.run,
+                    compiled.function,
+                    compiled.packed_metadata,
+                )
             return
-        run, function, metadata = kept
+        run, function, metadata = cached
         run(
             *self._grid,
             active.get_current_stream(device),
@@ -95,7 +98,7 @@ class KernelLauncher:
             None,
             None,
             None,
-            *given,
+            *arguments,
             *self._tail,
         )
 

@@ -18,8 +18,8 @@ def to_bfloat16(x):
     """float32 -> bfloat16, to the nearest, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    kept = tl.where(x != x, (bits >> 16) | 0x40, rounded)
-    return kept.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high_bits = tl.where(x != x, (bits >> 16) | 0x40, rounded)
+    return high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -76,9 +76,8 @@ def to_e4m3(x):
         size = tl.minimum(tl.abs(x), 448.0)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        below = (size + 16384.0).to(
-            tl.int32, bitcast=True
-        )  # 2**14: the last bit is worth 2**-9, as that of the code
+        # 2**14: the last bit is worth 2**-9, as that of the code
+        below = (size + 16384.0).to(tl.int32, bitcast=True)
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         code = tl.where(size < 0.015625, below & 0xF, normal) | sign
         return tl.where(x == x, code, 0x7F).to(tl.int8)
@@ -92,7 +91,6 @@ def from_e4m3(code):
     else:
         code = code.to(tl.int32)
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = (
-            bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        )  # 2**120, the difference of the exponents' biases
+        # 2**120, the difference of the exponents' biases
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
         return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

@@ -303,11 +303,11 @@ def _alike(
     compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]
 ) -> list[list[int]]:
     """Return the indices of those that can share a launch; those without boxes are omitted."""
-    found: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
         if one.size:
-            found.setdefault((x.dtype, one.transport, one.block), []).append(i)
-    return list(found.values())
+            groups.setdefault((x.dtype, one.transport, one.block), []).append(i)
+    return list(groups.values())
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:

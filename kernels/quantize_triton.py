@@ -197,11 +197,11 @@ def quantize_boxes(
 @triton.jit
 def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr):
     """float32 [blocks, lanes, VECTOR]: the values of these blocks of a record."""
-    there = block < blocks
+    mask = block < blocks
     codes = record + (block[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
-    code = tl.load(codes, mask=there[:, None, None], other=0)
+    code = tl.load(codes, mask=mask[:, None, None], other=0)
     scale = tl.load(
-        (record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block, mask=there, other=0.0
+        (record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block, mask=mask, other=0.0
     )
     return decoded(code, LARGEST) * scale[:, None, None]
 
@@ -250,9 +250,8 @@ def dequantize_boxes(
 # -- arguments of a launch -------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-PROGRAM_ELEMENTS = (
-    1 << 12
-)  # that one program writes, 32 per thread of 128; half if it sums many records
+# elements that one program writes: 32 per thread of 128; half if it sums many records
+PROGRAM_ELEMENTS = 1 << 12
 # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
 MIN_VECTOR = 4
 VECTOR = 8
@@ -320,9 +319,9 @@ def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
     return [
-        _table(found[i : i + MAX_ROWS], block)
-        for found in alike.values()
-        for i in range(0, len(found), MAX_ROWS)
+        _table(group[i : i + MAX_ROWS], block)
+        for group in alike.values()
+        for i in range(0, len(group), MAX_ROWS)
     ]
 
 
@@ -332,14 +331,15 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
     firsts = list(accumulate([-(-count // blocks) for count in counts], initial=0))
     dims = max(len(row.dims) for row in rows)
-    made = [
+    table_rows = [
         [first, *_columns(row, count, dims)]
         for first, row, count in zip(firsts, rows, counts, strict=False)
     ]
-    made += [[NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
-    flat = [columns[0] for columns in made] + [n for columns in made for n in columns]
+    padding = next_power_of_two(len(table_rows)) - len(table_rows)
+    table_rows += [[NEVER, *table_rows[0][1:]]] * padding
+    flat = [columns[0] for columns in table_rows] + [n for columns in table_rows for n in columns]
     constants = {
-        "ROWS": len(made),
+        "ROWS": len(table_rows),
         "DIMS": dims,
         "BLOCKS": blocks,
         "BLOCK": block,
@@ -420,14 +420,14 @@ def _dequantize_tables(
 def _launch(
     kernel: Any,
     table: BoxTable,
-    given: tuple[Tensor, Tensor],
+    operands: tuple[Tensor, Tensor],
     tensors: Sequence[Tensor],
     transport: str,
     aligned: int,
 ) -> None:
     rows, many = table.rows.on(tensors[0].device), len(tensors) > 1
     pointers = addresses(tensors, rows.device) if many else rows
-    key = (kernel, given[0].dtype, given[1].dtype, transport, many, aligned)
+    key = (kernel, operands[0].dtype, operands[1].dtype, transport, many, aligned)
     launcher = table.launchers.get(key)
     if launcher is None:
         more = {
@@ -437,8 +437,8 @@ def _launch(
             "num_warps": 4,
             **NO_FUSION,
         }
-        dtypes = [torch.int8 if x.dtype == torch.uint8 else None for x in given]
+        dtypes = [torch.int8 if x.dtype == torch.uint8 else None for x in operands]
         launcher = table.launchers[key] = KernelLauncher(
             kernel, (table.grid,), {**table.constants, **more}, dtypes
         )
-    launcher(*given, pointers, rows)
+    launcher(*operands, pointers, rows)

@@ -32,9 +32,8 @@ from .strided import (
     remembered,
 )
 
-Stacks = Mapping[
-    Box, Sequence[int]
-]  # box of the tensor -> the starts of its contributions in the buffer
+# box of the tensor -> the starts of its contributions in the buffer
+Stacks = Mapping[Box, Sequence[int]]
 
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 

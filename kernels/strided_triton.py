@@ -102,13 +102,13 @@ def quotient(n, multiplier, shift):
 
 
 @triton.jit
-def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+def base(pointer, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the start of the row's tensor: the given pointer, or that of its index."""
     if FROM_TABLE:
-        given = tl.load(pointers + tl.load(row + TENSOR)).to(
-            tl.pointer_type(given.dtype.element_ty)
+        pointer = tl.load(pointers + tl.load(row + TENSOR)).to(
+            tl.pointer_type(pointer.dtype.element_ty)
         )
-    return tl.multiple_of(given, ALIGNED)
+    return tl.multiple_of(pointer, ALIGNED)
 
 
 @triton.jit
@@ -458,5 +458,5 @@ def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _addresses(given: tuple[int, ...]) -> DeviceCopies:
-    return DeviceCopies(given)
+def _addresses(pointers: tuple[int, ...]) -> DeviceCopies:
+    return DeviceCopies(pointers)

@@ -285,10 +285,10 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     def log_likelihood(k: Tensor) -> Tensor:
         """Return the log-likelihood relative to the mode."""
         inside = k.minimum(n)
-        found = (
+        relative = (
             at_mode - log_factorial(inside) - log_factorial(n - inside) + (inside - mode) * log_odds
         )
-        return torch.where(k > n, -torch.inf, found)
+        return torch.where(k > n, -torch.inf, relative)
 
     return _rejected(large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood)
 
@@ -298,16 +298,16 @@ def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tenso
     ratio(k).
     """
     k, number, likely, rest = torch.zeros_like(u), 0, first, u - first
-    while bool((wanted := (rest > 0) & (likely > NEGLIGIBLE)).any()):
+    while bool((unfinished := (rest > 0) & (likely > NEGLIGIBLE)).any()):
         number += 1
-        k += wanted
+        k += unfinished
         likely = likely * ratio(number)
         rest = rest - likely
     return k
 
 
 def _rejected(
-    wanted: Tensor,
+    remaining: Tensor,
     units: Units,
     a: Tensor,
     b: Tensor,
@@ -316,16 +316,16 @@ def _rejected(
     log_likelihood: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return whole numbers by transformed rejection, with a new pair of u for each try."""
-    found, number = torch.zeros_like(a), 0
-    while bool(wanted.any()):
+    samples, number = torch.zeros_like(a), 0
+    while bool(remaining.any()):
         number += 2
         u, v = units(number - 1) - 0.5, units(number)
         near = 0.5 - u.abs()
         k = ((2 * a / near + b) * u + center).floor_()
         likelihood = log_likelihood(k.clamp_min(0))
-        taken = wanted & (k >= 0) & (log(v * alpha / (a / (near * near) + b)) <= likelihood)
-        found, wanted = torch.where(taken, k, found), wanted & ~taken
-    return found
+        taken = remaining & (k >= 0) & (log(v * alpha / (a / (near * near) + b)) <= likelihood)
+        samples, remaining = torch.where(taken, k, samples), remaining & ~taken
+    return samples
 
 
 def log_factorial(k: Tensor) -> Tensor:

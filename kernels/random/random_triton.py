@@ -293,10 +293,10 @@ def over(n, entry):
     """Return n // size and n % size; a multiplication where n has 32 bits."""
     size = tl.load(entry).to(n.dtype)
     if n.dtype == tl.uint32:
-        found = quotient(n, tl.load(entry + 1), tl.load(entry + 2))
+        floor = quotient(n, tl.load(entry + 1), tl.load(entry + 2))
     else:
-        found = n // size
-    return found, n - found * size
+        floor = n // size
+    return floor, n - floor * size
 
 
 _ANY_VALUE = ["k0", "k1", "s0", "s1", "a", "b", "c", "d", "origin", "count", "length"]

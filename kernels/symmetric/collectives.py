@@ -50,8 +50,8 @@ def _exchanged(
 @lru_cache(maxsize=1024)
 def _gather(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
-    mine = box_shape(chunks[rank])
-    return _packed(mine, [full_box(mine)]), Pull(
+    part_shape = box_shape(chunks[rank])
+    return _packed(part_shape, [full_box(part_shape)]), Pull(
         whole, {box: [(r, 0)] for r, box in enumerate(chunks)}, "sum"
     )
 
@@ -62,22 +62,23 @@ def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> t
         raise ValueError(
             f"all_to_all from dim {src} to dim {dst} of {len(whole)}: the dims must differ"
         )
-    given = [box_shape(box) for box in _chunks(whole, src, size)]
-    wanted = box_shape(_chunks(whole, dst, size)[rank])
+    source_shapes = [box_shape(box) for box in _chunks(whole, src, size)]
+    target_shape = box_shape(_chunks(whole, dst, size)[rank])
     sources = {
-        box: [(r, _start(given[r], dst, rank, size))]
-        for r, box in enumerate(_chunks(wanted, src, size))
+        box: [(r, _start(source_shapes[r], dst, rank, size))]
+        for r, box in enumerate(_chunks(target_shape, src, size))
         if box_size(box)
     }
-    return _packed(given[rank], _chunks(given[rank], dst, size)), Pull(wanted, sources, "sum")
+    pack = _packed(source_shapes[rank], _chunks(source_shapes[rank], dst, size))
+    return pack, Pull(target_shape, sources, "sum")
 
 
 @lru_cache(maxsize=1024)
 def _scatter(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
-    mine, start = box_shape(chunks[rank]), _start(whole, dim, rank, size)
+    part_shape, start = box_shape(chunks[rank]), _start(whole, dim, rank, size)
     return _packed(whole, chunks), Pull(
-        mine, {full_box(mine): [(r, start) for r in range(size)]}, "sum"
+        part_shape, {full_box(part_shape): [(r, start) for r in range(size)]}, "sum"
     )
 
 

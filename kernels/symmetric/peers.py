@@ -68,14 +68,14 @@ class Peers:
 
     def staging(self, dtype: torch.dtype) -> Tensor:
         """`staging(dtype) -> flat`: where this rank packs data for its peers to pull."""
-        found = self._staging.get(dtype)
-        if found is None:
+        flat = self._staging.get(dtype)
+        if flat is None:
             area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
             with torch.inference_mode(False):
-                found = self._staging[dtype] = area[
+                flat = self._staging[dtype] = area[
                     : area.numel() // dtype.itemsize * dtype.itemsize
                 ].view(dtype)
-        return found
+        return flat
 
 
 def _check_peers(p: Peers) -> None:
@@ -84,17 +84,17 @@ def _check_peers(p: Peers) -> None:
             f"rank {p.rank} of a group of {p.size}: a group of at most {MAX_RANKS} ranks can share "
             "memory"
         )
-    wanted = {
+    expected = {
         "buffers": (torch.int64, p.size),
         "pads": (torch.int64, p.size),
         "epochs": (torch.int32, MAX_PROGRAMS),
         "error": (torch.int32, p.size),
     }
-    for name, (dtype, length) in wanted.items():
-        given: Tensor = getattr(p, name)
-        if given.dtype != dtype or given.shape != (length,):
+    for name, (dtype, length) in expected.items():
+        tensor: Tensor = getattr(p, name)
+        if tensor.dtype != dtype or tensor.shape != (length,):
             raise ValueError(
-                f"{name} is {given.dtype} of shape {tuple(given.shape)}: give {dtype} of shape "
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: give {dtype} of shape "
                 f"({length},)"
             )
     if p.buffer.dtype != torch.uint8 or p.buffer.ndim != 1 or alignment([p.buffer]) < UNIT:
@@ -138,9 +138,8 @@ def simulated_peers(
     all-reduces of all ranks in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`).
     All programs of all ranks must fit on it together.
     """
-    memory = torch.zeros(
-        size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device
-    )  # kept alive by each rank's buffer
+    # each rank's buffer keeps this memory alive
+    memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)
     epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
     error = torch.zeros(size, size, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
     buffers = torch.tensor([x.data_ptr() for x in memory], device=device)

@@ -58,14 +58,14 @@ def signal_and_wait(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl
     known = peer < SIZE
     epoch = epoch % EPOCHS
     slot = tl.program_id(0) * SLOTS
-    theirs = tl.load(pads + peer, mask=known, other=0).to(tl.pointer_type(tl.int32)) + slot + me
-    mine = tl.load(pads + me).to(tl.pointer_type(tl.int32)) + slot + peer
+    peer_pads = tl.load(pads + peer, mask=known, other=0).to(tl.pointer_type(tl.int32)) + slot + me
+    own_pads = tl.load(pads + me).to(tl.pointer_type(tl.int32)) + slot + peer
     tl.debug_barrier()
-    tl.atomic_xchg(theirs, epoch, mask=known, sem="release", scope="sys")
+    tl.atomic_xchg(peer_pads, epoch, mask=known, sem="release", scope="sys")
     late = known
     missing, polls = SIZE, 0
     while (missing > 0) & (polls < spins):
-        reached = tl.atomic_add(mine, 0, mask=known, sem="acquire", scope="sys")
+        reached = tl.atomic_add(own_pads, 0, mask=known, sem="acquire", scope="sys")
         late = known & (((reached - epoch) & (EPOCHS - 1)) >= EPOCHS // 2)
         missing = tl.sum(late.to(tl.int32))
         polls += 1
@@ -252,9 +252,8 @@ def all_reduce(
         arrived = signal_and_wait(pads, error, me, epoch + 1, spins, SIZE, PEERS)
         if TWO_SHOT:  # noqa: SIM102 - a constant, and what is not
             if arrived:
-                for i in range(
-                    (me + SIZE - program % SIZE) % SIZE, count, SIZE
-                ):  # no other rank reads these before the barrier
+                # no other rank reads these before the barrier
+                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
                     tl.store(own + i * STRIDE + lane, value, mask=held)
                 arrived = signal_and_wait(pads, error, me, epoch + 2, spins, SIZE, PEERS)

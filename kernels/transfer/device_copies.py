@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RESERVED_BYTES = (
-    1 << 20
-)  # of pinned memory: for some ten thousand launches in graphs, less if they have many tensors
+# pinned memory for some ten thousand launches in graphs, less if they have many tensors
+RESERVED_BYTES = 1 << 20
 ALIGNED = 64  # bytes
 
 
@@ -38,9 +37,8 @@ class DeviceCopies:
     __slots__ = ("_copies", "host")
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self.host = torch.tensor(
-            values, dtype=torch.int64, device="cpu"
-        )  # whatever torch's default device is
+        # on the CPU whatever torch's default device is
+        self.host = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._copies: dict[torch.device, Tensor | _StreamCopy] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -51,26 +49,26 @@ class DeviceCopies:
         """
         if device.type == "cuda":
             return self._on_cuda(device)
-        found = self._copies.get(device)
-        if not isinstance(found, Tensor):
-            found = self._copies[device] = self.host.to(device)
-        return found
+        copy = self._copies.get(device)
+        if not isinstance(copy, Tensor):
+            copy = self._copies[device] = self.host.to(device)
+        return copy
 
     def _on_cuda(self, device: torch.device) -> Tensor:
         capturing = torch.cuda.is_current_stream_capturing()
-        found: Any = self._copies.get(device)
-        if found is None:
+        copy: Any = self._copies.get(device)
+        if copy is None:
             if capturing:
                 return _reserve.take(self.host).to(device, non_blocking=True)
             _reserve.refill()
-            found = self._copies[device] = _StreamCopy(
+            copy = self._copies[device] = _StreamCopy(
                 self.host.pin_memory().to(device, non_blocking=True), device
             )
         if capturing:
-            _reserve.kept[id(found.tensor)] = found.tensor
+            _reserve.kept[id(copy.tensor)] = copy.tensor
         else:
-            found.order(device)
-        return found.tensor
+            copy.order(device)
+        return copy.tensor
 
 
 class _StreamCopy:

@@ -2,7 +2,8 @@
 
 made by a recorded operator      the operator's node
 alias without an operator        its memory is that of a known tensor: a node `as_strided`
-from outside                     *captured*: a placeholder, for which `recording.py` finds a source in later calls
+from outside                     *captured*: a placeholder; `recording.py` finds its source in later
+                                 calls
 from Python numbers              a copy of a constant
 number that changes              a placeholder, `TracedFloat`
 """

@@ -1,5 +1,5 @@
-"""A recorded graph, made ready to run: the sources of its inputs, its writes, its code, and what that
-calls besides operators.
+"""A recorded graph, made ready to run: the sources of its inputs, its writes, its code, and what
+that calls besides operators.
 
 inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
 graph     operators in the order of the recording

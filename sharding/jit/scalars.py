@@ -86,8 +86,8 @@ class _ScalarNode:
     maybe_as_int = maybe_as_float = maybe_as_bool = _is_unknown
 
     def guard_float(self, file: str, line: int) -> float:
-        """Return the value for an operator that takes a C++ double; the recording finds it among the
-        arguments.
+        """Return the value for an operator that takes a C++ double; the recording finds it among
+        the arguments.
         """
         if not file.endswith(_ARGUMENTS):
             return self.fixed("float()")

@@ -32,10 +32,8 @@ from .plain_operands import implicit_replication, replicated_gradients
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
-_INTERNAL = (
-    "torch.",
-    "torch_",
-)  # reentrant checkpoints and modules' full backward hooks do more than their backward
+# reentrant checkpoints and modules' full backward hooks do more than their backward
+_INTERNAL = ("torch.", "torch_")
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
@@ -105,19 +103,19 @@ def _leaves(node: Any) -> list[ShardedTensor]:
     """Return the tensors that the custom functions before a node were applied to, each once."""
     if not _is_custom(node):
         raise RuntimeError(_NOT_CUSTOM)
-    found: dict[int, ShardedTensor] = {}
+    leaves: dict[int, ShardedTensor] = {}
     waiting, seen = [node], {node}
     while waiting:
         for before, _ in waiting.pop().next_functions:
             leaf = getattr(before, "variable", None)
             if isinstance(leaf, ShardedTensor):
-                found.setdefault(id(leaf), leaf)
+                leaves.setdefault(id(leaf), leaf)
             elif before is not None and before not in seen:
                 if not _is_custom(before):
                     raise RuntimeError(_NOT_CUSTOM)
                 seen.add(before)
                 waiting.append(before)
-    return list(found.values())
+    return list(leaves.values())
 
 
 def _with_history(node: Any, number: int, result: Result, owner: Any) -> Tensor:
@@ -160,16 +158,16 @@ class _Applied(torch.autograd.Function):
             else {}
         )
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
-            gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
+            gradient = _with_lineage(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
             with implicit_replication() if ctx.implicit_replication else nullcontext():
-                found = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
+                leaf_gradients = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
             return (
                 *[None] * 5,
-                *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves],
+                *[_local_gradient(leaf, leaf_gradients.get(id(leaf))) for leaf in ctx.leaves],
             )
 
 
-def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
+def _with_lineage(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
     out = ShardedTensor._make(
         local, layout if layout.dtype is local.dtype else layout.replace(dtype=local.dtype)
     )
@@ -182,37 +180,41 @@ def _run_backward(
 ) -> dict[int, Any]:
     """Run the backward of a node and of custom functions before it; return gradients by leaf id."""
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
-    found: dict[int, Any] = {}
+    leaf_gradients: dict[int, Any] = {}
     while waiting:
         last = max(waiting, key=lambda n: n._sequence_nr())
-        given = waiting.pop(last)
+        incoming = waiting.pop(last)
         context = _BackwardContext(last, results if last is node else {}, owner)
-        gradients = last._forward_cls.backward(context, *_materialized(last, given, gradient))
+        gradients = last._forward_cls.backward(context, *_materialized(last, incoming, gradient))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         if thread_context.implicit_replication:
             gradients = replicated_gradients(gradients, gradient.mesh)
         _check(last, gradients)
-        wanted = [g for g, needs in zip(gradients, last.needs_input_grad, strict=False) if needs]
+        needed = [g for g, needs in zip(gradients, last.needs_input_grad, strict=False) if needs]
         edges = [edge for edge in last.next_functions if edge[0] is not None]
-        for (before, n), g in zip(edges, wanted, strict=True):
+        for (before, n), g in zip(edges, needed, strict=True):
             if g is None:
                 continue
             leaf = getattr(before, "variable", None)
             sums, key = (
-                (found, id(leaf)) if leaf is not None else (waiting.setdefault(before, {}), n)
+                (leaf_gradients, id(leaf))
+                if leaf is not None
+                else (waiting.setdefault(before, {}), n)
             )
             sums[key] = sums[key] + g if key in sums else g
-    return found
+    return leaf_gradients
 
 
-def _materialized(node: Any, given: dict[int, Any], like: ShardedTensor) -> Iterable[ShardedTensor]:
+def _materialized(
+    node: Any, gradients: dict[int, Any], like: ShardedTensor
+) -> Iterable[ShardedTensor]:
     """Yield the gradients of all results of a node; zeros for those that have none."""
     for number, metadata in enumerate(node._input_metadata):
-        if number in given:
-            yield given[number]
+        if number in gradients:
+            yield gradients[number]
         else:
             layout = Layout.of(like.mesh, P(), tuple(metadata.shape), metadata.dtype)
-            yield _made(
+            yield _with_lineage(
                 torch.zeros(layout.local_shape, dtype=metadata.dtype, device=like._local.device),
                 layout,
                 like._lineage,
@@ -281,7 +283,7 @@ class _BackwardContext:
 
     def _result(self, number: int) -> ShardedTensor:
         if number in self._results:
-            return _made(*self._results[number])
+            return _with_lineage(*self._results[number])
         node = self._node
         if number not in getattr(node, "results", {}):
             raise RuntimeError(
@@ -291,7 +293,7 @@ class _BackwardContext:
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]
-        return _made(
+        return _with_lineage(
             _with_history(node, number, result, self._owner) if torch.is_grad_enabled() else local,
             layout,
             lineage,

@@ -23,7 +23,7 @@ _LARGEST = 32
 
 
 def device_result(
-    func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the
     device's kernel rejects it too.
@@ -33,42 +33,41 @@ def device_result(
 
     Args:
         func: the operator.
-        made: its rule.
+        rule: its rule.
         args, kwargs: its arguments, with meta tensors of the global shapes.
     """
-    shapes = _small_shapes(made)
+    shapes = _small_shapes(rule)
     if not shapes or _run(func, args, kwargs, shapes, "meta") is not None:
         return None
-    device = made.operands[0]._operand.mesh.device_type  # type: ignore[attr-defined]
-    small = _run(made.local or func, args, kwargs, shapes, device)
+    device = rule.operands[0]._operand.mesh.device_type  # type: ignore[attr-defined]
+    small = _run(rule.local or func, args, kwargs, shapes, device)
     tensors, structure = pytree.tree_flatten(small)
     if (
         not tensors
-        or len(tensors) != len(made.outputs)
+        or len(tensors) != len(rule.outputs)
         or not all(isinstance(x, Tensor) for x in tensors)
     ):
         return None
-    if any(
-        factors == () for dims in made.outputs for factors in dims
-    ):  # the rule does not give these sizes
+    # the rule does not give these sizes
+    if any(factors == () for dims in rule.outputs for factors in dims):
         return None
     full = [
-        torch.empty(_shape(dims, made.sizes), dtype=x.dtype, device="meta")
-        for dims, x in zip(made.outputs, tensors, strict=True)
+        torch.empty(_shape(dims, rule.sizes), dtype=x.dtype, device="meta")
+        for dims, x in zip(rule.outputs, tensors, strict=True)
     ]
     return pytree.tree_unflatten(full, structure)
 
 
-def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
+def _small_shapes(rule: Rule) -> dict[int, list[int]] | None:
     """Return shapes for operands, by id, with small factors; None if operands contradict."""
     sizes = {
         name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2)
-        for name, n in made.sizes.items()
+        for name, n in rule.sizes.items()
     }
     shapes = {}
-    for x, dims in zip(made.operands, made.inputs, strict=True):
+    for x, dims in zip(rule.operands, rule.inputs, strict=True):
         if any(
-            factors and math.prod(made.sizes[f] for f in factors) != n
+            factors and math.prod(rule.sizes[f] for f in factors) != n
             for factors, n in zip(dims, x.shape, strict=True)
         ):
             return None

@@ -45,9 +45,8 @@ def run(
     """
     _check_shapes_known(strategy)
     first = operands[0]
-    if (
-        func in RESULT_IS_VIEW or func in _CASTS
-    ):  # whether it requires grad depends on the first operand alone
+    # whether the result requires grad depends on the first operand alone
+    if func in RESULT_IS_VIEW or func in _CASTS:
         return _wrapped(
             strategy,
             _example(strategy),

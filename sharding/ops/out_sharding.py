@@ -37,9 +37,8 @@ from .rules.notation import Rule
 from .rules.propagation import assign, axis_order, factors_alone
 from .rules.registry import HANDLERS, writes_first_operand
 
-Choices = tuple[
-    str | None, ...
-]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
+# for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
+Choices = tuple[str | None, ...]
 KEEP = "(keep)"  # cannot be the name of a factor
 
 
@@ -70,8 +69,8 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
         >>> y = sm.ops.apply(torch.matmul, x, w, out_sharding=P("dp", "tp"))
     """
     _check_call(func, args, kwargs)
-    given, kwargs = plain_operands.replicated(func, args, kwargs)
-    args = tuple(given)
+    positional, kwargs = plain_operands.replicated(func, args, kwargs)
+    args = tuple(positional)
     key: list[Any] = [apply, func, repr(out_sharding)]
     operands: list[Any] = []
     for name, item in (("", list(args)), *kwargs.items()):
@@ -82,9 +81,8 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
-DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(
-    frame["func"]
-)  # reports name the operator
+# reports name the operator
+DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(frame["func"])
 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -114,8 +112,8 @@ def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list
         if moving
         else []
     )
-    found = dict(zip(moving, moved, strict=True))
-    return [found.get(i, x) for i, x in enumerate(operands)]
+    replacements = dict(zip(moving, moved, strict=True))
+    return [replacements.get(i, x) for i, x in enumerate(operands)]
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -163,20 +161,24 @@ def _targets(
     metas = [strategy.operand_meta(layout) for layout in layouts]
     named = dict(zip(kwargs, strategy.meta_numbers(kwargs.values()), strict=True))
     args, kwargs = strategy.with_values(strategy.meta_numbers(args), named, metas)
-    made = None
+    rule = None
     if func not in HANDLERS and strategy.decomposition_for(func, args, kwargs) is None:
-        made = strategy.rule_for(func, args, kwargs, metas)
-    wanted = _wanted(func, strategy.meta_result(func, made, args, kwargs), layouts[0], out)
-    if made is None or not wanted:
+        rule = strategy.rule_for(func, args, kwargs, metas)
+    requested = _requested_layouts(
+        func, strategy.meta_result(func, rule, args, kwargs), layouts[0], out
+    )
+    if rule is None or not requested:
         return tuple(layouts)
-    order = [next(i for i, meta in enumerate(metas) if meta is x) for x in made.operands]
-    best = _Search(made, [layouts[i] for i in order], wanted).best()
+    order = [next(i for i, meta in enumerate(metas) if meta is x) for x in rule.operands]
+    best = _Search(rule, [layouts[i] for i in order], requested).best()
     for i, layout in zip(order, best, strict=True):
         layouts[i] = layout
     return tuple(layout.replace(layout.spec) for layout in layouts)
 
 
-def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> list[Layout]:
+def _requested_layouts(
+    func: Callable[..., Any], result: Any, like: Layout, out: Any
+) -> list[Layout]:
     """Return the requested layout of each result; none if the shapes depend on values.
 
     Raises:
@@ -186,14 +188,14 @@ def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> li
     if result is None:
         return []
     name = strategy.name_of(func)
-    found = list(matched(result, out, f"apply({name}, ...)"))
-    for path, leaf, _ in found:
+    matches = list(matched(result, out, f"apply({name}, ...)"))
+    for path, leaf, _ in matches:
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call "
                 f"{name} itself"
             )
-    return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in found]
+    return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in matches]
 
 
 @dataclass
@@ -203,20 +205,20 @@ class _Search:
     Attributes:
         rule: the operator's rule.
         layouts: the layouts of its operands, in the order of the rule.
-        wanted: the requested layouts of the results.
+        requested: the requested layouts of the results.
         prices: choices -> their price.
     """
 
     rule: Rule
     layouts: list[Layout]
-    wanted: list[Layout]
+    requested: list[Layout]
     prices: dict[Choices, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mesh = self.layouts[0].mesh
         self.axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
         self.order = axis_order(
-            [*self.wanted, *sorted(self.layouts, key=lambda layout: -layout.nbytes)]
+            [*self.requested, *sorted(self.layouts, key=lambda layout: -layout.nbytes)]
         )
         self.free = factors_alone(self.rule)
 
@@ -228,8 +230,8 @@ class _Search:
         like_result: Choices = tuple(
             next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes
         )
-        found = [self._improved(choices) for choices in dict.fromkeys((unchanged, like_result))]
-        return self.operands(min(found, key=self.price))
+        candidates = list(map(self._improved, dict.fromkeys((unchanged, like_result))))
+        return self.operands(min(candidates, key=self.price))
 
     def _improved(self, choices: Choices) -> Choices:
         for _ in range(2):
@@ -250,8 +252,8 @@ class _Search:
 
     def _factors_of_result(self, axis: str) -> Iterator[str]:
         """Yield the factors that the axis splits in a result, if operands have them."""
-        several = len(self.rule.outputs) == len(self.wanted)
-        for i, layout in enumerate(self.wanted):
+        several = len(self.rule.outputs) == len(self.requested)
+        for i, layout in enumerate(self.requested):
             factor = _split(self.rule.outputs[i if several else 0], layout, axis)
             if factor in self.free:
                 yield factor
@@ -266,12 +268,12 @@ class _Search:
 
     def _priced(self, operands: Sequence[Layout]) -> tuple[float, ...]:
         chosen = assign(self.rule, operands)
-        several, like = len(chosen.outputs) == len(self.wanted), operands[0]
+        several, like = len(chosen.outputs) == len(self.requested), operands[0]
         moves = [
             *zip(self.layouts, operands, strict=True),
             *zip(operands, chosen.targets, strict=True),
         ]
-        for i, layout in enumerate(self.wanted):
+        for i, layout in enumerate(self.requested):
             moves.append(
                 (
                     Layout.of(
@@ -302,13 +304,15 @@ class _Search:
     def _operand(self, operand: int, layout: Layout, changed: dict[str, str | None]) -> Layout:
         dims = []
         for factors, axes in zip(self.rule.inputs[operand], layout.spec.dims, strict=True):
-            kept = [axis for axis in axes if axis not in changed]
+            unchanged = [axis for axis in axes if axis not in changed]
             added = [
                 axis
                 for axis, factor in changed.items()
                 if factor is not None and factors == (factor,)
             ]
-            dims.append(tuple(sorted([*kept, *added], key=self.order.index) if added else kept))
+            dims.append(
+                tuple(sorted([*unchanged, *added], key=self.order.index) if added else unchanged)
+            )
         pending = {axis: kind for axis, kind in layout.spec.unreduced if axis not in changed}
         stay = [new for old, new in zip(layout.spec.dims, dims, strict=True) if new[:1] == old[:1]]
         sizes = {

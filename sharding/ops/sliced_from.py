@@ -119,9 +119,8 @@ class SlicedFrom:
         with torch.set_grad_enabled(copy.requires_grad):
             is_current = self._read is not None and self._read == _version(base)
             current = copy if is_current else self._slice(base).redistribute(copy.spec)
-            copy._local = (
-                current._local.clone()
-            )  # without the mark of a copy, so it can be written to
+            # without the mark of a copy, so it can be written to
+            copy._local = current._local.clone()
         copy._sliced_from = None
         try:
             result = operator(copy, *args)

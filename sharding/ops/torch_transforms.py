@@ -58,9 +58,8 @@ def torch_dispatch(
     Communication: that of the operator; the first time a line has a plain operand, an all_gather of
     about 100 bytes.
     """
-    if (
-        func is aten.detach.default and not torch._C._is_torch_function_enabled()
-    ):  # autograd, before it passes a tensor to a hook
+    # autograd detaches before it passes a tensor to a hook
+    if func is aten.detach.default and not torch._C._is_torch_function_enabled():
         return args[0].detach()
     if (
         func.namespace != "aten"

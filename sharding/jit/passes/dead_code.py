@@ -1,5 +1,5 @@
-"""Remove nodes that do nothing: aliases and unused values of a recorded graph, and collectives whose
-results are not used.
+"""Remove nodes that do nothing: aliases and unused values of a recorded graph, and collectives
+whose results are not used.
 
 `fx.Graph.eliminate_dead_code` removes unused nodes; it knows neither which memory a needed node
 reads nor that a `permute` also sends.

@@ -139,14 +139,14 @@ def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
     first = next(iter(signature.parameters.values()))
     if first.kind is first.VAR_POSITIONAL:
         raise _unknown(op)
-    given = {first.name if name == "self" else name: value for name, value in named.items()}
-    if type(given.get("reduction")) is int:
-        given["reduction"] = _REDUCTIONS[given["reduction"]]
+    arguments = {first.name if name == "self" else name: value for name, value in named.items()}
+    if type(arguments.get("reduction")) is int:
+        arguments["reduction"] = _REDUCTIONS[arguments["reduction"]]
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError:
         raise _unknown(op) from None
-    return func(**given)
+    return func(**arguments)
 
 
 def _positional(op: OpOverload, named: dict[str, Any]) -> Sequence[Any]:
@@ -245,7 +245,8 @@ def _layer_norm_gradient(
     ) * rstd
     sums = [x.sum(rows) if rows else x for x in (grad_out * normal, grad_out)]
     return tuple(
-        x if wanted else None for x, wanted in zip((of_input, *sums), output_mask, strict=True)
+        x if is_needed else None
+        for x, is_needed in zip((of_input, *sums), output_mask, strict=True)
     )
 
 

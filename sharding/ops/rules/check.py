@@ -183,14 +183,14 @@ class _Sample:
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Call the operator on other tensors, on a copy of what it writes: leaves refuse it."""
-        given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
-        rest = iter(given)
+        inputs = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
+        rest = iter(inputs)
         args, kwargs = (
             _filled(self.args, rest),
             {name: _filled(value, rest) for name, value in self.kwargs.items()},
         )
         result = self.func(*args, **kwargs)
-        return [given[0]] if self.in_place else list(_leaves(result))
+        return [inputs[0]] if self.in_place else list(_leaves(result))
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -407,16 +407,16 @@ def _check_value(what: str, got: Any, want: Any, tolerance: float) -> None:
             f"{what} is {got._layout}, with a local tensor "
             f"{got._local.dtype}{list(got._local.shape)}"
         )
-    actual, wanted = got.detach()._local, want[slices(got._layout.box)]
+    actual, expected = got.detach()._local, want[slices(got._layout.box)]
     if got._layout.pending:
-        actual, wanted = got.detach().full_tensor(), want
-    if not torch.equal(actual, wanted):
-        _check_close(f"{what} in layout {got._layout}", actual, wanted, tolerance)
+        actual, expected = got.detach().full_tensor(), want
+    if not torch.equal(actual, expected):
+        _check_close(f"{what} in layout {got._layout}", actual, expected, tolerance)
 
 
-def _check_close(what: str, actual: Tensor, wanted: Tensor, tolerance: float) -> None:
+def _check_close(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
     try:
-        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise RuleError(f"{what}: {error}") from None
 

@@ -97,13 +97,13 @@ def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
 
     Minor axes are left out where the dim is too short to give every rank of theirs an element.
     """
-    mesh, kept, parts = layout.mesh, [], 1
+    mesh, cuts, parts = layout.mesh, [], 1
     for axis in layout.spec.dims[dim]:
         parts *= mesh.size(axis)
         if parts > size > 0:
             break
-        kept.append(Cut((axis,)))
-    return with_dim(layout, dim, kept, size)
+        cuts.append(Cut((axis,)))
+    return with_dim(layout, dim, cuts, size)
 
 
 def interval_of(layout: Layout, dim: int, start: int, stop: int) -> Layout:

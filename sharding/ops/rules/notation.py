@@ -106,11 +106,11 @@ def einrule(
         >>> rule.inputs, rule.outputs
         (((('_0',), ('k',)), (('n',), ('k',))), ((('_0',), ('n',)),))
     """
-    given = [i for i, x in enumerate(operands) if x is not None]
+    present = [i for i, x in enumerate(operands) if x is not None]
     tensors = tuple([x for x in operands if x is not None])
     sides = _expanded(pattern, tuple([None if x is None else x.ndim for x in operands]))
     known = _factor_sizes(sides.inputs, tensors, sizes or {})
-    position = {old: new for new, old in enumerate(given)}
+    position = {old: new for new, old in enumerate(present)}
     return Rule(
         operands=tensors,
         inputs=tuple(
@@ -189,10 +189,10 @@ def along_dims(
 
 
 def _factor_sizes(
-    inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]
+    inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], known: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the size of every factor: that of the dims that have it and are not broadcast."""
-    sizes = dict(given)
+    sizes = dict(known)
     for dims, tensor in zip(inputs, tensors, strict=True):
         for factors, size in zip(dims, tensor.shape, strict=True):
             if len(factors) == 1 and sizes.get(factors[0], 1) == 1:
@@ -233,18 +233,18 @@ def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
     left, right = _parse(pattern)
     if len(left) != len(ndims):
         raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
-    given = [(names, n) for names, n in zip(left, ndims, strict=True) if n is not None]
-    inputs = [_expand_ellipsis(names, n) for names, n in given]
+    present = [(names, n) for names, n in zip(left, ndims, strict=True) if n is not None]
+    inputs = [_expand_ellipsis(names, n) for names, n in present]
     longest = max(
         (
             len(t) - len(names) + 1
-            for t, (names, _) in zip(inputs, given, strict=True)
+            for t, (names, _) in zip(inputs, present, strict=True)
             if _ANY in names
         ),
         default=0,
     )
     outputs = [_expand_ellipsis(names, len(names) - 1 + longest) for names in right]
-    for names, (_, n) in zip(inputs, given, strict=True):
+    for names, (_, n) in zip(inputs, present, strict=True):
         if len(names) != n:
             raise NoMatch(f"{pattern!r} does not fit a tensor of {n} dims")
     whole = frozenset(

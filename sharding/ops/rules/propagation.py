@@ -157,14 +157,14 @@ def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assig
         for i, layout in enumerate(layouts)
     ]
     if fixed is not None:
-        targets[fixed] = _kept(layouts[fixed], targets[fixed])
+        targets[fixed] = _written_layout(layouts[fixed], targets[fixed])
     outputs = (
         splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs
     )
     return Assignment(tuple(targets), tuple(outputs))
 
 
-def _kept(layout: Layout, target: Layout) -> Layout:
+def _written_layout(layout: Layout, target: Layout) -> Layout:
     """Return the layout of the operand that is written, if its target has the same boxes."""
     if without_trivial_axes(layout) is not without_trivial_axes(target):
         raise CannotKeep
@@ -217,11 +217,13 @@ def _choose(
     axis: str,
     fixed: int | None,
 ) -> Choice:
-    here = states[axis]
-    candidates = list(_candidates(rule, layouts, here))
+    axis_states = states[axis]
+    candidates = list(_candidates(rule, layouts, axis_states))
     if fixed is not None and layouts[fixed].mesh.size(axis) > 1:
         candidates = [
-            c for c in candidates if _target(rule, fixed, c) == _outcome(rule, c) == here[fixed]
+            c
+            for c in candidates
+            if _target(rule, fixed, c) == _outcome(rule, c) == axis_states[fixed]
         ]
     if not candidates:
         raise CannotKeep
@@ -230,18 +232,22 @@ def _choose(
     return min(candidates, key=lambda choice: _price(rule, layouts, states, axis, choice))
 
 
-def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) -> Iterator[Choice]:
+def _candidates(
+    rule: Rule, layouts: Sequence[Layout], axis_states: Sequence[State]
+) -> Iterator[Choice]:
     """Yield the choices that leave at least one operand in place, or everything whole."""
     yield Choice(WHOLE)
-    for factor in dict.fromkeys(s.detail for s in here if s.what == SPLIT and s.detail is not None):
+    for factor in dict.fromkeys(
+        s.detail for s in axis_states if s.what == SPLIT and s.detail is not None
+    ):
         yield Choice(SPLIT, factor)
-    kinds = {s.detail for s in here if s.what == PENDING}
+    kinds = {s.detail for s in axis_states if s.what == PENDING}
     if len(kinds) != 1:
         return
     (kind,) = kinds
     for group in rule.linear:
         pending = [i for i in group if i not in rule.additive]
-        states = {here[i].what for i in pending}
+        states = {axis_states[i].what for i in pending}
         joins = states == {PENDING, WHOLE} and joined_pending([layouts[i] for i in pending])
         if (joins or states <= {PENDING}) and _passes(rule, kind, [layouts[i] for i in pending]):
             yield Choice(PENDING, kind, group)
@@ -306,13 +312,12 @@ def _price(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, choice: Choice
 ) -> tuple[float, float]:
     """Return the bytes received per rank, then the bytes of operands that do not stay in place."""
-    here, n = states[axis], layouts[0].mesh.size(axis)
+    axis_states, n = states[axis], layouts[0].mesh.size(axis)
     price = moved = 0.0
-    for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
+    for i, (state, layout) in enumerate(zip(axis_states, layouts, strict=True)):
         target = _target(rule, i, choice)
-        if state != target and not (
-            i in rule.additive and state.what == WHOLE
-        ):  # a whole bias becomes pending at no cost
+        # a whole bias becomes pending at no cost
+        if state != target and not (i in rule.additive and state.what == WHOLE):
             nbytes = layout.largest_local_numel * layout.dtype.itemsize
             price += move_price(state, target, n) * nbytes
             moved += max(nbytes, 1)
@@ -339,8 +344,8 @@ def _output_bytes(
     """Estimate the size of a rank's part of the first result, given the splits by other axes."""
     factors = {f for dim in rule.outputs[0] for f in dim}
     numel = math.prod(rule.sizes.get(f, 1) for f in factors)
-    for other, here in states.items():
-        if other != axis and any(s.what == SPLIT and s.detail in factors for s in here):
+    for other, axis_states in states.items():
+        if other != axis and any(s.what == SPLIT and s.detail in factors for s in axis_states):
             numel /= layouts[0].mesh.size(other)
     return numel * layouts[0].dtype.itemsize
 

@@ -19,9 +19,8 @@ from .register_rule import operands_in
 from .registry import DECOMPOSITIONS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
-Choice = tuple[
-    tuple[State, ...], tuple[State, ...]
-]  # what one axis does to the results, and to the operands
+# what one axis does to the results, and to the operands
+Choice = tuple[tuple[State, ...], tuple[State, ...]]
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:
@@ -117,14 +116,14 @@ def _maker(
     """Return a function that makes the strategy for the cheapest of the accepted shardings."""
 
     def make(*args: Any, **kwargs: Any) -> OpStrategy:
-        given, named = (args, kwargs) if schema is None else _by_schema(schema, args, kwargs)
-        listed = list(operands_in((*given, *named.values())))
+        positional, named = (args, kwargs) if schema is None else _by_schema(schema, args, kwargs)
+        listed = list(operands_in((*positional, *named.values())))
         for x in listed:
             x.placements, x.mesh = layout_of(x).placements, layout_of(x).mesh  # type: ignore[attr-defined]
         with torch.no_grad():
             result = func(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
-        pairs = [_choice(func, pair, listed, results) for pair in accepted(*given, **named)]
+        pairs = [_choice(func, pair, listed, results) for pair in accepted(*positional, **named)]
         return _strategy(
             func, pairs, listed, list(operands_in((*args, *kwargs.values()))), result, results
         )
@@ -190,17 +189,17 @@ def _strategy(
         )
         for i, r in enumerate(results)
     ]
-    wanted = {
+    target_layouts = {
         id(x): layout.replace(_spec(x.ndim, {a: chosen[a][1][i] for a in order}))
         for i, (x, layout) in enumerate(zip(listed, layouts, strict=True))
     }
-    here, targets = [layout_of(x) for x in operands], [wanted[id(x)] for x in operands]
-    if in_place and targets[0] is not here[0]:
-        raise _cannot_keep(func, here[0])
+    sources, targets = [layout_of(x) for x in operands], [target_layouts[id(x)] for x in operands]
+    if in_place and targets[0] is not sources[0]:
+        raise _cannot_keep(func, sources[0])
     return make_strategy(
         func,
         func,
-        here,
+        sources,
         targets,
         outputs[0] if isinstance(result, Tensor) else outputs,
         result,
@@ -217,11 +216,11 @@ def _cheapest(
     out_bytes: int,
 ) -> Choice:
     """Return the cheapest pair for the axis."""
-    here = [_now(layout, axis) for layout in layouts]
+    states = [_now(layout, axis) for layout in layouts]
     n = layouts[0].mesh.size(axis)
     if in_place:
-        pairs = [(outs, ins) for outs, ins in pairs if outs[0] == ins[0] == here[0]]
-    prices = [_price(here, pair, layouts, n, out_bytes) for pair in pairs]
+        pairs = [(outs, ins) for outs, ins in pairs if outs[0] == ins[0] == states[0]]
+    prices = [_price(states, pair, layouts, n, out_bytes) for pair in pairs]
     if not prices or min(prices)[0] == float("inf"):
         raise (
             _cannot_keep(func, layouts[0])
@@ -249,20 +248,20 @@ def _now(layout: Layout, axis: str) -> State:
 
 
 def _price(
-    here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: int, out_bytes: int
+    states: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: int, out_bytes: int
 ) -> tuple[float, float]:
     """Return the bytes received per rank, then the bytes of operands that do not stay in place.
 
     A result that becomes pending must be reduced later, which counts unless nothing moves for it.
     """
     price = moved = 0.0
-    outs, there = pair
-    for a, b, layout in zip(here, there, layouts, strict=True):
+    outs, targets = pair
+    for a, b, layout in zip(states, targets, layouts, strict=True):
         if a != b:
             nbytes = max(layout.largest_local_numel * layout.dtype.itemsize, 1)
             price, moved = price + move_price(a, b, n) * nbytes, moved + nbytes
     new = any(state.what == PENDING for state in outs) and not any(
-        state.what == PENDING for state in here
+        state.what == PENDING for state in states
     )
     return price + (2 * (n - 1) / n * out_bytes if new and moved else 0), moved
 

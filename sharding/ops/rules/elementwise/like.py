@@ -41,15 +41,15 @@ def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
         ValueError: another kind of device.
     """
     own = x._local.device
-    wanted = own if device is None else torch.device(device)
-    if wanted.type not in (own.type, x.mesh.device_type, "meta"):
+    requested = own if device is None else torch.device(device)
+    if requested.type not in (own.type, x.mesh.device_type, "meta"):
         raise ValueError(
             f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a "
             "mesh of that device type"
         )
-    if wanted.type == own.type:
+    if requested.type == own.type:
         return own
-    return x.mesh.device if wanted.type == x.mesh.device_type else wanted
+    return x.mesh.device if requested.type == x.mesh.device_type else requested
 
 
 def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device], Tensor]]) -> None:
@@ -151,10 +151,10 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(src, ShardedTensor):
         src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
     if src.mesh != x.mesh:
-        here, there = distinct_mesh_names(x.mesh, src.mesh)
+        mesh_name, source_mesh_name = distinct_mesh_names(x.mesh, src.mesh)
         raise ValueError(
-            f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() "
-            "instead"
+            f"copy_: the tensor is on {mesh_name}, its source on {source_mesh_name}; copy "
+            "source.full_tensor() instead"
         )
     wide: Any = src if src.shape == x.shape else src.expand(x.shape)
     check_base(x)

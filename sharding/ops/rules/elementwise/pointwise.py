@@ -202,14 +202,14 @@ def _type_as(input: Any, other: Any) -> Any:
 @handler("type")
 def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     """Return torch's old name of a tensor's type, such as "torch.DoubleTensor", or cast to it."""
-    here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
+    module = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
     if dtype is None:
-        return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
+        return f"{module}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
     if isinstance(dtype, torch.dtype):
         return NotImplemented
     name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
     where, _, kind = name.rpartition(".")
-    if where != here:
+    if where != module:
         raise ValueError(
             f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such "
             "as torch.float64"

@@ -53,7 +53,7 @@ def _index_put(
     return _written(input, tuple(indices), values, write, func, accumulate)
 
 
-# (part, index, value) -> the index and the value for this rank's part, see `_entries_here`
+# (part, index, value) -> the index and the value for this rank's part, see `_local_index_and_value`
 EntriesOf = Callable[[Tensor, Any, Any], tuple[Any, Any]]
 
 
@@ -132,10 +132,10 @@ def _aligned(taken: Sequence[str], ndim: int) -> str:
 def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
     layout = targets[0]
     split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
-    return partial(write, partial(_entries_here, layout, split)) if split else func
+    return partial(write, partial(_local_index_and_value, layout, split)) if split else func
 
 
-def _entries_here(
+def _local_index_and_value(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[Any, Any]:
     """Return the index and the value for this rank's part; None for an index of nothing of it."""
@@ -146,7 +146,7 @@ def _entries_here(
         number, (start, stop), size = numbers[dim], layout.box[dim], layout.shape[dim]
         entry = entries[number]
         if isinstance(entry, slice) and entry.indices(size) != (0, size, 1):
-            entries[number], chosen = _slice_here(entry.indices(size), start, stop)
+            entries[number], chosen = _local_slice(entry.indices(size), start, stop)
             value = _narrowed(value, order[number], chosen)
         elif type(entry) is int:
             entries[number] = entry % size - start
@@ -161,16 +161,17 @@ def _entries_here(
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
     """Return the result's dim of each slice, from the right, and how many follow index tensors."""
-    kept = [n for n, e in enumerate(entries) if not selects(e)]
-    picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
-    ndim = max((entries[kept[i]].ndim for i in picks), default=0)
+    remaining = [n for n, e in enumerate(entries) if not selects(e)]
+    picks = [i for i, n in enumerate(remaining) if isinstance(entries[n], Tensor)]
+    ndim = max((entries[remaining[i]].ndim for i in picks), default=0)
     at = picks[0] if picks and picks[-1] - picks[0] + 1 == len(picks) else 0
-    after = [n for n in kept[at:] if not isinstance(entries[n], Tensor)]
+    after = [n for n in remaining[at:] if not isinstance(entries[n], Tensor)]
     order = {n: i for i, n in enumerate(reversed(after))}
-    return order | {n: len(after) + ndim + i for i, n in enumerate(reversed(kept[:at]))}, len(after)
+    before = {n: len(after) + ndim + i for i, n in enumerate(reversed(remaining[:at]))}
+    return order | before, len(after)
 
 
-def _slice_here(
+def _local_slice(
     bounds: tuple[int, int, int], start: int, stop: int
 ) -> tuple[slice, tuple[int, int]]:
     """Return a slice of a dim as one of this rank's part, and the interval of its elements."""
@@ -197,22 +198,22 @@ def _local_entries(
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
     tensors = torch.broadcast_tensors(*[entries[n] for n in numbers])
     indices = dict(zip(numbers, tensors, strict=True))
-    wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
+    is_local = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
     for n, part in parts.items():
         indices[n], _ = part.find(indices[n], part.length)
-        wanted = wanted & (indices[n] != part.length)
-    here = [indices[n][wanted] if n in indices else e for n, e in enumerate(entries)]
-    return here, _values_at(value, wanted, after)
+        is_local = is_local & (indices[n] != part.length)
+    local_entries = [indices[n][is_local] if n in indices else e for n, e in enumerate(entries)]
+    return local_entries, _values_at(value, is_local, after)
 
 
-def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
+def _values_at(value: Any, is_local: Tensor, after: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim <= after:
         return value
     tail = value.ndim - after
-    lead = max(0, tail - wanted.ndim)
-    shape = [*value.shape[:lead], *[1] * (wanted.ndim - tail), *value.shape[lead:]]
-    sizes = [*value.shape[:lead], *wanted.shape, *value.shape[tail:]]
-    return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (wanted,)]
+    lead = max(0, tail - is_local.ndim)
+    shape = [*value.shape[:lead], *[1] * (is_local.ndim - tail), *value.shape[lead:]]
+    sizes = [*value.shape[:lead], *is_local.shape, *value.shape[tail:]]
+    return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (is_local,)]
 
 
 # -- from a value that is split --------------------------------------------------------------------
@@ -244,7 +245,9 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
     part = value.redistribute(spec)._local
     split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
     inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
-    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
+    entries = (
+        _local_index_and_value(layout, split, input._local, index, None)[0] if inside else None
+    )
     if entries is None:
         _touch(input._local, part)
     else:
@@ -270,7 +273,7 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
     edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
-    chosen = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
+    chosen = [_local_slice(bounds, start, stop)[1] for start, stop in edges]
     return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in chosen)),)
 
 
@@ -300,29 +303,29 @@ def _bind_mask(
     if not any(splitting_axes(layout, d) for d in range(at, at + ndim)):
         return func
     box = tuple(slice(*interval) for interval in layout.box[at : at + ndim])
-    return partial(write, partial(_mask_here, at, box, after))
+    return partial(write, partial(_local_mask_and_value, at, box, after))
 
 
-def _mask_here(
+def _local_mask_and_value(
     at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor
 ) -> tuple[Any, Any]:
     entries = index if isinstance(index, tuple) else (index,)
     mask = next(e for e in entries if isinstance(e, Tensor))
-    dim, here = value.ndim - 1 - after, mask[box]
-    chosen = _order(mask, int(value.shape[dim]))[box][here]
-    return (*[slice(None)] * at, here), value.index_select(dim, chosen)
+    dim, local_mask = value.ndim - 1 - after, mask[box]
+    chosen = _order(mask, int(value.shape[dim]))[box][local_mask]
+    return (*[slice(None)] * at, local_mask), value.index_select(dim, chosen)
 
 
-def _order(mask: Tensor, given: int) -> Tensor:
+def _order(mask: Tensor, numel: int) -> Tensor:
     """Return how many true values precede each element.
 
     Raises:
         RuntimeError: there are not as many as given values.
     """
     count = int(mask.sum())
-    if count != given:
+    if count != numel:
         raise RuntimeError(
-            f"the mask has {count} true elements, but {given} values are given; pass one value for "
+            f"the mask has {count} true elements, but {numel} values are given; pass one value for "
             "each"
         )
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
@@ -346,9 +349,9 @@ def _bind_masked_scatter(
 
     def write(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(shape)
-        here, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
+        local_mask, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
         result = input if in_place else input.clone()
-        result[here] = taken.take(_order(mask, taken.numel())[box][here])
+        result[local_mask] = taken.take(_order(mask, taken.numel())[box][local_mask])
         return result
 
     return write

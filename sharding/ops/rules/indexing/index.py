@@ -24,9 +24,9 @@ def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None
-    given = sum(e is not None and e is not Ellipsis for e in entries)
+    indexed = sum(e is not None and e is not Ellipsis for e in entries)
     at = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
-    return entries[:at] + [slice(None)] * (ndim - given) + entries[at + 1 :]
+    return entries[:at] + [slice(None)] * (ndim - indexed) + entries[at + 1 :]
 
 
 def _as_tensor(entry: Any, device: Any) -> Any:
@@ -109,11 +109,11 @@ def _bind_getitem(dims: Sequence[int], after: int, targets: Sequence[Layout], _:
 def _read_parts(parts: dict[int, Part], after: int, local: Tensor, index: Any) -> Tensor:
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [i for i, e in enumerate(entries) if e is not None]
-    mine = torch.ones((), dtype=torch.bool, device=local.device)
+    is_local = torch.ones((), dtype=torch.bool, device=local.device)
     for dim, part in parts.items():
-        entries[numbers[dim]], here = part.find(entries[numbers[dim]], 0)
-        mine = mine & here
-    return masked(mine, not_empty(local, list(parts))[tuple(entries)], after)
+        entries[numbers[dim]], in_part = part.find(entries[numbers[dim]], 0)
+        is_local = is_local & in_part
+    return masked(is_local, not_empty(local, list(parts))[tuple(entries)], after)
 
 
 @rule("index_select")
@@ -135,8 +135,10 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
     part, after = Part(targets[0], dim), len(targets[0].shape) - 1 - dim
 
     def read(input: Tensor, dim: int, index: Tensor) -> Tensor:
-        local, mine = part.find(index.reshape(-1), 0)
-        return masked(mine, not_empty(input, [dim % input.ndim]).index_select(dim, local), after)
+        local, is_local = part.find(index.reshape(-1), 0)
+        return masked(
+            is_local, not_empty(input, [dim % input.ndim]).index_select(dim, local), after
+        )
 
     return read
 
@@ -165,8 +167,8 @@ def _bind_gather(dim: int, targets: Sequence[Layout], _: Any) -> Local:
     part = Part(targets[0], dim)
 
     def read(input: Tensor, _: Any = None, index: Any = None, **__: Any) -> Tensor:
-        local, mine = part.find(index, 0)
-        return masked(mine, not_empty(input, [dim]).gather(dim, local))
+        local, is_local = part.find(index, 0)
+        return masked(is_local, not_empty(input, [dim]).gather(dim, local))
 
     return read
 
@@ -190,8 +192,8 @@ def _bind_take(targets: Sequence[Layout], _: Any) -> Local:
     part = Part(layout, *dims, wraps=True)
 
     def read(input: Tensor, index: Tensor) -> Tensor:
-        local, mine = part.find(index, 0)
-        return masked(mine, not_empty(input.reshape(-1), [0]).take(local))
+        local, is_local = part.find(index, 0)
+        return masked(is_local, not_empty(input.reshape(-1), [0]).take(local))
 
     return read
 

@@ -44,20 +44,22 @@ class Part:
         """
         known = (index < self.size) & (index >= (-self.size if self.wraps else 0))
         rest = torch.where(index < 0, index + self.size, index) if self.wraps else index
-        local, mine = self._here(rest) if len(self.sizes) == 1 else self._here_jointly(rest, known)
-        return torch.where(mine, local, torch.where(known, elsewhere, self.length + 1)), mine
+        one_dim = len(self.sizes) == 1
+        local, is_local = self._in_box(rest) if one_dim else self._in_boxes(rest, known)
+        local = torch.where(is_local, local, torch.where(known, elsewhere, self.length + 1))
+        return local, is_local
 
-    def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_box(self, index: Tensor) -> tuple[Tensor, Tensor]:
         local = index - self.boxes[0][0]
         return local, (local >= 0) & (local < self.length)
 
-    def _here_jointly(self, rest: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        local, mine, stride = torch.zeros_like(rest), known, 1
+    def _in_boxes(self, rest: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        local, is_local, stride = torch.zeros_like(rest), known, 1
         for (start, stop), size in zip(reversed(self.boxes), reversed(self.sizes), strict=True):
             at = rest.remainder(max(size, 1)) - start
-            local, mine = local + at * stride, mine & (at >= 0) & (at < stop - start)
+            local, is_local = local + at * stride, is_local & (at >= 0) & (at < stop - start)
             rest, stride = rest.div(max(size, 1), rounding_mode="floor"), stride * (stop - start)
-        return local, mine
+        return local, is_local
 
 
 def nothing(dtype: torch.dtype) -> complex | float | bool:
@@ -87,9 +89,11 @@ def reads_in_parts(input: Tensor, taken: int) -> bool:
     return adds_in_parts(input) and taken <= input.numel()
 
 
-def masked(mine: Tensor, found: Tensor, after: int = 0) -> Tensor:
-    """Return the values read, neutral where not `mine`, a mask without the last `after` dims."""
-    return found.masked_fill(~mine.reshape((*mine.shape, *[1] * after)), nothing(found.dtype))
+def masked(is_local: Tensor, values: Tensor, after: int = 0) -> Tensor:
+    """Return the values read, neutral where not `is_local`, which has no `after` last dims."""
+    return values.masked_fill(
+        ~is_local.reshape((*is_local.shape, *[1] * after)), nothing(values.dtype)
+    )
 
 
 def not_empty(local: Tensor, dims: Sequence[int]) -> Tensor:

@@ -77,10 +77,12 @@ def check_inside(mesh: Any) -> None:
 @decomposition("nonzero", "argwhere")
 def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
     x = split_by_rows(input.detach(), input.ndim)
-    found = torch.nonzero(x._local)
-    if x.ndim and len(found):
-        found[:, 0] += x._layout.box[0][0]
-    indices = concatenate_parts(x.mesh, x.spec.dims[0] if x.ndim else (), found, (x.ndim,), [()])
+    local_indices = torch.nonzero(x._local)
+    if x.ndim and len(local_indices):
+        local_indices[:, 0] += x._layout.box[0][0]
+    indices = concatenate_parts(
+        x.mesh, x.spec.dims[0] if x.ndim else (), local_indices, (x.ndim,), [()]
+    )
     if not as_tuple:
         return indices
     # torch treats a 0-d tensor as one of one element here

@@ -161,20 +161,20 @@ def _with_one_more(
     A product of the elements there could be infinite, and its gradient NaN, so `fill` is written
     instead.
     """
-    local, mine = part.find(index, part.length)
+    local, is_local = part.find(index, part.length)
     if fill is not None:
-        args = tuple(_filled(a, mine, dim, fill) for a in args)
-        kwargs = {name: _filled(a, mine, dim, fill) for name, a in kwargs.items()}
+        args = tuple(_filled(a, is_local, dim, fill) for a in args)
+        kwargs = {name: _filled(a, is_local, dim, fill) for name, a in kwargs.items()}
     return func(widened(input, dim), dim, local, *args, **kwargs).narrow(dim, 0, part.length)
 
 
-def _filled(x: Any, mine: Tensor, dim: int, fill: float) -> Any:
+def _filled(x: Any, is_local: Tensor, dim: int, fill: float) -> Any:
     if not isinstance(x, Tensor):
         return x
-    if mine.ndim == x.ndim:
-        cut = tuple(slice(n) for n in mine.shape)
-        return torch.where(mine, x[cut], fill)
-    return torch.where(mine.reshape([-1 if d == dim else 1 for d in range(x.ndim)]), x, fill)
+    if is_local.ndim == x.ndim:
+        cut = tuple(slice(n) for n in is_local.shape)
+        return torch.where(is_local, x[cut], fill)
+    return torch.where(is_local.reshape([-1 if d == dim else 1 for d in range(x.ndim)]), x, fill)
 
 
 # -- through all dims ------------------------------------------------------------------------------
@@ -198,10 +198,10 @@ def _bind_put(func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Ten
     dims = range(len(layout.shape))
     if not any(splitting_axes(layout, d) for d in dims):
         return func
-    return partial(_put_here, func.__name__ == "put_", Part(layout, *dims, wraps=True))
+    return partial(_put_local, func.__name__ == "put_", Part(layout, *dims, wraps=True))
 
 
-def _put_here(
+def _put_local(
     in_place: bool,
     part: Part,
     input: Tensor,

@@ -46,15 +46,15 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Rule | None:
-    found = _PATTERNS.get((mat_a.ndim, mat_b.ndim))
+    entry = _PATTERNS.get((mat_a.ndim, mat_b.ndim))
     if (
-        found is None
+        entry is None
         or bias is not None
         or not (is_operand(mat_a) and is_operand(mat_b))
         or (offs is not None and not is_operand(offs))
     ):
         return None
-    pattern, along = found
+    pattern, along = entry
     return einrule(
         pattern,
         mat_a,

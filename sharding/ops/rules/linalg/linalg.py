@@ -56,8 +56,8 @@ rules(
 rules({"linalg.cond(A, p=None)": "... [m] [n] -> ..."}, bind=unless_empty(torch.linalg.cond))
 
 
-def _matrix_if(wanted: bool) -> str:
-    return "... 1 1" if wanted else "1"
+def _matrix_if(is_computed: bool) -> str:
+    return "... 1 1" if is_computed else "1"
 
 
 def _with_tolerances(a: Any, result: str) -> Rule:

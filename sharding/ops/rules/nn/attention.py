@@ -29,9 +29,8 @@ def _attention_rule(a: Any) -> Rule:
         pattern = f"... {rows} [e], ... [s] [e], ... [s] [v], ... {rows} [s] -> ... {rows} [v]"
     else:
         options["sizes"] = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
-        masked = (
-            0 if mask is None or mask.ndim < 3 else mask.shape[-3]
-        )  # heads that the mask distinguishes
+        # heads that the mask distinguishes
+        masked = 0 if mask is None or mask.ndim < 3 else mask.shape[-3]
         heads = "(g r)" if masked > 1 else "1" if masked else ""
         pattern = (
             f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g "
@@ -239,16 +238,16 @@ def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
     """Return the bias of the scores, broadcast to `b h l s`; all attend to appended positions."""
-    given = []
+    masks = []
     if attn_mask is not None:
-        given.append(
+        masks.append(
             attn_mask.unflatten(0, (-1, q.shape[1]))
             if attn_mask.shape[0] > 1 and attn_mask.ndim == 3
             else attn_mask
         )
     if key_padding_mask is not None:
-        given.append(key_padding_mask[:, None, None])
-    added = [F.pad(_additive(mask, q.dtype), (0, k.shape[2] - mask.shape[-1])) for mask in given]
+        masks.append(key_padding_mask[:, None, None])
+    added = [F.pad(_additive(mask, q.dtype), (0, k.shape[2] - mask.shape[-1])) for mask in masks]
     return sum(added[1:], start=added[0]) if added else None
 
 

@@ -190,10 +190,10 @@ def _hits(
     _check_labels(labels, is_class)
     if start == stop:
         return x.sum(at, keepdim=True, dtype=dtype)
-    here = (labels >= start) & (labels < stop) & (labels != ignore_index)
-    index = torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))
+    is_local = (labels >= start) & (labels < stop) & (labels != ignore_index)
+    index = torch.where(is_local, labels - start, torch.where(is_class, 0, layout.shape[at]))
     hits = x.gather(at, index).to(dtype)
-    return torch.where(here, hits if peak is None else hits - peak, 0)
+    return torch.where(is_local, hits if peak is None else hits - peak, 0)
 
 
 def _check_labels(labels: Tensor, is_class: Tensor) -> None:

@@ -59,8 +59,8 @@ def _bind_embedding(
     if not splitting_axes(table, 0):
         return func
     part, (start, stop) = Part(table, 0), table.box[0]
-    here = padding - start if padding is not None and start <= padding < stop else None
-    return lambda input, weight, *_, **__: _rows(part, input, weight, here)
+    local_padding = padding - start if padding is not None and start <= padding < stop else None
+    return lambda input, weight, *_, **__: _rows(part, input, weight, local_padding)
 
 
 def _rows(

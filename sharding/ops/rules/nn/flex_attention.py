@@ -99,7 +99,7 @@ def flex_attention(
     out_layout = Layout.of(query.mesh, chosen.outputs[0], shape, query.dtype)
     rows_layout = Layout.of(query.mesh, chosen.outputs[1], shape[:-1], torch.float32)
     aux = flex.AuxRequest(lse=True) if return_lse else return_aux
-    wanted = [True, aux is not None and aux.lse, aux is not None and aux.max_scores]
+    requested = [True, aux is not None and aux.lse, aux is not None and aux.max_scores]
     result_layouts = [out_layout, rows_layout, rows_layout]
     if query.mesh.coordinate is None:
         results: Sequence[Any] = [nonmember.unknown(layout, q, k, v) for layout in result_layouts]
@@ -113,7 +113,7 @@ def flex_attention(
             None if x is None else wrap(x, layout)
             for x, layout in zip(locals_, result_layouts, strict=True)
         ]
-    out, lse, highest = (x if want else None for x, want in zip(results, wanted, strict=True))
+    out, lse, highest = (x if want else None for x, want in zip(results, requested, strict=True))
     if return_lse:
         return out, lse
     return out if return_aux is None else (out, flex.AuxOutput(lse=lse, max_scores=highest))
@@ -261,11 +261,10 @@ class _PartOfAttention:
         mask = None if self.block_mask is None else self._part_of_mask()
         extra = {} if self.aux is None else {"return_aux": self.aux}
         call = flex.flex_attention
-        with torch._dynamo.config.patch(
-            dont_skip_tracing=True
-        ):  # the functions of this file are part of what is compiled
-            given = self.score_mod, mask, self.scale, self.enable_gqa
-            result = call(query, key, value, *given, kernel_options=self.options, **extra)
+        # the functions of this file are part of what is compiled
+        with torch._dynamo.config.patch(dont_skip_tracing=True):
+            settings = self.score_mod, mask, self.scale, self.enable_gqa
+            result = call(query, key, value, *settings, kernel_options=self.options, **extra)
         return (
             (result, None, None)
             if self.aux is None

@@ -29,10 +29,10 @@ def _check_running(*statistics: Any) -> None:
     Raises:
         ValueError: they are pending.
     """
-    given = [layout_of(x) for x in statistics if x is not None]
-    if any(layout.pending for layout in given):
+    layouts = [layout_of(x) for x in statistics if x is not None]
+    if any(layout.pending for layout in layouts):
         raise ValueError(
-            f"running statistics with the layouts {given} are pending; redistribute them to "
+            f"running statistics with the layouts {layouts} are pending; redistribute them to "
             "Replicate() or Shard(0) first"
         )
 

@@ -57,9 +57,8 @@ def _install() -> None:
 
 # -- steps -----------------------------------------------------------------------------------------
 
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = (
-    weakref.WeakSet()
-)  # with sharded parameters; a step may contain another one
+# optimizers with sharded parameters; a step may contain another one
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -150,10 +149,10 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
 
 def _may_be_parts(lists: list[list[Any]]) -> bool:
     """Return whether this step redistributes nothing and creates nothing (a buffer not None)."""
-    given = [tensors for tensors in lists if tensors]
-    if torch.is_grad_enabled() or not all(map(_have_values, given)) or not aligned(given):
+    nonempty = [tensors for tensors in lists if tensors]
+    if torch.is_grad_enabled() or not all(map(_have_values, nonempty)) or not aligned(nonempty):
         return False
-    for tensors in given:
+    for tensors in nonempty:
         check_writable(tensors)
     return True
 

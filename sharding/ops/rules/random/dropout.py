@@ -30,12 +30,12 @@ _SELU_FLOOR = 1.7580993408473766
 Apply = Callable[[Tensor, Tensor, float], Tensor]
 
 
-def _scale(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    return x * kept * _keeping(p)
+def _scale(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
+    return x * keep_mask * _keeping(p)
 
 
-def _scale_(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    return x.mul_(kept).mul_(_keeping(p))
+def _scale_(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
+    return x.mul_(keep_mask).mul_(_keeping(p))
 
 
 def _keeping(p: float) -> float:
@@ -43,27 +43,27 @@ def _keeping(p: float) -> float:
     return 0.0 if p == 1 else 1 / (1 - p)
 
 
-def _saturate(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _saturate(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
     """Set dropped elements to the limit of SELU, then scale and shift to keep mean and variance."""
     if p == 1:
         return x * 0
     a = _narrowing(p)
-    return x * kept * a + _shift(x, kept, a, p)
+    return x * keep_mask * a + _shift(x, keep_mask, a, p)
 
 
-def _saturate_(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _saturate_(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
     if p == 1:
         return x.mul_(0)
     a = _narrowing(p)
-    return x.mul_(kept).mul_(a).add_(_shift(x, kept, a, p))
+    return x.mul_(keep_mask).mul_(a).add_(_shift(x, keep_mask, a, p))
 
 
 def _narrowing(p: float) -> float:
     return ((_SELU_FLOOR**2 * p + 1) * (1 - p)) ** -0.5
 
 
-def _shift(x: Tensor, kept: Tensor, a: float, p: float) -> Tensor:
-    return kept.to(x.dtype).sub_(1).mul_(_SELU_FLOOR * a).add_(_SELU_FLOOR * a * p)
+def _shift(x: Tensor, keep_mask: Tensor, a: float, p: float) -> Tensor:
+    return keep_mask.to(x.dtype).sub_(1).mul_(_SELU_FLOOR * a).add_(_SELU_FLOOR * a * p)
 
 
 # -- masks -----------------------------------------------------------------------------------------
@@ -174,15 +174,15 @@ def _writing(func: Callable[..., Any], layout: Layout, apply: Apply) -> Apply:
 
 def _run(apply: Apply, linear: bool, mask: Layout, input: Any, p: float) -> Any:
     x = input if linear else reduce_pending(input)
-    kept = random.bernoulli(mask, 1 - p)
-    return from_parts(x._layout, lambda local: apply(local, kept, p), x)
+    keep_mask = random.bernoulli(mask, 1 - p)
+    return from_parts(x._layout, lambda local: apply(local, keep_mask, p), x)
 
 
 def _run_in_place(apply: Apply, mask: Layout, input: Any, p: float) -> Any:
     check_base(input)
-    kept = random.bernoulli(mask, 1 - p)
+    keep_mask = random.bernoulli(mask, 1 - p)
     if input.mesh.coordinate is not None:
-        apply(input._local, kept, p)
+        apply(input._local, keep_mask, p)
         input._sync_requires_grad()
     return input
 
@@ -207,7 +207,7 @@ def _native_dropout(
     _check(p)
     mask, on, linear = prepared
     p = p if on else 0
-    kept = random.bernoulli(mask, 1 - p)
+    keep_mask = random.bernoulli(mask, 1 - p)
     x = input if linear else reduce_pending(input)
-    dropped = from_parts(x._layout, lambda local: _scale(local, kept, p), x)
-    return dropped, ShardedTensor._make(kept, mask)
+    dropped = from_parts(x._layout, lambda local: _scale(local, keep_mask, p), x)
+    return dropped, ShardedTensor._make(keep_mask, mask)

@@ -53,12 +53,14 @@ def _gradient(
     spacings = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing]
     if not all(isinstance(h, (int, float)) for h in spacings):
         return None
-    made = type(torch.gradient(input, spacing=spacing, dim=dim, edge_order=edge_order))
+    container = type(torch.gradient(input, spacing=spacing, dim=dim, edge_order=edge_order))
     dims = [dim] if isinstance(dim, int) else list(range(input.ndim) if dim is None else dim)
 
     def run(input: Any, *, spacing: Any = 1, **_: Any) -> Any:
         distances = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
-        return made(_slope(input, d, h, edge_order) for d, h in zip(dims, distances, strict=True))
+        return container(
+            _slope(input, d, h, edge_order) for d, h in zip(dims, distances, strict=True)
+        )
 
     return run
 

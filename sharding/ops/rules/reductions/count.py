@@ -100,10 +100,11 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
         raise RuntimeError(
             f"bincount only supports 1-d non-negative integral inputs, and {low} is among these"
         )
-    given = None if weights is None else reduce_pending(weights).redistribute(x.spec)._local
-    counts = torch.bincount(x._local, given, max(minlength, high + 1))
-    if given is not None and not x._local.numel():  # torch ignores the weights of an empty part
-        counts = counts.to(torch.float32 if given.dtype is torch.float32 else torch.float64)
+    local_weights = None if weights is None else reduce_pending(weights).redistribute(x.spec)._local
+    counts = torch.bincount(x._local, local_weights, max(minlength, high + 1))
+    # torch ignores the weights of an empty part
+    if local_weights is not None and not x._local.numel():
+        counts = counts.to(torch.float32 if local_weights.dtype is torch.float32 else torch.float64)
     return _summed(x, counts)
 
 
@@ -133,8 +134,10 @@ def _histogram(
     x = reduce_pending(input.detach())
     low, high = range or [extreme.item() for extreme in torch.aminmax(x)]
     low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
-    given = None if weight is None else reduce_pending(weight.detach()).redistribute(x.spec)._local
-    local = torch.histogram(x._local, bins, range=(low, high), weight=given)
+    local_weight = (
+        None if weight is None else reduce_pending(weight.detach()).redistribute(x.spec)._local
+    )
+    local = torch.histogram(x._local, bins, range=(low, high), weight=local_weight)
     edges = replicated(local.bin_edges, x)
     counts = _summed(x, local.hist)
     if density:

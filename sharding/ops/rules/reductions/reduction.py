@@ -84,12 +84,12 @@ def _sum_to_size(input: Tensor, *size: Any) -> Rule:
     """Sum over all dims that broadcasting from `size` would have made."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     extra = input.ndim - len(shape)
-    made = [d for d, n in enumerate(shape, extra) if n == 1 != input.shape[d]]
+    broadcast_dims = [d for d, n in enumerate(shape, extra) if n == 1 != input.shape[d]]
     left = [f"d{i}" for i in range(input.ndim)]
-    right = ["1" if i in made else name for i, name in enumerate(left)][max(extra, 0) :]
+    right = ["1" if i in broadcast_dims else name for i, name in enumerate(left)][max(extra, 0) :]
 
     def local(part: Tensor, *_: Any) -> Tensor:
-        part = part.sum(made, keepdim=True) if made else part
+        part = part.sum(broadcast_dims, keepdim=True) if broadcast_dims else part
         return part.sum(tuple(range(extra))) if extra else part
 
     return einrule(f"{' '.join(left)} -> {' '.join(right)}", input, linear=((0,),), local=local)

@@ -292,13 +292,13 @@ def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
         input, src = reduce_pending(input), reduce_pending(src)
     cut = Piece(input._layout, {dim: chosen})
-    wanted = cut.cut.replace(dtype=src.dtype)
+    target = cut.cut.replace(dtype=src.dtype)
 
     def local_scatter(local: Tensor, part: Tensor) -> Tensor:
         index = cut.index[dim]
         return torch.slice_scatter(
             local,
-            redistribute_local(part, src._layout, wanted),
+            redistribute_local(part, src._layout, target),
             dim,
             index.start,
             index.stop,
@@ -344,12 +344,12 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
     swapped = indexing == "xy" and len(_listed(tensors)) > 1
 
     def run(*tensors: Any, indexing: str | None = None) -> Any:
-        given = list(_listed(tensors))
-        order = [1, 0, *range(2, len(given))] if swapped else list(range(len(given)))
-        shape = [given[i].numel() for i in order]
+        vectors = list(_listed(tensors))
+        order = [1, 0, *range(2, len(vectors))] if swapped else list(range(len(vectors)))
+        shape = [vectors[i].numel() for i in order]
         sides = [
-            x.reshape([-1 if order[d] == i else 1 for d in range(len(given))])
-            for i, x in enumerate(given)
+            x.reshape([-1 if order[d] == i else 1 for d in range(len(vectors))])
+            for i, x in enumerate(vectors)
         ]
         return container(side.expand(shape) for side in sides)
 

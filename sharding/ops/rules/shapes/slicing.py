@@ -133,12 +133,14 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
     """Return the decomposition of `x[entries]`, one for each dim; None if no split dim is cut."""
-    given = [e for e in entries if e is not None]
-    ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
+    dim_entries = [e for e in entries if e is not None]
+    ranges = {
+        d: _chosen(e, n) for d, (e, n) in enumerate(zip(dim_entries, input.shape, strict=True))
+    }
     ranges = {
         d: chosen
         for d, chosen in ranges.items()
-        if chosen != range(input.shape[d]) or type(given[d]) is int
+        if chosen != range(input.shape[d]) or type(dim_entries[d]) is int
     }
     if not is_split(input, ranges):
         return None
