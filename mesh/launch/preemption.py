@@ -79,10 +79,10 @@ def reached_preemption(step: int) -> bool:
     ...         break  # save and leave
     """
     world = current_world()
-    found = _agreements.get(_key(world))
-    if found is None:
-        found = _agreements[_key(world)] = _agreement(world)
-    return found.reached(world.rank, operator.index(step))
+    agreement = _agreements.get(_key(world))
+    if agreement is None:
+        agreement = _agreements[_key(world)] = _agreement(world)
+    return agreement.reached(world.rank, operator.index(step))
 
 
 # --------------------------------------------------------------------------------------- agreements
@@ -277,9 +277,11 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
         f"shardmesh/preemption/{world.job}/{world.epoch}",
         "shardmesh/preemption/*",
     )
-    made = _StoreAgreement(keys, world.rank, world.size, _has_notice, partial(_check_job, watch))
-    weakref.finalize(world, made.stop)
-    return made
+    agreement = _StoreAgreement(
+        keys, world.rank, world.size, _has_notice, partial(_check_job, watch)
+    )
+    weakref.finalize(world, agreement.stop)
+    return agreement
 
 
 def _check_job(watch: Monitor | None) -> None:
@@ -291,9 +293,9 @@ def _check_job(watch: Monitor | None) -> None:
 
 def forget(world: World) -> None:
     """Drop the agreement of this world, at the end of a session."""
-    found = _agreements.pop(_key(world), None)
-    if isinstance(found, _StoreAgreement):
-        found.stop()
+    agreement = _agreements.pop(_key(world), None)
+    if isinstance(agreement, _StoreAgreement):
+        agreement.stop()
 
 
 # ------------------------------------------------------------------------------------------ notices

@@ -63,18 +63,18 @@ class TypingRule(NamedTuple):
 
         Raises: ShardingTypeError for a value of a type that the collective is not defined for.
         """
-        names, given = frozenset(axes.names), tag.type
-        wrong = given.pending & names if self.linear else given.pending
-        if (wrong and not self.takes_pending) or (self.pends and given.varying & names):
+        names, operand = frozenset(axes.names), tag.type
+        wrong = operand.pending & names if self.linear else operand.pending
+        if (wrong and not self.takes_pending) or (self.pends and operand.varying & names):
             raise ShardingTypeError(self._refusal(tag, axes))
-        pending = given.pending | names if self.pends else given.pending - names
-        varying = given.varying | names if self.varies else given.varying - names
-        kept = tag.retyped(Type.of(varying & given.varying, pending & given.pending))
-        new = (varying | pending) - kept.type.varying - kept.type.pending
+        pending = operand.pending | names if self.pends else operand.pending - names
+        varying = operand.varying | names if self.varies else operand.varying - names
+        common = tag.retyped(Type.of(varying & operand.varying, pending & operand.pending))
+        new = (varying | pending) - common.type.varying - common.type.pending
         origins = (
-            kept.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))
+            common.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))
             if new
-            else kept.origins
+            else common.origins
         )
         return Tag(Type.of(varying, pending), origins, tag.owner)
 
@@ -208,11 +208,11 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
         buckets.setdefault(key, []).append(i)
-    found = list(parts)
+    results = list(parts)
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
-            found[i] = out
-    return unflatten_tree(tree, found)
+            results[i] = out
+    return unflatten_tree(tree, results)
 
 
 def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
@@ -322,9 +322,9 @@ def with_tag(checker: Any, out: Any, tag: Tag) -> Any:
 
 def _wait_with_tag(checker: Any, out: Pending[Any], tag: Tag) -> Any:
     with untracked():
-        found = out.wait()
-    checker.set_tag(found, tag)
-    return found
+        result = out.wait()
+    checker.set_tag(result, tag)
+    return result
 
 
 def _launch(x: Tensor, call: CollectiveCall) -> Any:
@@ -351,8 +351,8 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
 def _prepare(x: Tensor, call: CollectiveCall) -> Prepared:
     """Return the effect of the collective on a tensor of this shape and dtype, computed once."""
     key = (call.rule, call.key, x.shape, x.dtype)
-    found = call.axes.ops.get(key)
-    return keep(call.axes.ops, key, call.prepare(call.axes, x)) if found is None else found
+    prepared = call.axes.ops.get(key)
+    return keep(call.axes.ops, key, call.prepare(call.axes, x)) if prepared is None else prepared
 
 
 def _after(out: Tensor, after: Callable[[Tensor], Tensor] | None) -> Tensor:

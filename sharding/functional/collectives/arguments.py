@@ -18,10 +18,10 @@ _WORDS = {
 
 
 def canonical_word(name: str, to: str, known: Any) -> str:
-    found = _WORDS.get(to, to)
-    if found not in known:
+    word = _WORDS.get(to, to)
+    if word not in known:
         raise ValueError(f"{name}(to={to!r}): to must be one of {', '.join(map(repr, known))}")
-    return found
+    return word
 
 
 def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:
