@@ -218,9 +218,8 @@ class _StoreAgreement:
             except Exception as error:
                 self.error = error
                 return
-            with contextlib.suppress(
-                Exception
-            ):  # the process of the store must not exit before all ranks have read the step
+            # The process of the store must not exit before all ranks have read the step.
+            with contextlib.suppress(Exception):
                 self._keys.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
 

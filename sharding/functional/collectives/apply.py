@@ -236,9 +236,8 @@ def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    split = (
-        torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes
-    )  # pieces that may be written to
+    # Pieces that may be written to.
+    split = torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes
     return [
         piece.view(shape)
         for piece, shape in zip(
@@ -336,9 +335,8 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
     op, before, after, _ = _prepare(x, call)
     if before is not None:
         x = before(x)
-    if (
-        is_starting() and engine_hooks.transforming()
-    ):  # a transform cannot see a collective in flight
+    # A transform cannot see a collective in flight.
+    if is_starting() and engine_hooks.transforming():
         done = _after(call.apply(x, op, call.backward_dtype, None), after)
         return Pending(lambda: done, DONE)
     if is_starting():

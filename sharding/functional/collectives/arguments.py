@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ...autograd.named_axes import Axes
 
-_WORDS = {
+_SYNONYMS = {
     "varying": "sharded",
     "invariant": "replicated",
     "invarying": "replicated",
     "pending": "unreduced",
-}  # synonyms
+}
 
 
 def canonical_word(name: str, to: str, known: Any) -> str:
-    word = _WORDS.get(to, to)
+    word = _SYNONYMS.get(to, to)
     if word not in known:
         raise ValueError(f"{name}(to={to!r}): to must be one of {', '.join(map(repr, known))}")
     return word

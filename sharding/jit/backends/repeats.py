@@ -55,10 +55,9 @@ def _bounds(
     if period == 0:
         return []
     start, end = first + start, first + end
-    parts = -(
-        -_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period
-    )  # so many periods are one part
-    period *= max(1, parts)
+    # As many periods as one part has.
+    count = -(-_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period)
+    period *= max(1, count)
     offsets = [
         i
         for i in range(start, min(start + period, end - 2 * period + 1))

@@ -121,9 +121,8 @@ class _Values:
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
-        communicates = (
-            node.target in OPERATORS or node.target is WAIT
-        )  # these write at most their operand, which `is_written` sees
+        # These write at most their operand, which `is_written` sees.
+        communicates = node.target in OPERATORS or node.target is WAIT
         known = communicates or (
             is_pure(node) and not is_empty(node) and not self._use.writes[node]
         )

@@ -124,16 +124,12 @@ def _stages(
         if on:
             last = stages[-1][0]
             count = 0 if graph is None else apply(graph)
-            stages.append(
-                (
-                    dataclasses.replace(
-                        last,
-                        graph=graph if count else last.graph,
-                        passes=(*last.passes, (name, count)),
-                    ),
-                    name,
-                )
-            )  # type: ignore[arg-type]
+            stage = dataclasses.replace(
+                last,
+                graph=graph if count else last.graph,  # type: ignore[arg-type]
+                passes=(*last.passes, (name, count)),
+            )
+            stages.append((stage, name))
             graph = copy_graph(graph) if count and graph is not None else graph
     return stages
 

@@ -85,7 +85,7 @@ class ParamStorage:
                 x.data = view
 
     def as_shard(self, piece: Tensor) -> Tensor:
-        """Return a piece of gradients on the device and in the dtype of the shard, perhaps later."""
+        """Return a piece of gradients on the device and in the dtype of the shard, maybe later."""
         is_elsewhere = self.shard.device != piece.device
         # a graph has no events
         if self._offloaded is not None and is_elsewhere and thread_context.recorder is None:
