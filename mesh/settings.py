@@ -62,9 +62,8 @@ def from_environment(env: Mapping[str, str]) -> Settings:
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     text = env.get(name, str(default))
     try:
-        seconds = (
-            float(text) if text.isascii() else math.nan
-        )  # `float` takes digits of every script
+        # `float` takes digits of every script.
+        seconds = float(text) if text.isascii() else math.nan
     except ValueError:
         seconds = math.nan
     if not seconds > 0:

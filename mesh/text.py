@@ -39,7 +39,7 @@ def whole_number(text: str) -> int | None:
 
 def printable(text: str) -> str:
     """Return text of others with its control characters escaped, so as not to steer a terminal."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:

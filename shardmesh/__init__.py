@@ -152,12 +152,12 @@ if not TYPE_CHECKING:  # type checkers would take any name for known
         if name in _MODULE_OF:
             value = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
             return mark_entry(value, calls_program=True)
-        there = (
+        namespaces = (
             ()
             if name.startswith("_")
             else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
         )
-        hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in there), "")
+        hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in namespaces), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

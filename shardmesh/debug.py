@@ -21,10 +21,10 @@ else:
         if name not in ("Timeline", "TimelineEvent", "timeline"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # With all of sm.jit.
-        found = globals()[name] = getattr(
+        value = globals()[name] = getattr(
             import_module("shardmesh.sharding.debug.timeline.timeline"), name
         )
-        return found
+        return value
 
 
 __all__ = [

@@ -23,16 +23,16 @@ class Finding:
     fix: str = ""
 
 
-def ok(found: str) -> Finding:
-    return Finding("ok", found)
+def ok(facts: str) -> Finding:
+    return Finding("ok", facts)
 
 
-def warning(found: str, fix: str) -> Finding:
-    return Finding("warning", found, fix)
+def warning(facts: str, fix: str) -> Finding:
+    return Finding("warning", facts, fix)
 
 
-def fault(found: str, fix: str) -> Finding:
-    return Finding("fault", found, fix)
+def fault(facts: str, fix: str) -> Finding:
+    return Finding("fault", facts, fix)
 
 
 def size_text(size: float) -> str:

@@ -79,10 +79,10 @@ def reached_preemption(step: int) -> bool:
     ...         break  # save and leave
     """
     world = current_world()
-    found = _agreements.get(_key(world))
-    if found is None:
-        found = _agreements[_key(world)] = _agreement(world)
-    return found.reached(world.rank, operator.index(step))
+    agreement = _agreements.get(_key(world))
+    if agreement is None:
+        agreement = _agreements[_key(world)] = _agreement(world)
+    return agreement.reached(world.rank, operator.index(step))
 
 
 # --------------------------------------------------------------------------------------- agreements
@@ -218,9 +218,8 @@ class _StoreAgreement:
             except Exception as error:
                 self.error = error
                 return
-            with contextlib.suppress(
-                Exception
-            ):  # the process of the store must not exit before all ranks have read the step
+            # The process of the store must not exit before all ranks have read the step.
+            with contextlib.suppress(Exception):
                 self._keys.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
 
@@ -277,9 +276,11 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
         f"shardmesh/preemption/{world.job}/{world.epoch}",
         "shardmesh/preemption/*",
     )
-    made = _StoreAgreement(keys, world.rank, world.size, _has_notice, partial(_check_job, watch))
-    weakref.finalize(world, made.stop)
-    return made
+    agreement = _StoreAgreement(
+        keys, world.rank, world.size, _has_notice, partial(_check_job, watch)
+    )
+    weakref.finalize(world, agreement.stop)
+    return agreement
 
 
 def _check_job(watch: Monitor | None) -> None:
@@ -291,9 +292,9 @@ def _check_job(watch: Monitor | None) -> None:
 
 def forget(world: World) -> None:
     """Drop the agreement of this world, at the end of a session."""
-    found = _agreements.pop(_key(world), None)
-    if isinstance(found, _StoreAgreement):
-        found.stop()
+    agreement = _agreements.pop(_key(world), None)
+    if isinstance(agreement, _StoreAgreement):
+        agreement.stop()
 
 
 # ------------------------------------------------------------------------------------------ notices

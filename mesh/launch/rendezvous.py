@@ -147,8 +147,8 @@ def notify_ranks(
             serves,
             f"rank {rank} ({info.place}) cannot start: {error}",
         ).run()
-    except errors.LaunchEnvironmentError as found:
-        return found if job_store.is_open(address) else error
+    except errors.LaunchEnvironmentError as job_error:
+        return job_error if job_store.is_open(address) else error
     except dist.DistError:
         pass
     return error

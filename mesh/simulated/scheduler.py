@@ -99,9 +99,8 @@ class Scheduler:
             self._release(ranks, others := [r for r in ranks if r != rank])
             self.order.runs_before(rank, others)
         if rendezvous.error is not None:
-            raise copy.copy(
-                rendezvous.error
-            )  # a copy for each rank, since each adds its own traceback
+            # A copy for each rank, since each adds its own traceback.
+            raise copy.copy(rendezvous.error)
         return rendezvous.result
 
     def _release(self, ranks: tuple[int, ...], waiting: Sequence[int]) -> None:

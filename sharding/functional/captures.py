@@ -80,9 +80,9 @@ class Captures:
         Raises:
             ShardingTypeError: a sharded one on a mesh that the function is not mapped over.
         """
-        found = self.inputs.get(id(x))
-        if found is not None:
-            return found[2]
+        captured = self.inputs.get(id(x))
+        if captured is not None:
+            return captured[2]
         if type(x) is ShardedTensor:
             return self._add(x) if self.is_foreign(x) else x
         return self._add(x) if isinstance(x, Tensor) and self.is_captured(x) else x
@@ -191,8 +191,8 @@ class ReplayCaptures(TorchFunctionMode):
         )
 
     def _part(self, x: Any) -> Any:
-        found = self._inputs.get(id(x))
-        return x if found is None else found[2]
+        captured = self._inputs.get(id(x))
+        return x if captured is None else captured[2]
 
 
 def replace_captures(tree: Any, captures: Captures | None) -> Any:

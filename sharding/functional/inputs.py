@@ -160,14 +160,14 @@ def _check_sums(path: str, spec: P) -> None:
         )
 
 
-def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
-    """Return the spec with the manual axes of `manual` and the other axes of `given`; manual axes
-    split first.
+def _with_global(manual: P, spec: P, names: Sequence[str]) -> P:
+    """Return the spec with the manual axes of `manual`, which split first, and the other axes of
+    `spec`.
     """
-    if set(given.axes) <= set(names):
+    if set(spec.axes) <= set(names):
         return manual
-    rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
-    pending = {axis: kind for axis, kind in given.unreduced if axis not in names}
+    rest = [[axis for axis in axes if axis not in names] for axes in spec.dims]
+    pending = {axis: kind for axis, kind in spec.unreduced if axis not in names}
     pending |= dict(manual.unreduced)
     dims = [(*axes, *more) for axes, more in zip(manual.padded(len(rest)).dims, rest, strict=True)]
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))

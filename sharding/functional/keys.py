@@ -55,10 +55,10 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     """
     varying, env = key.varying, current_axis_env()
     if env is not None and env.checker is not None:
-        found = env.checker.join_all(
+        tag = env.checker.join_all(
             iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag
         )
-        varying = varying | found.type.varying
+        varying = varying | tag.type.varying
     with untracked():
         return Key(_splitmix(key.seed ^ _splitmix((int(data) + 1) & _MASK)), varying)
 

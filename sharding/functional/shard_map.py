@@ -361,10 +361,10 @@ class Mapped:
                 )
         unknown = sorted((self.axis_names or frozenset()) - set(mesh.axis_names))
         if unknown or (self.axis_names is not None and not self.axis_names):
-            given = sorted(self.axis_names or ())
+            axis_names = sorted(self.axis_names or ())
             raise ValueError(
-                f"shard_map({self.name}): axis_names={given} must name one or more axes of the "
-                f"mesh, {list(mesh.axis_names)}"
+                f"shard_map({self.name}): axis_names={axis_names} must name one or more axes of "
+                f"the mesh, {list(mesh.axis_names)}"
             )
         names = tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
         auto = tuple(a for a in mesh.axis_names if a not in names)
@@ -481,8 +481,8 @@ class Mapped:
         specs: list[P | None] = []
         try:
             specs = self._output_specs(cached, out, leaves, paths, checker)
-        except (ShardingTypeError, TypeError, ValueError) as found:
-            error = error or found
+        except (ShardingTypeError, TypeError, ValueError) as spec_error:
+            error = error or spec_error
         if cached.outputs is None or not self._checks_once:
             # "values" compares below, and reports more.
             compare = checker is not None and self.check != "values"

@@ -39,21 +39,21 @@ def specs_for(what: str, specs: Any, tree: Any) -> list[Any]:
 
     Raises: ValueError if the two trees do not match, naming the branch.
     """
-    found: list[Any] = []
-    _spread(what, specs, tree, "", found)
-    return found
+    leaf_specs: list[Any] = []
+    _spread(what, specs, tree, "", leaf_specs)
+    return leaf_specs
 
 
-def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> None:
+def _spread(what: str, specs: Any, tree: Any, path: str, leaf_specs: list[Any]) -> None:
     if is_spec(specs):
-        found += [STATIC if specs is None else specs] * len(pytree.tree_leaves(tree))
+        leaf_specs += [STATIC if specs is None else specs] * len(pytree.tree_leaves(tree))
     elif isinstance(specs, dict):
-        _spread_dict(what, specs, tree, path, found)
+        _spread_dict(what, specs, tree, path, leaf_specs)
     elif isinstance(specs, (list, tuple)):
         if not isinstance(tree, (list, tuple)) or len(specs) != len(tree):
             raise _no_match(what, specs, tree, path)
         for i, (one, branch) in enumerate(zip(specs, tree, strict=True)):
-            _spread(what, one, branch, f"{path}[{i}]", found)
+            _spread(what, one, branch, f"{path}[{i}]", leaf_specs)
     elif isinstance(specs, Sharding):
         raise TypeError(
             f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its "
@@ -66,24 +66,26 @@ def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> No
         )
 
 
-def _spread_dict(what: str, specs: dict[Any, Any], tree: Any, path: str, found: list[Any]) -> None:
+def _spread_dict(
+    what: str, specs: dict[Any, Any], tree: Any, path: str, leaf_specs: list[Any]
+) -> None:
     if not isinstance(tree, dict) or specs.keys() != tree.keys():
         raise _no_match(what, specs, tree, path)
     for name, branch in tree.items():
-        _spread(what, specs[name], branch, f"{path}[{name!r}]", found)
+        _spread(what, specs[name], branch, f"{path}[{name!r}]", leaf_specs)
 
 
 def _no_match(what: str, specs: Any, tree: Any, path: str) -> ValueError:
-    given = (
+    mismatch = (
         f"{len(specs)} for {len(tree)}"
         if isinstance(tree, (list, tuple))
         else f"a {type(specs).__name__} for a {type(tree).__name__}"
     )
     if isinstance(specs, dict) and isinstance(tree, dict):
-        given = f"keys {sorted(map(str, specs))} for keys {sorted(map(str, tree))}"
+        mismatch = f"keys {sorted(map(str, specs))} for keys {sorted(map(str, tree))}"
     return ValueError(
-        f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or "
-        "one for all of it"
+        f"{what}{path} do not match what they describe: {mismatch}; give a spec for each branch, "
+        "or one for all of it"
     )
 
 
@@ -139,13 +141,13 @@ def _built(shape: Any, leaves: Any) -> Any:
     if shape is None:
         return next(leaves)
     kind, names, parts = shape
-    found = [next(leaves) if part is None else _built(part, leaves) for part in parts]
+    branches = [next(leaves) if part is None else _built(part, leaves) for part in parts]
     return (
-        found
+        branches
         if kind is list
-        else tuple(found)
+        else tuple(branches)
         if kind is tuple
-        else dict(zip(names, found, strict=True))
+        else dict(zip(names, branches, strict=True))
     )
 
 

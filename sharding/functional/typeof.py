@@ -64,10 +64,10 @@ class LocalType:
         return self._type
 
     def __str__(self) -> str:
-        found = self._type or Type.of(frozenset())
+        type_ = self._type or Type.of(frozenset())
         marks = [
             f"{letter}:{', '.join(sorted(axes))}"
-            for letter, axes in (("V", found.varying), ("U", found.pending))
+            for letter, axes in (("V", type_.varying), ("U", type_.pending))
             if axes
         ]
         text = f"{dtype_name(self.dtype)}{list(self.shape)}" + (
@@ -120,6 +120,6 @@ def _type_of(env: AxisEnv, x: Tensor) -> Type | None:
         if env.recording:
             env.type_log.append(type_)
         return type_
-    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    logged = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
     env.cursor += 1
-    return found if isinstance(found, Type) else None
+    return logged if isinstance(logged, Type) else None

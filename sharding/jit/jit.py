@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -253,7 +254,7 @@ class JitFunction:
     def recorded(self) -> list[CompiledGraph]:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
-        entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
+        entries = itertools.chain.from_iterable(self._entries.get(world, {}).values())
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
             for entry in entries
@@ -422,16 +423,16 @@ def _positions(
     f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
 ) -> tuple[frozenset[int], frozenset[str]]:
     """Return the positions and the names of arguments that are given by either."""
-    given = [numbers] if isinstance(numbers, int) else list(numbers)
+    positions = [numbers] if isinstance(numbers, int) else list(numbers)
     named = [names] if isinstance(names, str) else list(names)
-    if not given and not named:
+    if not positions and not named:
         return frozenset(), frozenset()
     order = list(inspect.signature(f).parameters)
     if unknown := [name for name in named if name not in order]:
         raise ValueError(
             f"sm.jit: {unknown[0]!r} in static_argnames is no parameter of {f}; it has {order}"
         )
-    places = {i if i >= 0 else len(order) + i for i in given} | {
+    places = {i if i >= 0 else len(order) + i for i in positions} | {
         order.index(name) for name in named
     }
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
@@ -544,8 +545,8 @@ def _placed(tree: Any, shardings: Any) -> Any:
     return device_put(tree, shardings)
 
 
-def _donate(given: list[Any], result: Any) -> None:
-    kept = {id(x) for x in pytree.tree_leaves(result)}
-    for x in pytree.tree_leaves(given):
-        if type(x) is ShardedTensor and id(x) not in kept:
+def _donate(args: list[Any], result: Any) -> None:
+    returned = {id(x) for x in pytree.tree_leaves(result)}
+    for x in pytree.tree_leaves(args):
+        if type(x) is ShardedTensor and id(x) not in returned:
             DonatedTensor.take(x)

@@ -162,21 +162,18 @@ class _Code:
 
     def _statements(self, node: fx.Node, i: int, dying: Sequence[fx.Node]) -> list[str]:
         """Return the statements of a node, which free what nothing uses after it."""
-        mine, others = [x for x in dying if x is node], [x for x in dying if x is not node]
-        free, free_mine = (
-            [f"    del {', '.join(self.names[x] for x in given)}"] if given else []
-            for given in (others, mine)
-        )
+        names = [self.names[x] for x in dying if x is not node]
+        free = [f"    del {', '.join(names)}"] if names else []
+        free_own = [f"    del {self.names[node]}"] if node in dying else []
         if node.op != "call_function":
             return free
         if not getattr(node.target, "empties_list", False):
-            return [f"    {self.names[node]} = {self._call(node, i)}", *free, *free_mine]
-        given = f"    given = [{', '.join(map(self._value, node.args))}]"
+            return [f"    {self.names[node]} = {self._call(node, i)}", *free, *free_own]
         return [
-            given,
+            f"    operands = [{', '.join(map(self._value, node.args))}]",
             *free,
-            f"    {self.names[node]} = {self._name(node.target)}(given)",
-            *free_mine,
+            f"    {self.names[node]} = {self._name(node.target)}(operands)",
+            *free_own,
         ]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
@@ -184,19 +181,19 @@ class _Code:
         used.
         """
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
-        found: dict[fx.Node, list[fx.Node]] = {}
+        dying: dict[fx.Node, list[fx.Node]] = {}
         for x in self.nodes:
             if x.op == "call_function" or x in last:
-                found.setdefault(last.get(x, x), []).append(x)
-        return found
+                dying.setdefault(last.get(x, x), []).append(x)
+        return dying
 
     def _call(self, node: fx.Node, i: int) -> str:
         if node.target is WAIT:
             return f"{self._value(node.args[0])}.wait()"
-        given = node.args
+        operands = node.args
         if node.target in OPERATORS:  # a group and a site, which are looked up once
-            given = (*given[:-2], group_of(given[-2]), site_of(given[-1]))  # type: ignore[arg-type]
-        args = [self._value(x) for x in given]
+            operands = (*operands[:-2], group_of(operands[-2]), site_of(operands[-1]))  # type: ignore[arg-type]
+        args = [self._value(x) for x in operands]
         kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
         if node.target in OPERATORS:
             name = OPERATORS[node.target]  # type: ignore[index]

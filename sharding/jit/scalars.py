@@ -214,11 +214,11 @@ def among(
     They are told by their values; where several have the same value, by their names. One that is
     not found is a constant, under the condition that it stays.
     """
-    given = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(
+    named_args = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(
         kwargs.items()
     )
-    flat = [(name, leaf) for name, x in given for leaf in pytree.tree_leaves(x)]
-    found: dict[int, _ScalarNode] = {}
+    flat = [(name, leaf) for name, x in named_args for leaf in pytree.tree_leaves(x)]
+    traced: dict[int, _ScalarNode] = {}
     for hint in dict.fromkeys(x.hint for x in passed):
         nodes = [x for x in passed if x.hint is hint or x.hint == hint]
         places = [
@@ -233,10 +233,10 @@ def among(
                 else [i for i in places if flat[i][0] == node.name]
             )
             if len(named) == 1:
-                found[named[0]] = node
+                traced[named[0]] = node
             else:
                 node.constant(
                     f"{func}, which computes with it before it runs or has another argument of the "
                     "same value,"
                 )
-    return found
+    return traced

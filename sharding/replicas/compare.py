@@ -275,7 +275,7 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     everyone = gather_facts(group, [leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in everyone.items()}
-        found = next(
+        pair = next(
             (
                 (rank, other)
                 for rank in group.ranks
@@ -284,8 +284,8 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
             ),
             None,
         )
-        if found is not None:
-            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
+        if pair is not None:
+            said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in pair)
             return ReplicaError(
                 f"{prefix}{_leaf_text(leaf)} is replicated {said}: make its mesh of the same ranks "
                 "on all ranks",

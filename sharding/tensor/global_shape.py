@@ -187,10 +187,10 @@ def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: 
     """Return the global size of one dim: the sum over the axes that split it, at the first
     coordinate of all other axes.
     """
-    mine = {mesh.axis_index(a) for a in spec.dims[dim]}
+    split_axes = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))
     return sum(
         s[dim]
         for c, s in shapes.items()
-        if all(i in mine or c[i] == b for i, b in enumerate(first))
+        if all(i in split_axes or c[i] == b for i, b in enumerate(first))
     )

@@ -251,15 +251,15 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
     """Return the part of every rank of the mesh, with this rank's data. Communication: none."""
     layout, mesh = x._layout, x.mesh
-    found = []
+    shards = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
         data = x._local.detach() if coordinate == mesh.coordinate else None
-        found.append(
+        shards.append(
             AddressableShard(
                 slices(box), data, x._local.device, _replica_id(layout, coordinate), int(rank)
             )
         )
-    return found
+    return shards
 
 
 def _replica_id(layout: Layout, coordinate: Sequence[int]) -> int:
@@ -345,18 +345,18 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
     Raises:
         ValueError: a dim has neither.
     """
-    wanted, whole = layout.local_shape, layout.shape
+    local_shape, whole = layout.local_shape, layout.shape
     if part.ndim != len(whole) or any(
-        n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)
+        n not in lengths for n, *lengths in zip(part.shape, local_shape, whole, strict=True)
     ):
         raise ValueError(
             f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; "
-            f"under {layout} this rank holds {list(wanted)}; pass that, or {list(whole)} to have "
-            "it sliced"
+            f"under {layout} this rank holds {list(local_shape)}; pass that, or {list(whole)} to "
+            "have it sliced"
         )
     cut = [
         slice(None) if n == own else slice(*box)
-        for n, own, box in zip(part.shape, wanted, layout.box, strict=True)
+        for n, own, box in zip(part.shape, local_shape, layout.box, strict=True)
     ]
     return part[tuple(cut)].contiguous()
 

@@ -40,7 +40,7 @@ def dumps(ranks: Mapping[int, RankLedger]) -> dict[int, dict[str, Any]]:
     the ledger does not record it.
     """
     names = _names(ranks)
-    return {rank: _dump(found.entries, names) for rank, found in ranks.items()}
+    return {rank: _dump(ledger.entries, names) for rank, ledger in ranks.items()}
 
 
 def _names(ranks: Mapping[int, RankLedger]) -> dict[int, str]:
@@ -48,8 +48,8 @@ def _names(ranks: Mapping[int, RankLedger]) -> dict[int, str]:
     some of them before the first call.
     """
     names: dict[int, str] = {}
-    for found in ranks.values():
-        for entry in found.entries:
+    for ledger in ranks.values():
+        for entry in ledger.entries:
             names.setdefault(entry.group_key, entry.group)
     return names
 

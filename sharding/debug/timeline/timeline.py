@@ -291,9 +291,8 @@ def _collective(graph: StepGraph, node: fx.Node, start: float, seconds: float) -
         "call": site.name,
     }
     details |= {} if site.tag is None else {"purpose": site.tag.text}
-    return TimelineEvent(
-        OPERATORS[node.target], "collective", graph.axes[node], start, seconds, node.name, details
-    )  # type: ignore[index]
+    name = OPERATORS[node.target]  # type: ignore[index]
+    return TimelineEvent(name, "collective", graph.axes[node], start, seconds, node.name, details)
 
 
 def _wait(node: fx.Node, start: float, seconds: float) -> TimelineEvent:

@@ -63,18 +63,18 @@ class TypingRule(NamedTuple):
 
         Raises: ShardingTypeError for a value of a type that the collective is not defined for.
         """
-        names, given = frozenset(axes.names), tag.type
-        wrong = given.pending & names if self.linear else given.pending
-        if (wrong and not self.takes_pending) or (self.pends and given.varying & names):
+        names, operand = frozenset(axes.names), tag.type
+        wrong = operand.pending & names if self.linear else operand.pending
+        if (wrong and not self.takes_pending) or (self.pends and operand.varying & names):
             raise ShardingTypeError(self._refusal(tag, axes))
-        pending = given.pending | names if self.pends else given.pending - names
-        varying = given.varying | names if self.varies else given.varying - names
-        kept = tag.retyped(Type.of(varying & given.varying, pending & given.pending))
-        new = (varying | pending) - kept.type.varying - kept.type.pending
+        pending = operand.pending | names if self.pends else operand.pending - names
+        varying = operand.varying | names if self.varies else operand.varying - names
+        common = tag.retyped(Type.of(varying & operand.varying, pending & operand.pending))
+        new = (varying | pending) - common.type.varying - common.type.pending
         origins = (
-            kept.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))
+            common.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))
             if new
-            else kept.origins
+            else common.origins
         )
         return Tag(Type.of(varying, pending), origins, tag.owner)
 
@@ -208,11 +208,11 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
         buckets.setdefault(key, []).append(i)
-    found = list(parts)
+    results = list(parts)
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
-            found[i] = out
-    return unflatten_tree(tree, found)
+            results[i] = out
+    return unflatten_tree(tree, results)
 
 
 def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
@@ -236,9 +236,8 @@ def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    split = (
-        torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes
-    )  # pieces that may be written to
+    # Pieces that may be written to.
+    split = torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes
     return [
         piece.view(shape)
         for piece, shape in zip(
@@ -322,9 +321,9 @@ def with_tag(checker: Any, out: Any, tag: Tag) -> Any:
 
 def _wait_with_tag(checker: Any, out: Pending[Any], tag: Tag) -> Any:
     with untracked():
-        found = out.wait()
-    checker.set_tag(found, tag)
-    return found
+        result = out.wait()
+    checker.set_tag(result, tag)
+    return result
 
 
 def _launch(x: Tensor, call: CollectiveCall) -> Any:
@@ -336,9 +335,8 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
     op, before, after, _ = _prepare(x, call)
     if before is not None:
         x = before(x)
-    if (
-        is_starting() and engine_hooks.transforming()
-    ):  # a transform cannot see a collective in flight
+    # A transform cannot see a collective in flight.
+    if is_starting() and engine_hooks.transforming():
         done = _after(call.apply(x, op, call.backward_dtype, None), after)
         return Pending(lambda: done, DONE)
     if is_starting():
@@ -351,8 +349,8 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
 def _prepare(x: Tensor, call: CollectiveCall) -> Prepared:
     """Return the effect of the collective on a tensor of this shape and dtype, computed once."""
     key = (call.rule, call.key, x.shape, x.dtype)
-    found = call.axes.ops.get(key)
-    return keep(call.axes.ops, key, call.prepare(call.axes, x)) if found is None else found
+    prepared = call.axes.ops.get(key)
+    return keep(call.axes.ops, key, call.prepare(call.axes, x)) if prepared is None else prepared
 
 
 def _after(out: Tensor, after: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ...autograd.named_axes import Axes
 
-_WORDS = {
+_SYNONYMS = {
     "varying": "sharded",
     "invariant": "replicated",
     "invarying": "replicated",
     "pending": "unreduced",
-}  # synonyms
+}
 
 
 def canonical_word(name: str, to: str, known: Any) -> str:
-    found = _WORDS.get(to, to)
-    if found not in known:
+    word = _SYNONYMS.get(to, to)
+    if word not in known:
         raise ValueError(f"{name}(to={to!r}): to must be one of {', '.join(map(repr, known))}")
-    return found
+    return word
 
 
 def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:

@@ -393,9 +393,11 @@ def all_to_all(
             return _evenly(axes, part, split, concat)
         if split == concat:
             raise _not_a_multiple(axes, part, split)
-        given = (concat, lengths_along("all_to_all", axes, part, concat, sizes))
+        concat_side = (concat, lengths_along("all_to_all", axes, part, concat, sizes))
         return Prepared(
-            axes.cached(AllToAllMap, given, (split, even_lengths(part.shape[split], axes.size))),
+            axes.cached(
+                AllToAllMap, concat_side, (split, even_lengths(part.shape[split], axes.size))
+            ),
             dims=(split, concat),
         )
 

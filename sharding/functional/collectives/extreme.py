@@ -40,8 +40,8 @@ class Extreme:
         """Return the share of the result's gradient for each of this rank's elements: 1 / number of
         holders, or 0.
         """
-        mine = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
-        return mine / apply(mine, self.sum)
+        holds = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
+        return holds / apply(holds, self.sum)
 
 
 class _Pick(torch.autograd.Function):

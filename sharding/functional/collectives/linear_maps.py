@@ -88,12 +88,12 @@ class RedistributionMap(LinearMap):
 
     def _executor(self, x: Tensor) -> Executor:
         key = (x.shape, x.dtype)
-        found = self._executors.get(key)
-        if found is None:
-            found = keep(
+        cached = self._executors.get(key)
+        if cached is None:
+            cached = keep(
                 self._executors, key, executor(*self.layouts(x.shape, x.dtype)), HEAVY_LIMIT
             )
-        return found
+        return cached
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._executor(x)(x)
@@ -205,9 +205,9 @@ class PermuteMap(LinearMap):
         return PermuteMap(self.axes, tuple((d, s) for s, d in self.pairs))
 
     def start(self, x: Tensor) -> Pending[Tensor]:
-        given = x.contiguous()
-        out = torch.zeros_like(given) if self._src is None else torch.empty_like(given)
-        work = self.axes.group.permute(out, given, dst=self._dst, src=self._src, async_op=True)
+        operand = x.contiguous()
+        out = torch.zeros_like(operand) if self._src is None else torch.empty_like(operand)
+        work = self.axes.group.permute(out, operand, dst=self._dst, src=self._src, async_op=True)
         return Pending.after(work, lambda: out)
 
 
@@ -285,14 +285,14 @@ class AllToAllRowsMap(LinearMap):
         return self
 
     def start(self, x: Tensor) -> Pending[Tensor]:
-        given = (
+        rows = (
             x.contiguous()
             if self._by_group is None
             else x.index_select(0, self._by_group.to(x.device))
         )
-        out = torch.empty_like(given)
+        out = torch.empty_like(rows)
         by_place = self._by_place
-        work = self.axes.group.all_to_all(out, given, async_op=True)
+        work = self.axes.group.all_to_all(out, rows, async_op=True)
         return Pending.after(
             work,
             lambda: out if by_place is None else out.index_select(0, by_place.to(out.device)),
@@ -301,9 +301,9 @@ class AllToAllRowsMap(LinearMap):
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_group is not None:
             return self.start(x).wait()
-        given = x.contiguous()
-        out = torch.empty_like(given)
-        self.axes.group.all_to_all(out, given)
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
+        self.axes.group.all_to_all(out, rows)
         return out
 
 

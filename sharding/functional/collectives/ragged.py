@@ -74,10 +74,10 @@ def ragged_all_to_all(
         operand, output = captures.local(operand), captures.local(output)
     if checker is None:
         return _sent(operand, output, counts, axes, backward_dtype)
-    given = checker.join_all(
+    operand_tag = checker.join_all(
         iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.control_tag
     )
-    tag = rule(given, axes)
+    tag = rule(operand_tag, axes)
     with untracked():
         return with_tag(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
 
@@ -175,9 +175,9 @@ def _comm_device(x: Tensor) -> torch.device:
     return torch.device("cpu") if x.is_meta else x.device
 
 
-def _gathered(mine: Tensor, axes: Axes) -> list[list[int]]:
-    everyone = mine.new_empty(axes.size, len(mine))
-    axes.group.all_gather(everyone, mine)
+def _gathered(counts: Tensor, axes: Axes) -> list[list[int]]:
+    everyone = counts.new_empty(axes.size, len(counts))
+    axes.group.all_gather(everyone, counts)
     return [everyone[axes.place_in_group(place)].tolist() for place in range(axes.size)]
 
 
@@ -219,8 +219,8 @@ def _check(rank: int, tables: list[_Table], axes: Axes) -> None:
 
 
 def _rows(slices: Sequence[Slices], device: torch.device) -> Tensor:
-    found = [torch.arange(start, start + n) for each in slices for start, n in each]
-    return torch.cat(found).to(device)
+    ranges = [torch.arange(start, start + n) for each in slices for start, n in each]
+    return torch.cat(ranges).to(device)
 
 
 def _sizes(slices: Sequence[Slices]) -> list[int]:

@@ -52,10 +52,10 @@ class Batch(NamedTuple):
             if _is_p(spec)
             for axis in spec.axes
         }
-        if found := sorted(named & set(self.axes)):
+        if split_axes := sorted(named & set(self.axes)):
             raise ValueError(
-                f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its "
-                "examples: one example is not on that axis. Have vmap split them over another "
+                f"shard_map({name}): its specs name {split_axes[0]!r}, over which vmap has split "
+                "its examples: one example is not on that axis. Have vmap split them over another "
                 "axis, or over none: spmd_axis_name=()"
             )
 

@@ -113,13 +113,13 @@ def _directions(
     leaves, tree = flatten_without_none(list(primals))
     check_floating(name, leaves)
     leaves = [backward.summable(x) for x in leaves]
-    given, given_tree = flatten_without_none(list(tangents))
-    if given_tree != tree:
+    tangent_leaves, tangent_tree = flatten_without_none(list(tangents))
+    if tangent_tree != tree:
         raise ValueError(
-            f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the "
+            f"{name}: tangents {tangent_tree} for primals {tree}; pass a tree like that of the "
             "primals"
         )
-    return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
+    return leaves, [_alike(name, *each) for each in zip(leaves, tangent_leaves, strict=True)], tree
 
 
 def _alike(name: str, x: Any, tangent: Any) -> Tensor:

@@ -52,7 +52,7 @@ def jacfwd(
     @functools.wraps(fun)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        arguments = _Arguments("jacfwd", argnums, args, lambda *given: fun(*given, **kwargs))
+        arguments = _Arguments("jacfwd", argnums, args, lambda *xs: fun(*xs, **kwargs))
         basis = _basis(arguments.leaves)
         results: list[Results] = []  # the second of the pair
 
@@ -89,7 +89,7 @@ def jacrev(
     @functools.wraps(fun)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        arguments = _Arguments("jacrev", argnums, args, lambda *given: fun(*given, **kwargs))
+        arguments = _Arguments("jacrev", argnums, args, lambda *xs: fun(*xs, **kwargs))
         result, back, *aux = vjp(arguments.call, *arguments.leaves, has_aux=has_aux)
         outs, tree = flatten_without_none(result)
         _check_real("jacrev", "result", outs)

@@ -79,10 +79,10 @@ class Results(NamedTuple):
 
 def replace_args(args: Sequence[Any], nums: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """Return the arguments with those at the positions `nums` replaced."""
-    given = list(args)
+    replaced = list(args)
     for i, x in zip(nums, new, strict=True):
-        given[i] = x
-    return given
+        replaced[i] = x
+    return replaced
 
 
 def layout_with(layout: Layout, dim: int, cuts: Any, size: int) -> Layout:

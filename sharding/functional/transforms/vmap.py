@@ -167,17 +167,17 @@ class _Batched:
     def _size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
         pairs = enumerate(zip(leaves, axes, strict=True))
         sizes = {i: leaf.shape[axis] for i, (leaf, axis) in pairs if axis is not None}
-        wanted = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
-        if not wanted:
+        lengths = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
+        if not lengths:
             raise ValueError(
                 f"vmap({self.name}): in_axes={self.in_axes} map no argument; pass axis_size="
             )
-        if len(wanted) > 1:
+        if len(lengths) > 1:
             paths = self._paths(args, kwargs)
             listing = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
             also = "" if self.axis_size is None else f"; axis_size={self.axis_size}"
             raise ValueError(f"vmap({self.name}): mapped dims must have one size ({listing}{also})")
-        return wanted.pop()
+        return lengths.pop()
 
     # -- layouts -----------------------------------------------------------------------------------
 

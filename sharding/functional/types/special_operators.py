@@ -76,9 +76,8 @@ def _statistics(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
 ORDINARY = Rule()
 WRITE = Rule(replaced=_first_or_lists, writes=True)
 SIZED_BY_VALUES = Rule(has_length=True)
-CONSTANT = Rule(
-    sources=lambda args, kwargs: (*args[1:], *kwargs.values())
-)  # the shape of the first
+# Only the shape of the first.
+CONSTANT = Rule(sources=lambda args, kwargs: (*args[1:], *kwargs.values()))
 LIKE = Rule(sources=lambda args, kwargs: args[:1])  # only the shape or dtype of the second
 SET = Rule(sources=lambda args, kwargs: args[1:], replaced=lambda func, args, kwargs: args[:1])
 NORM_WITH_STATISTICS = Rule(replaced=_statistics, writes=True)

@@ -401,22 +401,23 @@ class TypeChecker(TorchFunctionMode):
         """Record that the program reads a value as a number, which its control flow may
         depend on.
         """
-        here = user_location()
+        location = user_location()
         if tag.type.pending and self.tracks_backward:
             # For computation outside torch, or checks for non-finite values.
             varying = Type.of(tag.type.varying | tag.type.pending)
-            tag = self.make_tag(TypeOrigin(name_of(func), here), varying)
+            tag = self.make_tag(TypeOrigin(name_of(func), location), varying)
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{here}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: "
-                "each rank holds only a share of the sum; psum it first"
+                f"{location}: {name_of(func)} of a value that {tag.type}"
+                f"{tag.since(tag.type.pending)}: each rank holds only a share of the sum; "
+                "psum it first"
             )
         if not tag.type.varying <= self.control_tag.type.varying:
             why = (
                 f"{name_of(func)}, after which control flow may differ between ranks (to print a "
                 "value, print the tensor),"
             )
-            read = self.make_tag(TypeOrigin(why, here), tag.type)
+            read = self.make_tag(TypeOrigin(why, location), tag.type)
             self.control_tag = self.join(self.control_tag, read)
         self.number_tag = self.join(self.number_tag, self.control_tag)
 

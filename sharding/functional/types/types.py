@@ -34,19 +34,19 @@ class Type:
     def of(varying: frozenset[str], pending: frozenset[str] = frozenset()) -> Type:
         """Return the type that varies over `varying` and is pending over `pending`."""
         key = (varying, pending)
-        found = _types.get(key)
-        return found if found is not None else _types.setdefault(key, Type(*key))
+        interned = _types.get(key)
+        return interned if interned is not None else _types.setdefault(key, Type(*key))
 
     def join(self, other: Type) -> Type:
         """Return the type of a value computed from both; pending axes need a check of the operator
         as well (`pending.py`).
         """
-        found = self._joins.get(other)
-        if found is None:
-            found = self._joins[other] = Type.of(
+        joined = self._joins.get(other)
+        if joined is None:
+            joined = self._joins[other] = Type.of(
                 self.varying | other.varying, self.pending | other.pending
             )
-        return found
+        return joined
 
     def dual_over(self, names: frozenset[str]) -> Type:
         """Return the type of the gradient: S <-> S, R <-> U."""
@@ -121,15 +121,15 @@ class Tag:
         """Return where the value became varying or pending over the first of these axes, for a
         message.
         """
-        found = [axis for axis in sorted(axes) if axis in self.origins]
-        return f" since {self.origins[found[0]]}" if found else ""
+        with_origin = [axis for axis in sorted(axes) if axis in self.origins]
+        return f" since {self.origins[with_origin[0]]}" if with_origin else ""
 
     def retyped(self, type_: Type) -> Tag:
         """Return the tag with another type, with the origins of the axes that it still has."""
-        kept = type_.varying | type_.pending
+        axes = type_.varying | type_.pending
         return Tag(
             type_,
-            {axis: origin for axis, origin in self.origins.items() if axis in kept},
+            {axis: origin for axis, origin in self.origins.items() if axis in axes},
             self.owner,
         )
 

@@ -55,10 +55,9 @@ def _bounds(
     if period == 0:
         return []
     start, end = first + start, first + end
-    parts = -(
-        -_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period
-    )  # so many periods are one part
-    period *= max(1, parts)
+    # As many periods as one part has.
+    count = -(-_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period)
+    period *= max(1, count)
     offsets = [
         i
         for i in range(start, min(start + period, end - 2 * period + 1))
@@ -82,7 +81,7 @@ def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
     """Return the start, the end and the period of the repetition that saves the most letters; a
     period of 0 if there is none.
     """
-    best, found = _SMALLEST, (0, 0, 0)
+    best, repetition = _SMALLEST, (0, 0, 0)
     for period in range(1, len(letters) // 2 + 1):
         unequal = np.flatnonzero(letters[period:] != letters[:-period])
         edges = np.concatenate(([-1], unequal, [len(letters) - period]))
@@ -91,8 +90,8 @@ def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
         saved = int(lengths[longest]) // period * period
         if saved > best:
             start = int(edges[longest]) + 1
-            best, found = saved, (start, start + int(lengths[longest]) + period, period)
-    return found
+            best, repetition = saved, (start, start + int(lengths[longest]) + period, period)
+    return repetition
 
 
 def _crossings(nodes: list[fx.Node]) -> np.ndarray[Any, Any]:
@@ -115,12 +114,12 @@ def _together(node: fx.Node) -> list[fx.Node]:
     """Return what must be in the same part as a node: a started collective, a list, memory that it
     writes to or counts its offset from.
     """
-    found = [root_of(x) for x in writes(node)]
+    nodes = [root_of(x) for x in writes(node)]
     if node.target is WAIT or node.target is operator.getitem:
-        found.append(node.args[0])  # type: ignore[arg-type]
+        nodes.append(node.args[0])  # type: ignore[arg-type]
     if node.target is torch.ops.aten.as_strided.default:
-        found.append(root_of(node))
-    return found
+        nodes.append(root_of(node))
+    return nodes
 
 
 def _letter(node: fx.Node) -> Hashable:

@@ -45,7 +45,7 @@ Backend = Callable[[Program, Sequence[Any]], Runner]
 
 
 def find_backend(
-    given: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()
+    backend: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()
 ) -> Backend:
     """Return the backend of this name; by default Inductor, or "eager" without a C++ compiler.
 
@@ -54,16 +54,16 @@ def find_backend(
 
     Raises: ValueError for such options with another backend.
     """
-    if given is None:
-        given = "inductor" if _has_compiler() else "eager"
-    if options and given != "inductor":
+    if backend is None:
+        backend = "inductor" if _has_compiler() else "eager"
+    if options and backend != "inductor":
         raise ValueError(
             f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the "
-            f"backend is {given!r}"
+            f"backend is {backend!r}"
         )
-    if given == "eager":
+    if backend == "eager":
         return lambda program, inputs: compile_eagerly(program.graph)
-    return functools.partial(compile_segments, given, dict(options))
+    return functools.partial(compile_segments, backend, dict(options))
 
 
 @functools.cache
@@ -190,16 +190,16 @@ def _compile_with_inductor(
 
 def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:
     """Yield the longest runs of nodes that can be compiled."""
-    found: list[fx.Node] = []
+    run: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        if _is_compiled(node, found):
-            found.append(node)
+        if _is_compiled(node, run):
+            run.append(node)
             continue
-        if _size(found) >= _LEAST:
-            yield found
-        found = []
+        if _size(run) >= _LEAST:
+            yield run
+        run = []
 
 
 def _size(nodes: Sequence[fx.Node]) -> int:
@@ -259,22 +259,20 @@ def _replace(
 ) -> None:
     """Replace the nodes of a part by one call of a segment."""
     nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
-    key = (
-        key_of(nodes, inputs),
-        tuple(outputs),
-    )  # again: what parts before it return in place of two inputs may be one
+    # Again: what parts before it return in place of two inputs may be one.
+    key = key_of(nodes, inputs), tuple(outputs)
     if key not in compiled:
         compiled[key] = compile_graph(_graph_of(nodes, inputs, outputs))
     calls = [bound(node) for node in nodes if node.target in OPERATORS]
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(Segment(compiled[key], calls), tuple(inputs))
-        made = {
+        replacements = {
             nodes[n]: graph.call_function(operator.getitem, (call, i))
             for i, n in enumerate(outputs)
             if n in part.outputs
         }
         for node in part.used:
-            outside = _outside(graph, node, made, inside)
+            outside = _outside(graph, node, replacements, inside)
             outside.meta = dict(node.meta)
             node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
@@ -285,10 +283,10 @@ def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -
     """Return nodes as a graph of their own, whose last input and output is a token if they
     communicate.
     """
-    made, values = fx.Graph(), {}
+    graph, values = fx.Graph(), {}
     for i, x in enumerate(inputs):
-        values[x] = made.placeholder(f"x{i}")
-    token = first = made.placeholder("token")
+        values[x] = graph.placeholder(f"x{i}")
+    token = first = graph.placeholder("token")
     count = 0
     for node in nodes:
         if node.target is WAIT:
@@ -296,21 +294,21 @@ def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -
         elif node.target in OPERATORS:
             size = (
                 None
-                if OPERATORS[node.target] in ("all_reduce", "broadcast")
+                if OPERATORS[node.target] in ("all_reduce", "broadcast")  # type: ignore[index]
                 else node.meta["val"][0][0]
-            )  # type: ignore[index]
-            both = made.call_function(ORDERED, (values[node.args[0]], token, size, count))  # type: ignore[index]
+            )
+            both = graph.call_function(ORDERED, (values[node.args[0]], token, size, count))  # type: ignore[index]
             values[node], token = (
-                made.call_function(operator.getitem, (both, 0)),
-                made.call_function(operator.getitem, (both, 1)),
+                graph.call_function(operator.getitem, (both, 0)),
+                graph.call_function(operator.getitem, (both, 1)),
             )
             count += 1
         else:
-            values[node] = made.node_copy(node, lambda x: values[x])
-    made.output((*(values[nodes[n]] for n in outputs), *([token] if count else [])))
+            values[node] = graph.node_copy(node, lambda x: values[x])
+    graph.output((*(values[nodes[n]] for n in outputs), *([token] if count else [])))
     if not count:
-        made.erase_node(first)
-    return made
+        graph.erase_node(first)
+    return graph
 
 
 def _made_at(node: fx.Node) -> fx.Node:
@@ -323,20 +321,20 @@ def _made_at(node: fx.Node) -> fx.Node:
 
 
 def _outside(
-    graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]
+    graph: fx.Graph, node: fx.Node, replacements: dict[fx.Node, fx.Node], inside: set[fx.Node]
 ) -> fx.Node:
     """Return a node outside of a segment with the value of one inside: a result, or a view made of
     one again.
     """
-    found = made.get(node, node if node not in inside else None)
-    if found is None:
+    outside = replacements.get(node, node if node not in inside else None)
+    if outside is None:
         owner: Any = owner_of(node)
-        above = _outside(graph, owner, made, inside)
-        found = (
+        above = _outside(graph, owner, replacements, inside)
+        outside = (
             above if writes(node) else graph.node_copy(node, lambda x: above if x is owner else x)
         )
-        made[node] = found
-    return found
+        replacements[node] = outside
+    return outside
 
 
 class Segment:

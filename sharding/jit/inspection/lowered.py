@@ -112,8 +112,8 @@ def lower(
         world.observers.clear()  # lowering is not counted
         inside = _Inside(root)
         with inside.mesh:
-            given, named, held = inside.enter((tuple(args), kwargs, cells))
-            leaves = [*given, *named.values()]
+            positional, named, held = inside.enter((tuple(args), kwargs, cells))
+            leaves = [*positional, *named.values()]
             inner = _with_cells(f, held)
             arguments = [(f"args[{i}]", x) for i, x in enumerate(leaves)]
             others = [(path, x) for path, x in arguments if not isinstance(x, Tensor)]
@@ -122,8 +122,8 @@ def lower(
             layouts |= {path: f" @ {x._layout}" for path, x in arguments if hasattr(x, "_layout")}
 
             def run(values: Sequence[Any]) -> Any:
-                keywords = dict(zip(named, values[len(given) :], strict=True))
-                return inner(*values[: len(given)], **keywords)
+                keywords = dict(zip(named, values[len(positional) :], strict=True))
+                return inner(*values[: len(positional)], **keywords)
 
             inputs = Hyperparameters().inputs(snapshot)
             _, recording, _ = record(run, leaves, snapshot, inputs, world, False, abstract=True)

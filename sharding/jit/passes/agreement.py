@@ -139,12 +139,12 @@ def agree(
     """
     rounds = _rounds(world.rank, meshes)
     if isinstance(schedules, str):
-        mine: Any = schedules
+        facts: Any = schedules
     elif all(any(set(line.ranks) <= set(ranks) for ranks in rounds) for line in schedules[0]):
-        mine = [hash_of(schedule) for schedule in schedules]
+        facts = [hash_of(schedule) for schedule in schedules]
     else:
-        mine = []  # collectives with ranks of which nothing is known: as recorded
-    known = _gather(world, rounds, mine)
+        facts = []  # collectives with ranks of which nothing is known: as recorded
+    known = _gather(world, rounds, facts)
     if not rounds and not isinstance(schedules, str):
         return None if schedules[0] else len(schedules) - 1
     failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
@@ -157,14 +157,14 @@ def agree(
         )
     if not all(known.values()):
         return None
-    if all(found == known[world.rank] for found in known.values()):
+    if all(hashes == known[world.rank] for hashes in known.values()):
         return len(schedules) - 1
     everyone = _gather(world, rounds, schedules)
-    _check_recorded({rank: found[0] for rank, found in everyone.items()})
+    _check_recorded({rank: stages[0] for rank, stages in everyone.items()})
     count = min(map(len, everyone.values()))
     fitting = 0
     for i in range(count):
-        if fits({rank: found[i] for rank, found in everyone.items()}):
+        if fits({rank: stages[i] for rank, stages in everyone.items()}):
             fitting = i
         else:
             break
@@ -190,15 +190,15 @@ def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]
     differently.
     """
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
-    largest = [found for found in sets if not any(found < other for other in sets)]
+    largest = [members for members in sets if not any(members < other for other in sets)]
     return sorted(
-        (tuple(sorted(found)) for found in largest),
+        (tuple(sorted(members)) for members in largest),
         key=lambda ranks: ([r - ranks[0] for r in ranks], ranks),
     )
 
 
-def _gather(world: World, rounds: list[tuple[int, ...]], mine: Any) -> dict[int, Any]:
-    known = {world.rank: mine}
+def _gather(world: World, rounds: list[tuple[int, ...]], facts: Any) -> dict[int, Any]:
+    known = {world.rank: facts}
     for ranks in rounds:
         for others in gather_facts(world.group(ranks), known).values():
             known |= others
@@ -213,13 +213,13 @@ def _check_recorded(schedules: dict[int, Schedule]) -> None:
             rank: [line for line in schedules[rank] if line.ranks == ranks] for rank in members
         }
         for rank in members[1:]:
-            mine, theirs = parts[members[0]], parts[rank]
-            if mine != theirs:
+            first, other = parts[members[0]], parts[rank]
+            if first != other:
                 i = next(
-                    (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-                    min(len(mine), len(theirs)),
+                    (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+                    min(len(first), len(other)),
                 )
-                a, b = (str(lines[i]) if i < len(lines) else "nothing" for lines in (mine, theirs))
+                a, b = (str(lines[i]) if i < len(lines) else "nothing" for lines in (first, other))
                 raise JitError(
                     "ranks have recorded different collectives under sm.jit; the first difference "
                     f"is number {i} of the group of ranks {', '.join(map(str, ranks))}: rank "

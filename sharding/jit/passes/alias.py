@@ -108,11 +108,11 @@ class MemoryUse:
 
     def _operator(self, node: fx.Node, operands: frozenset[int]) -> None:
         form = _form(node.target)
-        written = self.union(_given(node, form.written)) if form.written else _None
+        written = self.union(_args_named(node, form.written)) if form.written else _None
         if form.is_view and not form.shared:
             self.of[node] = operands
         elif form.is_view:  # results that are new next to such that are not: of both kinds
-            shared = self.union(_given(node, form.shared))
+            shared = self.union(_args_named(node, form.shared))
             self.of[node] = shared | self._fresh(node) if form.is_new else shared
         else:
             self.of[node] = self._fresh(node) if form.is_new else _None
@@ -149,10 +149,10 @@ def _form(target: Any) -> _Form:
     )
 
 
-def _given(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
+def _args_named(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
     """Yield the nodes among the arguments with these names."""
-    given = [*zip(_form(node.target).names, node.args, strict=False), *node.kwargs.items()]
-    return _nodes(x for name, x in given if name in names)
+    named_args = [*zip(_form(node.target).names, node.args, strict=False), *node.kwargs.items()]
+    return _nodes(x for name, x in named_args if name in names)
 
 
 def _nodes(values: Any) -> Iterator[fx.Node]:
@@ -170,21 +170,23 @@ def _classes(inputs: list[fx.Node]) -> list[int | None]:
     Gradients that are set are one class: another call may find them elsewhere.
     """
     spans: list[tuple[float, float, int]] = []
-    found: list[int | None] = []
+    classes: list[int | None] = []
     for i, node in enumerate(inputs):
         low, size = node.meta.get("memory", (0, float("inf")))
-        found.append(None if "val" not in node.meta or not size else i)
-        if found[-1] is not None:
+        classes.append(None if "val" not in node.meta or not size else i)
+        if classes[-1] is not None:
             spans.append((low, low + size, i))
     end, current = float("-inf"), 0
     for low, high, i in sorted(spans):
         current = i if low >= end and spans else current
         end = max(end, high)
-        found[i] = current
+        classes[i] = current
     gradients = {
-        found[i] for i, node in enumerate(inputs) if node.meta.get("slot") and found[i] is not None
+        classes[i]
+        for i, node in enumerate(inputs)
+        if node.meta.get("slot") and classes[i] is not None
     }
-    return [min(gradients) if number in gradients else number for number in found]  # type: ignore[type-var]
+    return [min(gradients) if number in gradients else number for number in classes]  # type: ignore[type-var]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -212,7 +214,7 @@ def owner_of(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[node.meta["owner"]]
     if not isinstance(node.target, torch._ops.OpOverload) or not _form(node.target).is_view:
         return None
-    return next(_given(node, _form(node.target).shared), None) or node.all_input_nodes[0]
+    return next(_args_named(node, _form(node.target).shared), None) or node.all_input_nodes[0]
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -225,7 +227,7 @@ def root_of(node: fx.Node) -> fx.Node:
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the operands that a node declares to write."""
     return (
-        list(_given(node, _form(node.target).written))
+        list(_args_named(node, _form(node.target).written))
         if isinstance(node.target, torch._ops.OpOverload)
         else []
     )
@@ -277,8 +279,8 @@ def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
         size = class_bytes(use.made_by[c])
         change[i] += size
         change[last[c] + 1] -= size
-    found, now = [], 0
+    live, now = [], 0
     for delta in change[:-1]:
         now += delta
-        found.append(now)
-    return found
+        live.append(now)
+    return live

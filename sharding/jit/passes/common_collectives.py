@@ -26,10 +26,10 @@ def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None)
     Returns: how many collectives were removed.
     """
     removed = 0
-    while found := _pairs(graph, max_live_bytes):
+    while pairs := _pairs(graph, max_live_bytes):
         order = {node: i for i, node in enumerate(graph.nodes)}
         replaced: dict[fx.Node, fx.Node] = {}
-        for wait, other, other_wait in found:
+        for wait, other, other_wait in pairs:
             wait = replaced.get(wait, wait)
             if order[wait] > order[other_wait]:
                 other_wait.prepend(wait)
@@ -38,7 +38,7 @@ def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None)
             replaced[other_wait] = wait
             graph.erase_node(other_wait)
             graph.erase_node(other)
-        removed += len(found)
+        removed += len(pairs)
     return removed
 
 
@@ -66,7 +66,7 @@ def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, f
         )
         return any(order[node] > order[start] for node in later)
 
-    found: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    pairs: list[tuple[fx.Node, fx.Node, fx.Node]] = []
     seen: dict[Any, tuple[fx.Node, fx.Node]] = {}
     values = _Values(use)
     for node in graph.nodes:
@@ -83,22 +83,22 @@ def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, f
         start, done = seen.setdefault(key, (node, wait))
         if start is node:
             continue
-        kept = max(last[c] for c in _own(use, start))
-        between = range(kept + 1, order[node])
+        last_use = max(last[c] for c in _own(use, start))
+        between = range(last_use + 1, order[node])
         if any(live[i] + nbytes(node) > limit for i in between):
             seen[key] = node, wait
         elif not (use.of[node] & use.outputs and use.of[start] & use.outputs):
             for i in between:
                 live[i] += nbytes(node)
-            last |= dict.fromkeys(_own(use, start), max(kept, *(last[c] for c in _own(use, node))))
-            found.append((done, node, wait))
+            last |= dict.fromkeys(
+                _own(use, start), max(last_use, *(last[c] for c in _own(use, node)))
+            )
+            pairs.append((done, node, wait))
             if use.of[node] & use.outputs:
-                seen[key] = (
-                    node,
-                    wait,
-                )  # the graph returns the result once: a third collective is compared with this one
-                return found
-    return found
+                # The graph returns the result once: a third collective is compared with this one.
+                seen[key] = node, wait
+                return pairs
+    return pairs
 
 
 def _own(use: MemoryUse, start: fx.Node) -> frozenset[int]:
@@ -121,9 +121,8 @@ class _Values:
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
-        communicates = (
-            node.target in OPERATORS or node.target is WAIT
-        )  # these write at most their operand, which `is_written` sees
+        # These write at most their operand, which `is_written` sees.
+        communicates = node.target in OPERATORS or node.target is WAIT
         known = communicates or (
             is_pure(node) and not is_empty(node) and not self._use.writes[node]
         )

@@ -98,15 +98,15 @@ class Movement:
         """Return the classes that have values of a collective's result, moved by copies only, each
         after those that it is copied from.
         """
-        found = dict.fromkeys([self.own(start)])
-        work: list[Any] = list(found)
+        classes = dict.fromkeys([self.own(start)])
+        work: list[Any] = list(classes)
         while work:
             for node in self.readers.get(work.pop(), ()):
-                made = self.use.writes[node] | {
+                outputs = self.use.writes[node] | {
                     c for c in self.use.of[node] if self.use.made_by.get(c) is node
                 }
-                for c in made - found.keys():
+                for c in outputs - classes.keys():
                     if c in self.use.made_by and all(map(is_copy, self.fillers[c])):
-                        found[c] = None
+                        classes[c] = None
                         work.append(c)
-        return list(found)
+        return list(classes)

@@ -37,21 +37,21 @@ class PassOptions:
         return any(getattr(self, name) for name in _PASSES)
 
     @staticmethod
-    def of(given: Mapping[str, Any] | bool | None) -> PassOptions:
+    def of(options: Mapping[str, Any] | bool | None) -> PassOptions:
         """Return the options of a mapping; False switches all passes off.
 
         Raises: TypeError or ValueError, naming the option.
         """
-        if given is None or given is True:
+        if options is None or options is True:
             return PassOptions()
-        if given is False:
+        if options is False:
             return PassOptions(**dict.fromkeys(_PASSES, 0))  # type: ignore[arg-type]
-        if not isinstance(given, Mapping):
+        if not isinstance(options, Mapping):
             raise TypeError(
-                f"sm.jit: compiler_options must be a dict of options or False, got {given!r}"
+                f"sm.jit: compiler_options must be a dict of options or False, got {options!r}"
             )
         ours = {
-            name: value for name, value in given.items() if name in (*_PASSES, "max_live_bytes")
+            name: value for name, value in options.items() if name in (*_PASSES, "max_live_bytes")
         }
         for name, value in ours.items():
             is_size = name == "bucket_bytes" or (name == "max_live_bytes" and value is not None)
@@ -67,7 +67,7 @@ class PassOptions:
         return PassOptions(
             **ours,
             inductor=tuple(
-                (name, _checked(name, x)) for name, x in given.items() if name not in ours
+                (name, _checked(name, x)) for name, x in options.items() if name not in ours
             ),
         )
 

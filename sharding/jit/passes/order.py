@@ -36,16 +36,16 @@ class Places:
         read: dict[int, int] = {}
         fence = -1
         for i, node in enumerate(self.nodes):
-            found = fence
+            earliest = fence
             for x in node.all_input_nodes:
-                found = max(found, self._early[x])
+                earliest = max(earliest, self._early[x])
             for c in self.use.reads[node]:
-                found = max(found, written.get(c, -1))
+                earliest = max(earliest, written.get(c, -1))
             for c in self.use.writes[node]:
-                found = max(found, written.get(c, -1), read.get(c, -1))
-            self._early[node] = found if is_pure(node) else i
+                earliest = max(earliest, written.get(c, -1), read.get(c, -1))
+            self._early[node] = earliest if is_pure(node) else i
             if node.target in OPERATORS:
-                self.starts[node] = found
+                self.starts[node] = earliest
             written |= dict.fromkeys(self.use.writes[node], i)
             read |= dict.fromkeys(self.use.reads[node], i)
             if node in self.use.fences or node.op == "placeholder":
@@ -61,14 +61,14 @@ class Places:
         """Return what a node needs and that runs after a place not before `early(node)`, in order,
         the node last.
         """
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         work = [node]
         while work:
             x = work.pop()
-            if x not in found and self.at[x] > after:
-                found.add(x)
+            if x not in nodes and self.at[x] > after:
+                nodes.add(x)
                 work += x.all_input_nodes
-        return sorted(found, key=self.at.__getitem__)
+        return sorted(nodes, key=self.at.__getitem__)
 
 
 class Appender:

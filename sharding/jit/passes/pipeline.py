@@ -25,15 +25,18 @@ Pass = Callable[[fx.Graph], int]
 
 
 def run(
-    found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]
+    recording: Program | str,
+    options: PassOptions,
+    world: World | None,
+    meshes: Iterable[Sequence[int]],
 ) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; the given one is not
+    """Return a program with the passes applied that all ranks apply alike; `recording` is not
     changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
 
     Args:
-        found: the recording, or why there is no program: then the other ranks get none either.
+        recording: the program as recorded, or why there is none: then the other ranks get none.
         world: the ranks to agree with; None for a graph that is only inspected.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only
             `overlap` runs.
@@ -46,14 +49,14 @@ def run(
     """
     twice: frozenset[object] | None = None  # the collectives that all ranks let run twice
     while options.any:
-        stages = [] if isinstance(found, str) else _stages(found, options, twice)
+        stages = [] if isinstance(recording, str) else _stages(recording, options, twice)
         if world is None:
-            return stages[-1][0] if stages else found
+            return stages[-1][0] if stages else recording
         chosen = agree(
             world,
             list(meshes),
-            found
-            if isinstance(found, str)
+            recording
+            if isinstance(recording, str)
             else [schedule_of(program.graph) for program, _ in stages],
         )
         if isinstance(chosen, str):
@@ -64,7 +67,7 @@ def run(
                 overlap=options.overlap,
                 max_live_bytes=options.max_live_bytes,
             )
-            return _stages(found, alone)[-1][0]  # type: ignore[arg-type]
+            return _stages(recording, alone)[-1][0]  # type: ignore[arg-type]
         if chosen == len(stages) - 1:
             return stages[chosen][0]
         stage, name = stages[chosen + 1]
@@ -72,7 +75,7 @@ def run(
             twice = agree_on_names(world, list(meshes), run_again(stage.graph))
         else:
             options = dataclasses.replace(options, **{name: 0})  # type: ignore[arg-type]
-    return found
+    return recording
 
 
 def _stages(
@@ -121,24 +124,20 @@ def _stages(
         if on:
             last = stages[-1][0]
             count = 0 if graph is None else apply(graph)
-            stages.append(
-                (
-                    dataclasses.replace(
-                        last,
-                        graph=graph if count else last.graph,
-                        passes=(*last.passes, (name, count)),
-                    ),
-                    name,
-                )
-            )  # type: ignore[arg-type]
+            stage = dataclasses.replace(
+                last,
+                graph=graph if count else last.graph,  # type: ignore[arg-type]
+                passes=(*last.passes, (name, count)),
+            )
+            stages.append((stage, name))
             graph = copy_graph(graph) if count and graph is not None else graph
     return stages
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph with its nodes' notes."""
-    made, values = fx.Graph(), {}
-    made.output(made.graph_copy(graph, values))
+    copied, values = fx.Graph(), {}
+    copied.output(copied.graph_copy(graph, values))
     for old, new in values.items():
         new.meta = dict(old.meta)
-    return made
+    return copied

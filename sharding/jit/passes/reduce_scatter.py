@@ -27,11 +27,11 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
     use, changed = MemoryUse(graph), 0
     fixed = fixed_memory(graph, use)
     for start in [node for node in graph.nodes if OPERATORS.get(node.target) == "all_reduce"]:
-        found = _sliced(start)
+        sliced = _sliced(start)
         ranks = tuple(map(int, str(start.args[-2]).split(",")))
-        if found is None or use.of[start] & fixed:
+        if sliced is None or use.of[start] & fixed:
             continue
-        wait, view, part = found
+        wait, view, part = sliced
         rows, (_, _, low, high) = view.meta["val"][0][0], _bounds(part, view)
         count, i = rows // group_size(start), rank_in(ranks)
         if rows % group_size(start) or (low, high) != (i * count, (i + 1) * count):

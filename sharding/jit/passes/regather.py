@@ -28,7 +28,7 @@ class _Again(NamedTuple):
         place: the place of the node before which it runs again.
         nodes: what runs again, in order.
         needed: classes that are read from then on.
-        kept: classes that must be kept for it and would not be otherwise.
+        retained: classes that must be kept for it and would not be otherwise.
         sources: all classes that it reads.
         saved: bytes that it saves at the peak.
         more: bytes that it takes when it runs.
@@ -38,7 +38,7 @@ class _Again(NamedTuple):
     place: int
     nodes: list[fx.Node]
     needed: list[int]
-    kept: list[int]
+    retained: list[int]
     sources: set[int]
     saved: int
     more: int
@@ -73,15 +73,15 @@ def regather(
     ]
     while memory.peak > (max_live_bytes or 0):
         place = int(memory.live.argmax())
-        found = [
+        candidates = [
             again
             for node, classes in families
             if (again := memory.again(node, classes, place)) is not None
         ]
-        if not found:
+        if not candidates:
             break
         best = max(
-            found,
+            candidates,
             key=lambda again: (
                 again.saved / class_bytes(again.start),
                 -memory.move.at[again.start],
@@ -136,9 +136,8 @@ class _LiveMemory:
         """
         at, use = self.move.at, self.use
         members: set[int] = set()
-        for (
-            c
-        ) in classes:  # those that are complete at this place, and not written once they are read
+        # Those that are complete at this place, and not written once they are read.
+        for c in classes:
             inside = {x for node in self.move.fillers[c] for x in use.reads[node]} & set(classes)
             if at[self.move.fillers[c][-1]] < peak and inside <= members | {c}:
                 members.add(c)
@@ -173,10 +172,10 @@ class _LiveMemory:
         }
         if not self._can_be_read(sources, run, place):
             return None
-        kept = [c for c in sources if not self._is_there(c, place)]
-        for c in list(kept):  # made again rather than kept, if what they are made from is there
+        retained = [c for c in sources if not self._is_there(c, place)]
+        for c in list(retained):  # made again rather than kept, if what they are made from is there
             nodes = self._closed(set(self.move.fillers[c]), {c})
-            given = {
+            inputs = {
                 d
                 for node in nodes
                 for x in node.all_input_nodes
@@ -186,23 +185,23 @@ class _LiveMemory:
             is_copied = all(map(is_copy, self.move.fillers[c])) and c not in self.move.mixed
             if (
                 is_copied
-                and all(self._is_there(d, place) for d in given)
-                and self._can_be_read(given, nodes, place)
+                and all(self._is_there(d, place) for d in inputs)
+                and self._can_be_read(inputs, nodes, place)
             ):
                 run |= nodes
-                kept.remove(c)
-                sources = sources - {c} | given
-        made = {c for node in run for c in use.of[node] if use.made_by.get(c) in run}
-        saved = sum(self.size(c) for c in needed) - sum(self.size(c) for c in kept)
-        more = sum(self.size(c) for c in made if c not in needed)
+                retained.remove(c)
+                sources = sources - {c} | inputs
+        outputs = {c for node in run for c in use.of[node] if use.made_by.get(c) in run}
+        saved = sum(self.size(c) for c in needed) - sum(self.size(c) for c in retained)
+        more = sum(self.size(c) for c in outputs if c not in needed)
         if (
             saved <= 0
             or sources & self._gone
-            or self.live[place] + more + sum(self.size(c) for c in kept) >= self.peak
+            or self.live[place] + more + sum(self.size(c) for c in retained) >= self.peak
         ):
             return None
         return _Again(
-            start, place, sorted(run, key=at.__getitem__), needed, kept, sources, saved, more
+            start, place, sorted(run, key=at.__getitem__), needed, retained, sources, saved, more
         )
 
     def size(self, c: int) -> int:
@@ -250,7 +249,7 @@ class _LiveMemory:
         for c in again.needed:
             before = max(i for i in self.touched[c] if i <= peak)
             self.live[before + 1 : again.place] -= self.size(c)
-        for c in again.kept:
+        for c in again.retained:
             self.live[self.last[c] + 1 : again.place + 1] += self.size(c)
             self.last[c] = again.place
         self.live[again.place] += again.more
@@ -265,18 +264,18 @@ def _waits(node: fx.Node, start: fx.Node) -> bool:
 def _insert(graph: fx.Graph, move: Movement, again: _Again) -> None:
     """Run nodes again, and let later ones use what they make."""
     place, needed = move.nodes[again.place], set(again.needed)
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def remade(x: fx.Node) -> fx.Node:
-        if x not in made and move.use.of[x] and move.use.of[x] <= needed:
-            made[x] = graph.node_copy(x, remade)
-        return made.get(x, x)
+        if x not in copies and move.use.of[x] and move.use.of[x] <= needed:
+            copies[x] = graph.node_copy(x, remade)
+        return copies.get(x, x)
 
     with graph.inserting_before(place):
         for node in again.nodes:
-            made[node] = graph.node_copy(node, lambda x: made.get(x, x))
+            copies[node] = graph.node_copy(node, lambda x: copies.get(x, x))
             if node is again.start:
-                made[node].meta["again"] = True
+                copies[node].meta["again"] = True
         old = [x for x in move.nodes if move.use.of[x] and move.use.of[x] <= needed]
         for x in old:
             for user in list(x.users):

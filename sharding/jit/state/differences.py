@@ -205,8 +205,8 @@ def facts_of(x: Tensor) -> tuple[Any, ...]:
 
 def changed_tensor(name: str, before: tuple[Any, ...], x: Tensor) -> str:
     """Return what has changed of a tensor that a graph takes by reference."""
-    found = _leaf(name, before, facts_of(x))
-    return found[0].text if found else f"the memory of {name} was replaced"
+    differences = _leaf(name, before, facts_of(x))
+    return differences[0].text if differences else f"the memory of {name} was replaced"
 
 
 def changed_gradient(slots: Sequence[GradSlot], before: Sequence[Any], now: Sequence[Any]) -> str:

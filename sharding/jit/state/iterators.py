@@ -22,10 +22,10 @@ def iterator_state(x: Any) -> Any:
             if isinstance(value, (int, float, str, bool))
         )
     try:
-        found = x.__reduce__()
+        reduced = x.__reduce__()
     except TypeError:
         return repr(x)
-    return _places(found)
+    return _places(reduced)
 
 
 def _places(x: Any) -> Any:

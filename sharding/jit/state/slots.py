@@ -38,16 +38,16 @@ def slots_of(
     """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one the part that
     is already reduced.
     """
-    mine = x if fixed else None
+    fixed_owner = x if fixed else None
     if not isinstance(x, ShardedTensor):
-        return [GradSlot(owner, "grad", f"{path}.grad", mine)]
+        return [GradSlot(owner, "grad", f"{path}.grad", fixed_owner)]
     local = GradSlot(
         lambda leaves: owner(leaves)._local,
         "grad",
         f"{path}.grad (unreduced)",
         x._local if fixed else None,
     )
-    return [local, *(GradSlot(owner, name, f"{path}.grad", mine) for name in _ATTRIBUTES)]
+    return [local, *(GradSlot(owner, name, f"{path}.grad", fixed_owner) for name in _ATTRIBUTES)]
 
 
 def signature(value: Any) -> Any:
@@ -65,7 +65,7 @@ def empty_slots(
     """Return the owners of slots by attribute, if all slots are empty and no owner is an argument;
     else None.
     """
-    if any(found is not None for found in signatures) or any(slot.fixed is None for slot in slots):
+    if any(kind is not None for kind in signatures) or any(slot.fixed is None for slot in slots):
         return None
     by_name: dict[str, list[Any]] = {}
     for slot in slots:

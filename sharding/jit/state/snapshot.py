@@ -68,9 +68,8 @@ class Snapshot:
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
-        self._names: frozenset[str] = (
-            frozenset()
-        )  # by which the program's code may reach its own objects
+        # By which the program's code may reach its own objects.
+        self._names: frozenset[str] = frozenset()
         before = -1
         while len(self._names) > before:
             before = len(self._names)

@@ -57,9 +57,9 @@ class BuffersInUse:
     def _replace(self, modules: Iterable[nn.Module], in_use: Callable[[Tensor], Tensor]) -> None:
         for module in modules:
             for name, x in module._buffers.items():
-                if x is not None and (found := in_use(x)) is not x:
-                    self._changed.append(_Changed(module._buffers, name, x, found))
-                    module._buffers[name] = found
+                if x is not None and (replacement := in_use(x)) is not x:
+                    self._changed.append(_Changed(module._buffers, name, x, replacement))
+                    module._buffers[name] = replacement
 
     def unwrap(self) -> None:
         """Restore the buffers. Communication: an all_gather of a split one that the module set."""

@@ -122,15 +122,15 @@ def fully_shard_options(
     ignored: Collection[nn.Parameter] = (),
 ) -> tuple[UnitOptions, str | None]:
     """Return the units' options and what they keep after forward; arguments are `fully_shard`'s."""
-    given = _mesh_of("fully_shard", "axes", mesh)
+    base_mesh = _mesh_of("fully_shard", "axes", mesh)
     used = _axes_in_use(module, ignored)
-    names, mesh = _axes(used, given, axes), _with_tensor_axes(module, given, ignored)
+    names, mesh = _axes(used, base_mesh, axes), _with_tensor_axes(module, base_mesh, ignored)
     stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
     if offload:
         _check_offload(used, mesh, stage)
     pinned = offload is not None and offload.pin_memory and is_asynchronous(mesh.device_type)
     offloaded = OffloadedGrads(mesh.device) if pinned else None
-    data = _data_axes(used, given, stage)
+    data = _data_axes(used, base_mesh, stage)
     options = UnitOptions(
         mesh,
         stage,
@@ -186,10 +186,10 @@ def data_parallel(
     Example:
         >>> sm.parallel.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    given = _mesh_of("data_parallel", "parameter", mesh)
-    mesh = _with_tensor_axes(module, given, ignored_params)
+    base_mesh = _mesh_of("data_parallel", "parameter", mesh)
+    mesh = _with_tensor_axes(module, base_mesh, ignored_params)
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)
-    data = _data_axes(_axes_in_use(module, ignored_params), given, stage)
+    data = _data_axes(_axes_in_use(module, ignored_params), base_mesh, stage)
     options = UnitOptions(
         mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, data_axes=data
     )

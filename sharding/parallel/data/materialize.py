@@ -143,17 +143,16 @@ def _steps(
             "it, or pass init="
         )
     owned = {id(inner) for inner in owners.values()}
-    found: list[tuple[Init, nn.Module]] = []
+    steps: list[tuple[Init, nn.Module]] = []
     for _, inner in _post_order(module, ""):
         if id(inner) in of_model and all(
             _is_meta(x) for part in inner.modules() for x in _tensors(part)
         ):
-            found.append(
-                (of_model[id(inner)], inner)
-            )  # also without its own tensors: it may rescale those of submodules
+            # Also without its own tensors: it may rescale those of submodules.
+            steps.append((of_model[id(inner)], inner))
         elif id(inner) in owned:
-            found.append((of_model.get(id(inner), _reset), inner))
-    return found
+            steps.append((of_model.get(id(inner), _reset), inner))
+    return steps
 
 
 def _by_model(module: nn.Module, outer: Init | None) -> Iterator[tuple[int, Init]]:

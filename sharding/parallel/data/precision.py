@@ -73,18 +73,18 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-def precision_of(given: Any) -> MixedPrecisionPolicy:
-    """Return our policy for a given one: ours, torch's, or None."""
-    if given is None or isinstance(given, MixedPrecisionPolicy):
-        return given or MixedPrecisionPolicy()
+def precision_of(policy: Any) -> MixedPrecisionPolicy:
+    """Return our policy for one of a user: ours, torch's, or None."""
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy or MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
-        **{field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
+        **{field.name: getattr(policy, field.name) for field in fields(MixedPrecisionPolicy)}
     )
 
 
-def offload_of(given: Any) -> CPUOffloadPolicy | None:
-    """Return our policy for a given one: ours, torch's, or None, as for `OffloadPolicy()`."""
-    pinned = getattr(given, "pin_memory", None)
+def offload_of(policy: Any) -> CPUOffloadPolicy | None:
+    """Return our policy for one of a user: ours, torch's, or None, as for `OffloadPolicy()`."""
+    pinned = getattr(policy, "pin_memory", None)
     return None if pinned is None else CPUOffloadPolicy(pinned)
 
 

@@ -213,9 +213,8 @@ class Schedule:
                 unit.gather()
                 return
             if explicit is not None and unit is not self.units[0]:
-                _gather_ahead(
-                    explicit
-                )  # the unit kept its parameters, so its backward gathers none
+                # The unit kept its parameters, so its backward gathers none.
+                _gather_ahead(explicit)
                 return
 
     def prefetch_backward(self, unit: ScheduledUnit) -> None:

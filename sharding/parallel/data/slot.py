@@ -23,8 +23,8 @@ _SLOT = "_shardmesh_slot"  # the attribute of a replaced parameter that refers t
 
 def slot_of_replaced(x: Any) -> Slot | None:
     """Return the slot of a parameter that a sharded one has replaced, else None."""
-    found = getattr(x, _SLOT, None)
-    return None if found is None else found()
+    slot_ref = getattr(x, _SLOT, None)
+    return None if slot_ref is None else slot_ref()
 
 
 @dataclass

@@ -286,7 +286,7 @@ def _redistribute(x: Tensor, rest: Layout, base: Layout, src: int | None) -> Sha
         )
     if isinstance(x, ShardedTensor):
         part = redistribute_local(x._local.detach(), base, rest)
-        return ShardedTensor._make_guarded(
-            part.clone() if part.numel() < x._local.numel() else part, rest
-        )  # no view of the whole
+        # No view of the whole.
+        part = part.clone() if part.numel() < x._local.numel() else part
+        return ShardedTensor._make_guarded(part, rest)
     return distribute_tensor(x.detach(), rest.mesh, rest.spec, src_data_rank=src)  # type: ignore[arg-type]

@@ -31,9 +31,8 @@ from ....redistribute.executor import executor
 from ..grads.grad_places import GradBuffer, is_view_at
 from .flat_layout import make_flat_layout
 
-_View = tuple[
-    tuple[int, ...], tuple[int, ...], int
-]  # shape, strides and the element at which it begins
+# Shape, strides and the element at which it begins.
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class FlatBucket:

@@ -71,7 +71,11 @@ def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int
         raise AssertionError("pieces as long as all tensors together hold them")
     longest = shortest.length + shortest.length // _PADDING
     return next(
-        (found for align in _ALIGNMENTS if (found := _make(lengths, rows, parts, align, longest))),
+        (
+            layout
+            for align in _ALIGNMENTS
+            if (layout := _make(lengths, rows, parts, align, longest))
+        ),
         shortest,
     )
 

@@ -52,9 +52,8 @@ class _SavedWrapper(ShardedTensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return ShardedTensor._make_guarded(
-                args[0]._local, args[0]._layout, args[0]._lineage
-            )  # with its gradient history
+            # With its gradient history.
+            return ShardedTensor._make_guarded(args[0]._local, args[0]._layout, args[0]._lineage)
         return super().__torch_dispatch__(func, types, args, kwargs)  # pyright: ignore
 
 
@@ -109,9 +108,8 @@ class saved_param_hooks:
             buffer = find(x.untyped_storage().data_ptr())
             if buffer is None:
                 return x if outer is None else _OuterPacked(outer[0](x))
-            if (
-                is_checkpoint
-            ):  # checkpoint compares the number of saved tensors with that of the recomputation
+            # Checkpoint compares the number of saved tensors with that of the recomputation.
+            if is_checkpoint:
                 outer[0](x)  # type: ignore[index]
             return _BufferView(buffer, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
