@@ -41,7 +41,7 @@ from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.numpy_names import has_numpy_names, with_torch_names
-from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
+from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
@@ -207,9 +207,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
-        return _PLAIN
-    if tensor.ndim == 0 and writes_first_operand(func):  # it may be what is written
+    if tensor.ndim == 0 or plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
         return _PLAIN
     return plain_operands.refuse(tensor, func)
 
@@ -343,6 +341,8 @@ def _make_strategy(
 def _run_with_plain(
     strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
 ) -> Any:
+    if plain_operands.are_numbers_of_ranks(args, kwargs):
+        return plain_operands.on_whole_values(strategy.func, args, kwargs)
     args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
     return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
 

@@ -242,6 +242,36 @@ def compared_arguments(
     return replicated_arguments(args, kwargs)
 
 
+# -- numbers of each rank --------------------------------------------------------------------------
+
+
+def are_numbers_of_ranks(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a plain number with a gradient meets only numbers, and does not count as
+    replicated: this rank's loss, next to a penalty that is one value for all ranks.
+    """
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    return (
+        all(x.ndim == 0 for x in tensors)
+        and bool(sharded)
+        and not any(is_dtensor(x) or x.is_meta for x in tensors if is_plain_operand(x))
+        and not thread_context.implicit_replication
+        and current_axis_env() is None
+        and not may_replicate(sharded[0])
+    )
+
+
+def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the whole values of its sharded operands; the result is a plain tensor.
+
+    The gradient of each sharded operand must be equal on all ranks, which its first backward
+    compares.
+
+    Communication: what redistributing the operands to replicated needs.
+    """
+    return func(*_whole(args), **dict(zip(kwargs, _whole(kwargs.values()), strict=True)))
+
+
 # -- plain tensors that are written ----------------------------------------------------------------
 
 
@@ -298,8 +328,7 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         refuse(x, func)
     if any(x.mesh.coordinate is None for x in sharded):
         return _write_nothing(targets[0], sharded)
-    args, kwargs = _whole(args), dict(zip(kwargs, _whole(kwargs.values()), strict=True))
-    return func(*args, **kwargs)
+    return on_whole_values(func, args, kwargs)
 
 
 def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
