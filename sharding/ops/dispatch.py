@@ -45,6 +45,7 @@ from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
+from .torch_script import refuse_script
 
 _ATTRIBUTE_ACCESS = frozenset(
     {"__get__", "__set__", "__delete__"}
@@ -280,6 +281,7 @@ def _make_strategy(
 ) -> OpStrategy:
     """Make the strategy for a new key and cache it."""
     refuse_jit_trace()
+    refuse_script(func)
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     if any(k is _WRAPPED for k in key):
