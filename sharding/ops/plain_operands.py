@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
@@ -88,20 +89,22 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
 
 
 def _in_prepared_module() -> bool:
+    return any(is_prepared(owner) or adapts_prepared(owner) for owner in _owners_of_methods())
+
+
+def _owners_of_methods() -> Iterator[Any]:
+    """Yield the `self` of each method that is running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
             variables = frame.f_locals
             owner = variables.get("self")
-            if (
-                type(variables) is dict
-            ):  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+            # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+            if type(variables) is dict:
                 variables.clear()
-            if is_prepared(owner) or adapts_prepared(owner):
-                return True
+            yield owner
         frame = frame.f_back
-    return False
 
 
 def _check_replicated(
@@ -319,6 +322,8 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
+    if _METRICS in sys.modules:
+        _refuse_synchronized_metric()
     checked = thread_context.implicit_replication or not operands
     if not checked and not (
         may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)
@@ -329,6 +334,25 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if any(x.mesh.coordinate is None for x in sharded):
         return _write_nothing(targets[0], sharded)
     return on_whole_values(func, args, kwargs)
+
+
+_METRICS = "torchmetrics"
+
+
+def _refuse_synchronized_metric() -> None:
+    """Raise in a metric of torchmetrics that will add up its states over ranks: what is written
+    into a state now is the value of all ranks already.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    kind = sys.modules[_METRICS].Metric
+    for owner in _owners_of_methods():
+        if isinstance(owner, kind) and (owner.sync_on_compute or owner._to_sync):
+            raise RuntimeError(
+                f"{type(owner).__name__} is updated with ShardedTensors, which are the values of "
+                "all ranks, and its compute() would add up its states over the ranks once more: "
+                f"make it with {type(owner).__name__}(..., sync_on_compute=False)"
+            )
 
 
 def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
@@ -463,5 +487,6 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
     raise RuntimeError(
         f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) "
         "or ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated "
-        "inside `with sm.ops.implicit_replication():`"
+        "inside `with sm.ops.implicit_replication():` (those of a module, such as a loss, also "
+        "after `parallelize(module, mesh, {})`)"
     )
