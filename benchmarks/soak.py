@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --steps 5000 --requests 2000      about half an hour on two cores
     python benchmarks/soak.py --figure docs/images/soak.png --json soak.json
-    python benchmarks/soak.py --redraw soak.json --figure docs/images/soak.png
+    python benchmarks/soak.py --redraw soak.json --figure docs/images/soak.png     of an earlier run
 
 Training is `fully_shard` and AdamW on four gloo processes: each batch has a random number of rows
 and a random length, the loss of a fixed batch is computed every 100 steps, and a checkpoint is
@@ -245,7 +245,7 @@ def draw(samples: dict[str, list[list[Sample]]], path: str) -> None:
                     linewidth=1,
                     label=f"rank {rank}",
                 )
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
             panel.grid(alpha=0.3)
             panel.set_ylabel(label if column == 0 else "")
             panel.spines[["top", "right"]].set_visible(False)
@@ -264,15 +264,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", help="file to write the samples to")
     parser.add_argument("--markdown", help="file to write the table to")
     parser.add_argument("--figure", help="picture to draw (needs matplotlib)")
-    parser.add_argument("--redraw", metavar="JSON", help="take the samples from this file")
+    parser.add_argument(
+        "--redraw", metavar="JSON", nargs="+", help="take the samples from these files, do not run"
+    )
     options = parser.parse_args(arguments)
     samples: dict[str, list[list[Sample]]] = {}
-    if options.redraw:
-        results = json.loads(Path(options.redraw).read_text())
+    env = environment()
+    for path in options.redraw or ():
+        results = json.loads(Path(path).read_text())
+        env = results["environment"]
         for kind, ranks in results["samples"].items():
             samples[kind] = [[Sample(*one) for one in rank] for rank in ranks]
-        env = results["environment"]
-    else:
+    if not options.redraw:
         if options.steps:
             with tempfile.TemporaryDirectory() as folder:
                 given: Any = (options.steps, options.every, options.save_every, folder)
