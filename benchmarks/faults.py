@@ -4,6 +4,7 @@ shardmesh's monitor.
     python benchmarks/faults.py                            all, three ways: about 25 minutes
     python benchmarks/faults.py --only is_killed           one program; may be given several times
     python benchmarks/faults.py --ours                     shardmesh only: a few minutes
+    python benchmarks/faults.py --ours --part torch_alone  those of tests/faults/torch_alone.py
     python benchmarks/faults.py --json figures.json --markdown docs/faults.md
 
 The programs are those of tests/faults/: each runs on four gloo processes, forked from one that has
@@ -19,6 +20,7 @@ processes.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,12 +59,32 @@ PARTS = {
     "endings": "A rank dies, ends or is interrupted",
     "stalls": "A rank does not arrive",
     "meshes": "A rank creates a different mesh",
-    "torch_calls": "A rank calls torch.distributed differently",
-    "torch_messages": "Torch's groups, messages, object and functional collectives",
-    "torch_training": "DDP and FSDP2",
-    "torch_endings": (
-        "A rank raises, dies, ends or hangs while others are in torch.distributed calls"
+}
+# Of programs that also call torch.distributed only the numbers are listed: by module, and by the
+# sections of its source that begin with this text.
+TORCH_PARTS = {
+    ("torch_calls", "a call more"): "a missing or an extra call",
+    ("torch_calls", ".item()"): (
+        "`.item()`, `.full_tensor()` on one rank while the others are in `dist.barrier` or another "
+        "call"
     ),
+    ("torch_calls", "another order"): "a different order",
+    ("torch_calls", "something else"): (
+        "a different operation, reduction, root, shape, dtype or splits"
+    ),
+    ("torch_messages", "another group"): "a different group of torch's",
+    ("torch_messages", "messages"): "messages: `send`, `recv`, `isend`",
+    ("torch_messages", "objects"): "object and functional collectives",
+    ("torch_functional", ""): (
+        "functional collectives as operators, from DTensor, in compiled graphs"
+    ),
+    ("torch_alone", ""): (
+        "programs that make no mesh: messages, groups that some ranks make or wait for in a "
+        "circle, a rank that is killed, a forked child"
+    ),
+    ("torch_training", "DDP"): "DDP",
+    ("torch_training", "FSDP2"): "FSDP2",
+    ("torch_endings", ""): "a rank raises, dies, ends or hangs",
 }
 # Target latency by kind of verdict, in seconds.
 TARGETS = {
@@ -129,6 +151,36 @@ def parts(rows: Sequence[FaultRow]) -> Iterator[tuple[str, list[FaultRow]]]:
         members = [row for row in rows if row.fault.program.__module__.endswith(f".{module}")]
         if members:
             yield title, members
+
+
+def torch_counts(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
+    """Count the programs that also call torch.distributed, those whose outlier is named, and those
+    that show the calls of groups of equal size; the rest are missed.
+    """
+    counts = {part: [0, 0, 0] for part in TORCH_PARTS}
+    for row in rows:
+        part = _torch_part(row.fault)
+        if part is not None:
+            shown = not row.ours.wrong and not row.ours.named
+            for i, holds in enumerate((True, row.ours.named, shown)):
+                counts[part][i] += holds
+    lines = [
+        [TORCH_PARTS[part], *map(str, numbers)] for part, numbers in counts.items() if numbers[0]
+    ]
+    total = [str(sum(column)) for column in zip(*counts.values(), strict=True)]
+    return ("", "programs", "named", "shown"), [*lines, ["all programs of this section", *total]]
+
+
+def _torch_part(fault: Fault) -> tuple[str, str] | None:
+    """Return the key in `TORCH_PARTS` of a program, by the last comment with a title before it."""
+    module = fault.program.__module__.rpartition(".")[2]
+    source = Path(inspect.getsourcefile(fault.program) or "").read_text().splitlines()
+    first = inspect.getsourcelines(fault.program)[1]
+    titles = [line[5:] for line in source[:first] if line.startswith("# -- ")]
+    for part in TORCH_PARTS:
+        if part[0] == module and (not part[1] or (titles and titles[-1].startswith(part[1]))):
+            return part
+    return None
 
 
 def summary(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
@@ -204,6 +256,8 @@ def document(rows: Sequence[FaultRow], alarms: Sequence[str], tried: int, comman
     text = [HEAD.format(stall=STALL_S)]
     for title, members in parts(rows):
         text += [f"## {title}\n", markdown(COLUMNS, [table_row(row) for row in members]), ""]
+    text += ["## Programs that also call torch.distributed\n", markdown(*torch_counts(rows)), ""]
+    rows = [row for row in rows if _torch_part(row.fault) is None]
     text += ["## In numbers\n", markdown(*summary(rows)), ""]
     text += ["Time from the fault to the error:\n", markdown(*latencies(rows)), ""]
     healthy = "those of `tests/faults/healthy.py`, and the ones above without their fault"
@@ -216,7 +270,13 @@ def document(rows: Sequence[FaultRow], alarms: Sequence[str], tried: int, comman
 
 def main() -> None:
     given = arguments()
-    chosen = [fault for fault in FAULTS.values() if not given.only or fault.name in given.only]
+    chosen = [
+        fault
+        for fault in FAULTS.values()
+        if fault.name in given.only
+        or fault.program.__module__.rpartition(".")[2] in given.part
+        or not (given.only or given.part)
+    ]
     rows, alarms = [], []
     with Runner() as runner:
         for fault in chosen:
@@ -227,7 +287,9 @@ def main() -> None:
                 alarms.append(fault.name)
     for title, members in parts(rows):
         show(title, COLUMNS, [table_row(row) for row in members])
-    show("In numbers", *summary(rows))
+    show("Programs that also call torch.distributed", *torch_counts(rows))
+    alone = [row for row in rows if _torch_part(row.fault) is None]
+    show("In numbers, without these", *summary(alone))
     show("Time from the fault to the error", *latencies(rows))
     print(f"false alarms: {len(alarms)} in {len(chosen)} {', '.join(alarms)}")
     found = {
@@ -270,7 +332,15 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", action="append", choices=list(FAULTS), metavar="NAME", help="one program"
+        "--only",
+        action="append",
+        default=[],
+        choices=list(FAULTS),
+        metavar="NAME",
+        help="one program",
+    )
+    parser.add_argument(
+        "--part", action="append", default=[], metavar="MODULE", help="those of a file"
     )
     parser.add_argument("--ours", action="store_true", help="shardmesh only")
     parser.add_argument(

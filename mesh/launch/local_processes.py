@@ -149,7 +149,8 @@ def launch(
             return [pickle.loads(r.result) for r in ranks]
         except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
             _end(ranks)
-            remove_jobs_of({r.process.pid for r in ranks if r.process.pid is not None})
+            pids = {r.process.pid for r in ranks if r.process.pid is not None}
+            remove_jobs_of(pids, os.environ | shared)
             raise
         finally:
             _end(ranks)

@@ -45,10 +45,11 @@ from .rules.argument_forms import (
 )
 from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
-from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
+from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
 from .strategy import AS_RETURNED, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
+from .torch_script import refuse_script
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # they ask for no values
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
@@ -198,9 +199,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
-        return _PLAIN
-    if tensor.ndim == 0 and writes_first_operand(func):  # it may be what is written
+    if tensor.ndim == 0 or plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
         return _PLAIN
     return plain_operands.refuse(tensor, func)
 
@@ -269,10 +268,14 @@ def _make_strategy(
 ) -> OpStrategy:
     """Make the strategy for a new key and cache it."""
     refuse_jit_trace()
+    refuse_script(func)
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     call = _Call(func, args, kwargs, key, operands)
     run = next((run for applies, run in _KINDS_OF_CALLS if applies(call)), None)
+    if run is _WITH_PLAIN and not operands:
+        tensors = plain_operands.tensors_in((*args, *kwargs.values()))
+        plain_operands.refuse(next(filter(plain_operands.is_plain_operand, tensors)), func)
     if run is not None:
         strategy = OpStrategy(func, run=run)
     elif (public := public_call(func)) is not None:
@@ -323,13 +326,10 @@ def _runs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if plain_operands.are_numbers_of_ranks(args, kwargs):
+        return plain_operands.on_whole_values(func, args, kwargs)
     args, kwargs = plain_operands.replicated(func, args, kwargs)
     return torch_function(ShardedTensor, func, (), args, kwargs)
-
-
-def _refuse_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = plain_operands.tensors_in((*args, *kwargs.values()))
-    return plain_operands.refuse(next(filter(plain_operands.is_plain_operand, tensors)), func)
 
 
 def _with_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -372,6 +372,7 @@ def _asks_wrapper(call: _Call) -> bool:
 
 
 _ON_WRAPPERS = _runs(_on_wrappers)
+_WITH_PLAIN = _runs(_with_plain)
 # Kinds of calls, and how to run them. The first that applies counts.
 _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
     (_has(_WRAPPED), _runs(torch_transforms.run_with_wrapped)),
@@ -381,8 +382,7 @@ _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] =
     ),
     (lambda c: has_numpy_names(c.func, c.kwargs), _runs(_with_torch_names)),
     (lambda c: has_tensor_as_number(c.func, c.kwargs), _runs(_with_numbers)),
-    (lambda c: not c.operands and _has(_PLAIN)(c), _runs(_refuse_plain)),
-    (_has(_PLAIN), _runs(_with_plain)),
+    (_has(_PLAIN), _WITH_PLAIN),
     (_asks_wrapper, _ON_WRAPPERS),
     (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _runs(_into_out)),
 )

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
@@ -98,6 +99,11 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
 
 
 def _in_prepared_module() -> bool:
+    return any(is_prepared(owner) or adapts_prepared(owner) for owner in _owners_of_methods())
+
+
+def _owners_of_methods() -> Iterator[Any]:
+    """Yield the `self` of each method that is running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -107,10 +113,8 @@ def _in_prepared_module() -> bool:
             # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
             if type(variables) is dict:
                 variables.clear()
-            if is_prepared(owner) or adapts_prepared(owner):
-                return True
+            yield owner
         frame = frame.f_back
-    return False
 
 
 def _check_replicated(
@@ -251,6 +255,36 @@ def compared_arguments(
     return replicated_arguments(args, kwargs)
 
 
+# -- numbers of each rank --------------------------------------------------------------------------
+
+
+def are_numbers_of_ranks(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a plain number with a gradient meets only numbers, and does not count as
+    replicated: this rank's loss, next to a penalty that is one value for all ranks.
+    """
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    return (
+        all(x.ndim == 0 for x in tensors)
+        and bool(sharded)
+        and not any(is_dtensor(x) or x.is_meta for x in tensors if is_plain_operand(x))
+        and not thread_context.implicit_replication
+        and current_axis_env() is None
+        and not may_replicate(sharded[0])
+    )
+
+
+def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the whole values of its sharded operands; the result is a plain tensor.
+
+    The gradient of each sharded operand must be equal on all ranks, which its first backward
+    compares.
+
+    Communication: what redistributing the operands to replicated needs.
+    """
+    return func(*_whole(args), **dict(zip(kwargs, _whole(kwargs.values()), strict=True)))
+
+
 # -- plain tensors that are written ----------------------------------------------------------------
 
 
@@ -296,6 +330,8 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
+    if _METRICS in sys.modules:
+        _refuse_synchronized_metric()
     checked = thread_context.implicit_replication or not operands
     if not checked and not (
         may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)
@@ -305,8 +341,26 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         refuse(x, func)
     if any(x.mesh.coordinate is None for x in sharded):
         return _write_nothing(targets[0], sharded)
-    args, kwargs = _whole(args), dict(zip(kwargs, _whole(kwargs.values()), strict=True))
-    return func(*args, **kwargs)
+    return on_whole_values(func, args, kwargs)
+
+
+_METRICS = "torchmetrics"
+
+
+def _refuse_synchronized_metric() -> None:
+    """Raise in a metric of torchmetrics that will add up its states over ranks: what is written
+    into a state now is the value of all ranks already.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    kind = sys.modules[_METRICS].Metric
+    for owner in _owners_of_methods():
+        if isinstance(owner, kind) and (owner.sync_on_compute or owner._to_sync):
+            raise RuntimeError(
+                f"{type(owner).__name__} is updated with ShardedTensors, which are the values of "
+                "all ranks, and its compute() would add up its states over the ranks once more: "
+                f"make it with {type(owner).__name__}(..., sync_on_compute=False)"
+            )
 
 
 def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
@@ -435,5 +489,6 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
     raise RuntimeError(
         f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) "
         "or ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated "
-        "inside `with sm.ops.implicit_replication():`"
+        "inside `with sm.ops.implicit_replication():` (those of a module, such as a loss, also "
+        "after `parallelize(module, mesh, {})`)"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -445,10 +446,14 @@ def _check_operator(func: Callable[..., Any]) -> None:
     """
     module = getattr(func, "__module__", None)
     if module not in _OPERATOR_MODULES and not str(module).startswith("torch._C."):
+        metrics = (
+            "; for metrics of torchmetrics pass sync_on_compute=False, as ShardedTensors are the "
+            "values of all ranks"
+        )
         raise NotImplementedError(
             f"{module}.{name_of(func)} does not support ShardedTensors; call it on this rank's "
             "part, x.to_local(), and wrap the result with ShardedTensor.from_local, or use "
-            "redistribute for communication"
+            f"redistribute for communication{metrics if 'torchmetrics' in sys.modules else ''}"
         )
 
 

@@ -43,7 +43,7 @@ def run_benchmark(tmp_path: Path) -> Callable[..., tuple[Any, str]]:
             "--markdown",
             str(document),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr
         return json.loads(figures.read_text()), document.read_text()
 

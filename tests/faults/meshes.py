@@ -17,9 +17,8 @@ NO_MESH: dict[str, int] = {}
 def creates_another_mesh_shape(ctx: RankContext) -> Any:
     """A rank creates a mesh of another shape"""
     shape = (4, 1) if ctx.is_outlier() else (2, 2)
-    ctx.mesh = ctx.d.init_device_mesh(
-        "cpu", shape, mesh_dim_names=("dp", "tp")
-    )  # <- outlier # <- others
+    names = ("dp", "tp")
+    ctx.mesh = ctx.d.init_device_mesh("cpu", shape, mesh_dim_names=names)  # <- outlier # <- others
     return ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Replicate()).sum().full_tensor().item()
 
 
@@ -36,10 +35,8 @@ def names_axes_differently(ctx: RankContext) -> Any:
 @fault(("mesh", "mismatch"), 3, mesh=NO_MESH, says="rank 3")
 def orders_ranks_differently(ctx: RankContext) -> Any:
     """A rank orders the ranks differently"""
-    ranks = [1, 0, 2, 3] if ctx.is_outlier() else [0, 1, 2, 3]
-    ctx.mesh = ctx.d.DeviceMesh(
-        "cpu", torch.tensor(ranks), mesh_dim_names=("x",)
-    )  # <- outlier # <- others
+    ranks = torch.tensor([1, 0, 2, 3] if ctx.is_outlier() else [0, 1, 2, 3])
+    ctx.mesh = ctx.d.DeviceMesh("cpu", ranks, mesh_dim_names=("x",))  # <- outlier # <- others
     return ctx.put(SQUARE, ctx.d.Shard(0)).full_tensor()[0, 0].item()  # <- outlier # <- others
 
 

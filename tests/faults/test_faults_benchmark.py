@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.fault import Fault
 from tests.faults.programs import FAULTS
 from tests.faults.runner import Outcome, RankOutcome
 
@@ -83,6 +84,28 @@ def test_outcomes_of_torch(
 def test_percentiles(fault_outcomes: Any) -> None:
     values = [float(n) for n in range(100, 0, -1)]
     assert [fault_outcomes.percentile(values, p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
+
+
+def test_counts_of_programs_that_call_torch(
+    fault_outcomes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is in one row, and docs/faults.md has the numbers of programs."""
+    faults = importlib.import_module("faults")
+
+    def outcome(fault: Fault) -> Any:
+        return fault_outcomes.MonitoredOutcome("", (), (), frozenset(), bool(fault.named), True)
+
+    rows = [
+        faults.FaultRow(fault, None, None, outcome(fault), False)
+        for fault in FAULTS.values()
+        if fault.kinds
+    ]
+    calls_torch = [row for row in rows if ".torch_" in row.fault.program.__module__]
+    _, lines = faults.torch_counts(rows)
+    assert lines[-1][1] == str(len(calls_torch))
+    page = (BENCHMARKS.parent / "docs" / "faults.md").read_text()
+    for line in lines:
+        assert f"| {' | '.join(line)} |" in page
 
 
 @pytest.mark.slow

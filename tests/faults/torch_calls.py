@@ -235,9 +235,8 @@ def torch_swaps_groups(ctx: RankContext) -> Any:
 def torch_takes_the_maximum(ctx: RankContext) -> Any:
     """A rank takes dist.ReduceOp.MAX where others sum"""
     t = torch.ones(4)
-    dist.all_reduce(
-        t, op=dist.ReduceOp.MAX if ctx.is_outlier() else dist.ReduceOp.SUM
-    )  # <- outlier # <- others
+    operation = dist.ReduceOp.MAX if ctx.is_outlier() else dist.ReduceOp.SUM
+    dist.all_reduce(t, op=operation)  # <- outlier # <- others
     return t.tolist()
 
 
@@ -329,9 +328,8 @@ def torch_does_not_scatter(ctx: RankContext) -> Any:
 def torch_sends_more_than_expected(ctx: RankContext) -> Any:
     """A rank sends more in dist.all_to_all_single than the receiver expects"""
     sent = [3, 1, 3, 3] if ctx.is_outlier() else [1, 1, 1, 1]
-    dist.all_to_all_single(
-        torch.zeros(4), torch.ones(sum(sent)), None, sent
-    )  # <- outlier # <- others
+    received, t = torch.zeros(4), torch.ones(sum(sent))
+    dist.all_to_all_single(received, t, None, sent)  # <- outlier # <- others
     return 0
 
 

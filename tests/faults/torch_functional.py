@@ -37,9 +37,9 @@ def torch_operator_dtype_differs(ctx: RankContext) -> Any:
 def torch_operator_reduction_differs(ctx: RankContext) -> Any:
     """A rank takes the maximum in the operator all_reduce_"""
     t = torch.ones(4)
-    return _OPS.wait_tensor(
-        _OPS.all_reduce_(t, "max" if ctx.is_outlier() else "sum", _name())
-    ).tolist()  # <- outlier # <- others
+    operation = "max" if ctx.is_outlier() else "sum"
+    reduced = _OPS.all_reduce_(t, operation, _name())  # <- outlier # <- others
+    return _OPS.wait_tensor(reduced).tolist()
 
 
 @fault("mismatch", 0, field="shape", says="all_gather")
@@ -47,9 +47,8 @@ def torch_operator_gathers_into_another_shape(ctx: RankContext) -> Any:
     """A rank gathers more in the operator all_gather_into_tensor_out"""
     t = torch.ones(6 if ctx.is_outlier() else 4)
     out = torch.zeros(4 * t.numel())
-    return _OPS.wait_tensor(
-        _OPS.all_gather_into_tensor_out(t, 4, _name(), out=out)
-    ).dim()  # <- outlier # <- others
+    gathered = _OPS.all_gather_into_tensor_out(t, 4, _name(), out=out)  # <- outlier # <- others
+    return _OPS.wait_tensor(gathered).dim()
 
 
 @fault("mismatch", 1, field="operation", says=("reduce_scatter", "all_reduce"))
@@ -57,9 +56,8 @@ def torch_operator_differs(ctx: RankContext) -> Any:
     """A rank scatters where others reduce, by operators"""
     t = torch.ones(8)
     if ctx.is_outlier():
-        return _OPS.wait_tensor(
-            _OPS.reduce_scatter_tensor(t, "sum", 4, _name())
-        ).dim()  # <- outlier
+        scattered = _OPS.reduce_scatter_tensor(t, "sum", 4, _name())  # <- outlier
+        return _OPS.wait_tensor(scattered).dim()
     return _OPS.wait_tensor(_OPS.all_reduce(t, "sum", _name())).dim()  # <- others
 
 
@@ -67,9 +65,9 @@ def torch_operator_differs(ctx: RankContext) -> Any:
 def torch_operator_splits_differ(ctx: RankContext) -> Any:
     """A rank sends more in the operator all_to_all_single than the receiver expects"""
     sent = [3, 1, 3, 3] if ctx.is_outlier() else [1, 1, 1, 1]
-    return _OPS.wait_tensor(
-        _OPS.all_to_all_single(torch.ones(sum(sent)), [1] * 4, sent, _name())
-    ).dim()  # <- outlier # <- others
+    t = torch.ones(sum(sent))
+    received = _OPS.all_to_all_single(t, [1] * 4, sent, _name())  # <- outlier # <- others
+    return _OPS.wait_tensor(received).dim()
 
 
 @fault("mismatch", 3, field="dtype", says=("int32", "float32"))
@@ -77,19 +75,19 @@ def torch_compiled_dtype_differs(ctx: RankContext) -> Any:
     """A rank's tensor in a compiled all_reduce is int32"""
     t = torch.ones(4, dtype=torch.int32 if ctx.is_outlier() else torch.float32)
     group = dist.group.WORLD
-    return _compiled(lambda x: functional.all_reduce(x * 2, "sum", group) + 1)(
-        t
-    ).tolist()  # <- outlier # <- others
+    reduce = functional.all_reduce
+    compiled = _compiled(lambda x: reduce(x * 2, "sum", group) + 1)  # <- outlier # <- others
+    return compiled(t).tolist()
 
 
 @fault("mismatch", 0, field="operation", says=("all_gather", "all_reduce"))
 def torch_compiled_operation_differs(ctx: RankContext) -> Any:
     """A rank gathers in a compiled graph where others reduce"""
     t, group = torch.ones(4), dist.group.WORLD
+    gather = functional.all_gather_tensor
     if ctx.is_outlier():
-        return _compiled(lambda x: functional.all_gather_tensor(x, 0, group) + 1)(
-            t
-        ).dim()  # <- outlier
+        compiled = _compiled(lambda x: gather(x, 0, group) + 1)  # <- outlier
+        return compiled(t).dim()
     return _compiled(lambda x: functional.all_reduce(x, "sum", group) + 1)(t).dim()  # <- others
 
 
@@ -107,9 +105,8 @@ def torch_dtensor_placement_differs(ctx: RankContext) -> Any:
     """A rank redistributes its DTensor to Shard(0) where others replicate"""
     mesh = init_device_mesh("cpu", (4,))
     x = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    x.redistribute(
-        mesh, [Shard(0) if ctx.is_outlier() else Replicate()]
-    ).to_local()  # <- outlier # <- others
+    placement = Shard(0) if ctx.is_outlier() else Replicate()
+    x.redistribute(mesh, [placement]).to_local()  # <- outlier # <- others
     return 0
 
 

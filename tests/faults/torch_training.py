@@ -45,6 +45,9 @@ def step(
     optimizer.zero_grad()
 
 
+# -- DDP -------------------------------------------------------------------------------------------
+
+
 @fault("mismatch", 2, field="operation", says=("all_reduce", "barrier"))
 def ddp_has_fewer_batches(ctx: RankContext) -> Any:
     """DDP: a rank has fewer batches and continues with a barrier"""
@@ -145,6 +148,9 @@ def ddp_rank_dies(ctx: RankContext) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return 0
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
 
 
 @fault("mismatch", 1, field=("operation", "shape", "dtype"), says="all_gather")

@@ -143,9 +143,8 @@ def scatters_another_dim(ctx: RankContext) -> Any:
     """A rank reduces into Shard(1) instead of Shard(0)"""
     x = ctx.d.DTensor.from_local(SQUARE, ctx.mesh, [ctx.d.Partial()])
     dim = 1 if ctx.is_outlier() else 0
-    return (
-        x.redistribute(ctx.mesh, [ctx.d.Shard(dim)]).to_local().sum().item()
-    )  # <- outlier # <- others
+    scattered = x.redistribute(ctx.mesh, [ctx.d.Shard(dim)])  # <- outlier # <- others
+    return scattered.to_local().sum().item()
 
 
 @fault("mismatch", 1, field=("layout", "lineage"), says="all_gather")
@@ -245,9 +244,8 @@ def sends_in_the_other_direction(ctx: RankContext) -> Any:
     """A rank sends around the ring in the other direction"""
     turn = -1 if ctx.is_outlier() else 1
     out, x = torch.zeros(4), torch.full((4,), float(ctx.rank))
-    ctx.group().permute(
-        out, x, dst=(ctx.rank + turn) % 4, src=(ctx.rank - turn) % 4
-    )  # <- outlier # <- others
+    dst, src = (ctx.rank + turn) % 4, (ctx.rank - turn) % 4
+    ctx.group().permute(out, x, dst=dst, src=src)  # <- outlier # <- others
     return out.tolist()
 
 

@@ -13,8 +13,9 @@ id.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ...comm.recording.trace_buffer import Header, RankState, TraceBuffer
@@ -52,9 +53,15 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
                 yield folder
 
 
-def remove_jobs_of(pids: Collection[int]) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these ended processes."""
-    for parent in parent_folders():
+def remove_jobs_of(pids: Collection[int], environment: Mapping[str, str] = os.environ) -> None:
+    """Delete the folders of jobs whose ranks on this host were all among these processes, which
+    have ended.
+
+    Args:
+        pids: the processes.
+        environment: theirs.
+    """
+    for parent in parent_folders(environment):
         for _, folder in job_folders(parent):
             headers = _headers(folder)
             if (

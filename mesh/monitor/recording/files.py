@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -47,10 +47,15 @@ def parent_folder(needed: int = 0) -> Path:
     return _SHARED_MEMORY if _has_room(_SHARED_MEMORY, needed) else Path(tempfile.gettempdir())
 
 
-def parent_folders() -> list[Path]:
-    """Return every folder in which jobs of this host may have their folders."""
-    if os.environ.get("SHARDMESH_WATCH_DIR"):
-        return [parent_folder()]
+def parent_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return every folder in which jobs of this host may have their folders.
+
+    Args:
+        environment: that of the jobs.
+    """
+    chosen = environment.get("SHARDMESH_WATCH_DIR")
+    if chosen:
+        return [Path(_start_folder, chosen)]
     return list(dict.fromkeys([_SHARED_MEMORY, Path(tempfile.gettempdir())]))
 
 

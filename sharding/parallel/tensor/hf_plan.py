@@ -94,28 +94,55 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
         plan: "auto" for the module's own plan, or a plan in which some entries may be strings.
 
     Raises:
-        ValueError: an unknown string; "auto" for a module without a plan.
+        ValueError: an unknown string; "auto" for a module without a plan, or one whose plan matches
+            nothing.
 
     A pattern of the module's own plan that matches nothing is left out, since this configuration
-    may lack the module.
+    may lack the module. Patterns of strings are matched with the paths that modules have without
+    peft's adapters (`_paths_in_model`).
     """
-    own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    own = _plan_of(module)
+    is_auto = isinstance(plan, str)
     if isinstance(plan, str):
         plan = _own_plan(module, plan, own)
+    strings = {pattern: style for pattern, style in plan.items() if isinstance(style, str)}
+    _check_known(strings)
+    paths = _paths_in_model(module) if strings else {}
     modules = dict(module.named_modules())
     tensors = dict(module.named_parameters(remove_duplicate=False))
-    strings = {pattern: entry for pattern, entry in plan.items() if isinstance(entry, str)}
-    _check_known(strings)
     styles: dict[str, Any] = {}
-    for pattern, entry in plan.items():
+    for pattern, style in plan.items():
         matched = (
-            _styles_and_specs(pattern, entry, modules, tensors)
+            _matched(pattern, style, paths, modules, tensors)
             if pattern in strings
-            else {pattern: entry}
+            else {pattern: style}
         )
-        # raises later, with similar names
-        styles |= matched or ({} if pattern in own else {pattern: _OF_MODULES[entry](None)})
+        styles |= matched or (
+            {} if pattern in own else {pattern: _OF_MODULES[style](None)}
+        )  # raises later, with similar names
+    if is_auto and not styles:
+        raise ValueError(
+            f"no pattern of the plan of {type(module).__name__} matches any of its modules; "
+            "parallelize the model inside of it, or write a plan with the paths of its "
+            f"named_modules(). The patterns are {', '.join(map(repr, own))}"
+        )
     return styles
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, str]:
+    return getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+
+
+def plan_owner(module: nn.Module) -> nn.Module:
+    """Return the module whose plan `module` has: itself, or the model inside of a wrapper that
+    passes on its attributes, such as a `PeftModel`.
+    """
+    if _plan_of(module):
+        for inner in module.modules():
+            names = {*vars(inner), *dir(type(inner))}
+            if names & {"tp_plan", "_tp_plan"}:
+                return inner
+    return module
 
 
 def _own_plan(module: nn.Module, plan: str, own: Mapping[str, str]) -> Mapping[str, str]:
@@ -138,20 +165,96 @@ def _check_known(strings: Mapping[str, str]) -> None:
             )
 
 
-def _styles_and_specs(
-    pattern: str, style_name: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+# -- peft's adapters -------------------------------------------------------------------------------
+
+
+def _paths_in_model(module: nn.Module) -> dict[str, str]:
+    """Return, for each module and parameter, its path in the model without peft's adapters.
+
+    base_model.model.layers.0.q_proj                     no path: the adapter around the layer
+    base_model.model.layers.0.q_proj.base_layer          layers.0.q_proj
+    base_model.model.layers.0.q_proj.lora_A.default      no path
+    base_model.model.head.modules_to_save.default        head
+    """
+    modules = dict(module.named_modules())
+    owner = plan_owner(module)
+    prefix = next(path for path, inner in modules.items() if inner is owner)
+    paths = {}
+    tensors = [path for path, _ in module.named_parameters(remove_duplicate=False)]
+    for path in [*modules, *tensors]:
+        if path == prefix:
+            paths[path] = ""
+        elif prefix == "" or path.startswith(f"{prefix}."):
+            within = _without_adapters(path, len(prefix) and len(prefix) + 1, modules)
+            if within is not None:
+                paths[path] = within
+    return paths
+
+
+_ADAPTED, _COPIED, _COPIES = "base_layer", "original_module", "modules_to_save"
+
+
+def _without_adapters(path: str, start: int, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the part of a path after `start` without what adapters insert; None for an adapter."""
+    names, parts = [], path[start:].split(".")
+    before, waiting = path[:start].rstrip("."), iter(parts)
+    for name in waiting:
+        children = modules[before]._modules
+        if _ADAPTED in children and name != _ADAPTED:
+            return None
+        if _COPIED in children and name == _COPIES:
+            copy = next(waiting, None)
+            if copy is None:
+                return None
+            name = f"{name}.{copy}"
+        elif name not in (_ADAPTED, _COPIED):
+            names.append(name)
+        before = f"{before}.{name}".lstrip(".")
+    inner = modules.get(path)
+    if inner is not None and inner._modules.keys() & {_ADAPTED, _COPIED}:
+        return None
+    return ".".join(names)
+
+
+def _matched(
+    pattern: str,
+    style: str,
+    paths: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return, by path, the style of each module and the spec of each parameter that match."""
-    styles: dict[str, Any] = {
-        path: _style_of(style_name, inner, modules.get(path.rpartition(".")[0]))
-        for path, inner in modules.items()
-        if fnmatchcase(path, pattern)
-    }
-    return styles | {
-        path: shard_params(_spec_of(style_name, x.ndim))
-        for path, x in tensors.items()
-        if fnmatchcase(path, pattern)
-    }
+    """Return the style of each module and the spec of each parameter that the pattern matches, by
+    path.
+    """
+    styles: dict[str, Any] = {}
+    for path, path_in_model in paths.items():
+        if not fnmatchcase(path_in_model, pattern):
+            continue
+        if path not in modules:
+            styles[path] = shard_params(_spec_of(style, tensors[path].ndim))
+            continue
+        outside, _, name = path.rpartition(".")
+        layer = outside if name == _ADAPTED else path
+        parent = modules.get(layer.rpartition(".")[0])
+        styles[path] = _style_of(style, modules[path], parent)
+        if name == _ADAPTED:
+            for adapter in _split_adapters(style, outside, modules):
+                styles[adapter] = _style_of(style, modules[adapter], parent)
+    return styles
+
+
+def _split_adapters(style: str, path: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of the LoRA matrices that are split as the layer is: B by rows next to a
+    layer that is split by outputs, A by columns next to one that is split by inputs.
+
+    Those of DoRA, which multiplies them with an identity, stay whole.
+    """
+    layer: Any = modules[path]
+    if len(getattr(layer, "lora_magnitude_vector", ())):
+        return []
+    name = "lora_B" if style in _BY_OUTPUTS else "lora_A" if style in _BY_INPUTS else None
+    adapters = getattr(layer, name, {}) if name else {}
+    return [f"{path}.{name}.{key}" for key in adapters if isinstance(adapters[key], nn.Linear)]
 
 
 def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> Style:

@@ -29,7 +29,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..module_repr import show_layouts_in_repr
 from ..replaced import mark_replaced
 from .activations import HookSite, InputHook, OutputHook, along
-from .hf_plan import with_styles
+from .hf_plan import plan_owner, with_styles
 from .plain_calls import generate_plain, return_whole_outputs_plain
 from .styles import Style, axis_of, shard_params
 from .torch_styles import applies_itself, own_style
@@ -69,7 +69,7 @@ def parallelize(
             `sequence_parallel`, `prepare_inputs`, `prepare_outputs`, `shard_params`, torch's),
             several styles in a list, for parameters and buffers a `P` or a placement, or a string
             of Hugging Face's plans ("colwise", "rowwise", ...). "auto" for the plan of a Hugging
-            Face model, `model.tp_plan`.
+            Face model, `model.tp_plan`, also with peft's adapters.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -190,8 +190,9 @@ def apply_plan(
         replacement = _apply_itself(use, mesh, src_data_rank)
         module = replacement if use.site.path == "" else module
     if rest:
-        return_whole_outputs_plain(module)
-        generate_plain(module)
+        for called in dict.fromkeys((plan_owner(module), module)):
+            return_whole_outputs_plain(called)
+            generate_plain(called)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
     prepare(module)

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardmesh as sm
+from shardmesh.mesh.launch import local_processes
 from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutError, launch
 
 LIMIT_S = 60.0  # for what takes seconds on an idle machine
@@ -36,6 +38,12 @@ def all_reduced(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     y = x * scale * (dist.get_rank() + 1)
     dist.all_reduce(y)
     return y
+
+
+def make_mesh_and_wait(folder: Path) -> None:
+    sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+    (folder / os.environ["RANK"]).touch()
+    time.sleep(LIMIT_S)
 
 
 def leave_a_thread_pool() -> bool:
@@ -395,6 +403,23 @@ def waiting(tmp_path):
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="looks at processes through /proc"
 )
+
+
+@needs_proc
+def test_ctrl_c_deletes_the_job_s_folder_where_only_env_names_it(tmp_path, monkeypatch):
+    def interrupt(ranks, timeout):
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(watched.iterdir())
+        raise KeyboardInterrupt
+
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    monkeypatch.setattr(local_processes, "_wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(make_mesh_and_wait, 2, (tmp_path,), env={"SHARDMESH_WATCH_DIR": str(watched)})
+    assert list(watched.iterdir()) == []
 
 
 @needs_proc

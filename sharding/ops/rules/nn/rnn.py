@@ -105,6 +105,11 @@ def _pack(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(_PACKED.format("pack_padded_sequence"))
 
 
+@handler("_pad_packed_sequence")
+def _pad(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(_PACKED.format("pad_packed_sequence"))
+
+
 # -- cells -----------------------------------------------------------------------------------------
 
 

@@ -184,16 +184,22 @@ def test_the_proc_of_another_namespace_says_nothing(
     assert list(remove_left([tmp_path])) == []
 
 
-def test_jobs_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_pid: int) -> None:
+@pytest.mark.parametrize("only_theirs", [False, True])
+def test_jobs_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_pid: int, only_theirs: bool
+) -> None:
     """Of an interrupted `launch` only its own job's folder is deleted, and not while one of its
-    processes lives.
+    processes lives. The variable may be set for the ranks alone.
     """
-    monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
+    environment = {"SHARDMESH_WATCH_DIR": str(tmp_path)}
+    if not only_theirs:
+        monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
+        environment = dict(os.environ)
     own = make_folder(tmp_path, "own", ["is dead"] * SIZE, "ours", 0.0, dead_pid)
     other = make_folder(tmp_path, "other", ["is dead", "is dead", "lives"], "ours", 0.0, dead_pid)
-    remove_jobs_of({1, dead_pid})
+    remove_jobs_of({1, dead_pid}, environment)
     assert (own.exists(), other.exists()) == (False, True)
-    remove_jobs_of({os.getpid(), dead_pid})
+    remove_jobs_of({os.getpid(), dead_pid}, environment)
     assert other.exists()
 
 

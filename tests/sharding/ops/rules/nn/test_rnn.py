@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.parallel import distribute_module, shard_parameter
+from shardmesh.parallel import distribute_module, fully_shard, shard_parameter
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 STEPS, BATCH, INPUT, HIDDEN = 4, 5, 3, 4
@@ -229,8 +229,37 @@ def test_packed_sequences_raise():
         plain = pack_padded_sequence(numbers(STEPS, 2, INPUT), torch.tensor([4, 2]))
         model(plain._replace(data=put(mesh, plain.data, P("a"))))
 
-    assert "padded batch" in same_error((2,), packing, NotImplementedError)
-    assert "padded batch" in same_error((2,), packed, NotImplementedError)
+    def unpacking(mesh):
+        plain = pack_padded_sequence(numbers(STEPS, 2, INPUT), torch.tensor([4, 2]))
+        pad_packed_sequence(plain._replace(data=put(mesh, plain.data, P("a"))))
+
+    for program in (packing, packed, unpacking):
+        assert "padded batch" in same_error((2,), program, NotImplementedError)
+
+
+def test_packed_sequences_of_this_rank():
+    """What the refusal says to write, under `fully_shard`."""
+    x, lengths = numbers(STEPS, 4, INPUT), torch.tensor([4, 2, 3, 1])
+    plain = built(lambda: nn.LSTM(INPUT, HIDDEN, dtype=torch.float64))
+
+    def outputs(module, x, lengths):
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return pad_packed_sequence(module(packed)[0], total_length=STEPS)[0]
+
+    expected = outputs(plain, x, lengths)
+    expected.square().sum().backward()
+
+    def program(mesh):
+        module = fully_shard(built(lambda: nn.LSTM(INPUT, HIDDEN, dtype=torch.float64)), mesh)
+        part = put(mesh, x, P(None, "a"), grad=False).to_local()
+        own = outputs(module, part, lengths.chunk(2)[mesh.get_rank()])
+        out = sm.ShardedTensor.from_local(own, mesh, P(None, "a"))
+        torch.testing.assert_close(out.full_tensor(), expected)
+        own.square().sum().backward()
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor() * 2, q.grad)  # averaged over ranks
+
+    on_mesh((2,), program)
 
 
 def test_a_plain_state_counts_as_replicated_if_it_is():
