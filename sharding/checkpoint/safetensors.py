@@ -34,6 +34,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import CheckpointError, agree, all_ranks, is_out_of_memory, run_on_all_ranks
 from .full_state import whole_on
 from .load import line_of, load_stateful
+from .plan import StoredValue, WholeTensor, wanted_tree
 from .storage.files import (
     Sink,
     locked_folder,
@@ -48,9 +49,7 @@ from .storage.files import (
 from .storage.index import check_file_name
 from .storage.manifest import Stored, StoredLeaf
 from .storage.reading import box_of
-from .ties import ties
-from .tree import leaves, mapped, name_of, opened
-from .wanted import StoredValue, WholeTensor, wanted_tree
+from .tree import leaves, mapped, name_of, opened, ties
 
 _DTYPES = {
     "F64": torch.float64,
