@@ -6,10 +6,9 @@ sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})  # on a
 
 from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardmesh.sharding.checkpoint.load import load
-from shardmesh.sharding.checkpoint.random_state import RandomState
 from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_safetensors
 from shardmesh.sharding.checkpoint.save import AsyncSave, async_save, save
-from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
+from shardmesh.sharding.checkpoint.state import RandomState, load_state_dict, state_dict
 from shardmesh.sharding.checkpoint.storage.folder import Checkpoint, latest
 from shardmesh.sharding.checkpoint.tree import PerRank
 

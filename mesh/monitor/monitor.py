@@ -14,38 +14,29 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from ..comm.recording.recorder import Recorder
 from ..comm.recording.stream_events import StreamEvents
-from ..comm.recording.trace_buffer import Header, RankState, TraceBuffer
+from ..comm.recording.trace_buffer import BUFFER_BYTES, Header, RankState, TraceBuffer
 from ..errors import WatchError
 from ..settings import monotonic_ns, settings
 from . import termination, timeouts
 from .agreement import Agreement, warn
-from .communicators import Communicators
-from .completion import is_pending
-from .diagnosis import diagnose, verdict_text
-from .diagnosis.members import (
-    Member,
-    agree,
-    ended_ranks,
-    have_all_come,
-    lost_ranks,
-    member,
-    read_members,
-)
+from .diagnosis import verdict_text
+from .diagnosis.members import agree, ended_ranks, have_all_come, lost_ranks, read_members
 from .hosts.relay import is_needed
-from .recording.job_directory import Alarm, JobDirectory, is_near
+from .recording.cleanup import sweep
+from .recording.job_directory import ALARM_BYTES, Alarm, JobDirectory, is_near, ranks_here
+from .timeouts import Communicators
 from .torch_calls import hooks
 from .torch_calls.recorder import UNMARKED, out_of_time
 from .verdict import Verdict
+from .waiting import TO_EXPLAIN_S, Waiting
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -53,18 +44,14 @@ if TYPE_CHECKING:
     from ..comm.world import World
     from .hosts.relay import Relay
 
-_SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
-_LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
-_SPINS = 20  # checks without sleeping in between
-_NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
-_TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
+_NAP_S = 1e-2
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
-_TO_SHOW_S = 0.3
 # after waiting so long, a rank asks whether the missing ranks are visible at all
 _DOUBT_NS = 50_000_000
 _STACK_S = 0.3  # how long to wait for the stack of a rank on this host
 _FAR_STACK_S = 1.0  # of a rank on another host
+_detaches_children = False
 
 
 class Monitor:
@@ -83,6 +70,8 @@ class Monitor:
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
         relay: the connection to other hosts; None if there is none.
+        waiting: how this process waits for others.
+        is_on: whether the ranks are compared; False once the job goes on without the monitor.
     """
 
     def __init__(
@@ -92,12 +81,14 @@ class Monitor:
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
         self.torch_context: Any = UNMARKED
-        self.stream_events, self.communicators = StreamEvents(), Communicators(self)
+        self.stream_events = StreamEvents()
+        self.communicators = Communicators(self)
+        self.waiting = Waiting(self)
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement
         self._pausing = threading.RLock()  # a handler of a signal may pause, too
-        self._is_on = True
+        self.is_on = True
         self.pid = os.getpid()
         self.relay: Relay | None = None
         self._verdict: Verdict | None = None
@@ -183,9 +174,9 @@ class Monitor:
 
     def _retire(self) -> None:
         """Stop comparing; only record this rank's collectives, under torch's own timeouts."""
-        if not self._is_on:
+        if not self.is_on:
             return
-        self._is_on = False
+        self.is_on = False
         hooks.stop(self)
         with contextlib.suppress(ReferenceError):
             self.world.retire_monitor()
@@ -247,215 +238,14 @@ class Monitor:
 
     def _find_lost(self) -> bool:
         """Look for the rank behind a broken connection; return whether there is a verdict."""
-        deadline = time.monotonic() + _TO_EXPLAIN_S
+        deadline = time.monotonic() + TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             self.verdict_on_lost()
-            time.sleep(_LONGEST_NAP_S)
+            time.sleep(_NAP_S)
         ended = ended_ranks(self.directory)
         if self.standing() is None and ended:
             self.fail(verdict_text.ended(ended, self.directory.size))
         return self.standing() is not None
-
-    # -- waiting and diagnosing --------------------------------------------------------------------
-
-    def look(self, recorder: Recorder) -> None:
-        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
-        as a WatchError.
-        """
-        since = monotonic_ns()
-        sequence = recorder.called - 1
-        while not agree(read_members(self, recorder, sequence)) and self._diagnose(
-            recorder, sequence, since
-        ):
-            time.sleep(_NAP_S)
-
-    def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
-        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
-        job is not monitored any more.
-        """
-        if self.checked() is None:
-            return False
-        verdict = diagnose.diagnose(self, recorder, sequence, since)
-        if verdict is not None:
-            raise self.failed(verdict)
-        self.check_visible(recorder, since)
-        return self.alarm[0] != Alarm.UNWATCHED
-
-    def check_visible(self, recorder: Recorder, since: int) -> None:
-        """Ask, after a time of waiting, whether the ranks not yet seen are visible at all."""
-        if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
-            self._agreement.check_visible(self, recorder.group.ranks)
-
-    def rendezvous(self, recorder: Recorder, sequence: int) -> None:
-        """Wait until all ranks call the same: before a group's first collective, for which torch
-        connects them, and in "strict" mode.
-        """
-
-        def done(members: list[Member]) -> bool:
-            late = [
-                m for m in members if m.came is False and (m.buffer is not None or self.sees_all)
-            ]
-            return not late and agree(members)
-
-        self._wait_for(recorder, sequence, done)
-        if sequence == 0 and self._is_on:
-            recorder.find_neighbours(self.directory)
-
-    def _wait_for(
-        self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
-    ) -> None:
-        self.wait_until(recorder, sequence, lambda: done(read_members(self, recorder, sequence)))
-
-    def wait_until(
-        self,
-        recorder: Recorder,
-        sequence: int,
-        is_done: Callable[[], bool],
-        limit_ns: float = math.inf,
-    ) -> bool:
-        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
-        since = monotonic_ns()
-        for _ in range(_SPINS):
-            if is_done():
-                return True
-        nap = _NAP_S
-        with self._blocked(recorder, sequence, since):
-            while not is_done():
-                if monotonic_ns() - since > limit_ns or not self._diagnose(
-                    recorder, sequence, since
-                ):
-                    return False
-                time.sleep(nap)
-                # leave the processors to the ranks that are waited for
-                nap = min(1.5 * nap, _LONGEST_NAP_S)
-        return True
-
-    def wait_for_peers(
-        self, recorder: Recorder, sequence: int, places: Sequence[int | None]
-    ) -> None:
-        """Return when these members have called this collective.
-
-        A message between two ranks cannot be waited for in slices, so it is not waited for before
-        both ranks have called.
-        """
-        ranks = [recorder.group.ranks[place] for place in places if place is not None]
-
-        def done(_: Any) -> bool:
-            peers = [member(self.directory, recorder.key, r, sequence) for r in ranks]
-            return all(
-                m.came is not False or (m.buffer is not None and not is_near(m.buffer))
-                for m in peers
-            )
-
-        self._wait_for(recorder, sequence, done)
-        wrong = diagnose.wrong_route(self, recorder, sequence) if self._is_on else None
-        if wrong is not None:
-            raise self.failed(wrong)
-
-    def compare_splits(self, recorder: Recorder, sequence: int) -> None:
-        """Raise a WatchError where a rank sends another number of elements than its receiver
-        expects, as far as ranks have called.
-        """
-        if diagnose.wrong_splits(self, recorder, sequence) is not None:
-            deadline = time.monotonic() + _TO_SHOW_S
-            while time.monotonic() < deadline and not all(
-                m.route for m in read_members(self, recorder, sequence)
-            ):
-                time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
-            wrong = diagnose.wrong_splits(self, recorder, sequence)
-            if wrong is not None:
-                raise self.failed(wrong)
-
-    def wait(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms,
-        then every 25 ms.
-
-        Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
-        it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
-        is gone. Raises: the diagnosed WatchError.
-        """
-        if not self._is_done_soon(recorder, sequence, work, _SLICE):
-            self._wait_long(recorder, sequence, work)
-
-    def _is_done_soon(
-        self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
-    ) -> bool:
-        """Wait for a slice of time; return whether the work is done. (When the slice runs out,
-        torch takes 0.2 ms to build its error.)
-        """
-        try:
-            work.wait(slice_)
-        except RuntimeError as error:
-            if is_pending(error, work):
-                return False
-            # it ended just after the slice, or it failed
-            self.wait_to_the_end(recorder, sequence, work)
-        return True
-
-    def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        since = monotonic_ns()
-        slice_ = _SLICE
-        with self._blocked(recorder, sequence, since):
-            while not self._is_done_soon(recorder, sequence, work, slice_):
-                is_long = monotonic_ns() - since >= _LONG_NS
-                if not (
-                    self._diagnose(recorder, sequence, since)
-                    if is_long
-                    else self.checked() is not None
-                ):
-                    work.wait(default_pg_timeout)
-                    return
-                slice_ = _LONG_SLICE if is_long else slice_
-
-    def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout,
-        which would abort NCCL's communicator.
-        """
-        self.wait_until(recorder, sequence, work.is_completed)
-        self.wait_to_the_end(recorder, sequence, work)
-
-    def wait_to_the_end(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work without checking the other ranks."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self.explain(recorder, sequence, error)
-
-    def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
-        """Raise the reason for a collective that broke: WatchError where another rank is the
-        reason, else the error itself.
-        """
-        since = monotonic_ns()
-        progress = _TO_EXPLAIN_S + (
-            self.relay.lost_after_s if self.relay is not None and self.relay.has_others else 0
-        )
-        while monotonic_ns() - since < progress * 1e9:
-            try:
-                if not self._diagnose(recorder, sequence, since):
-                    break
-                # also a rank that had called this collective
-                gone = diagnose.lost(self, recorder, sequence)
-                if gone is not None:
-                    raise self.failed(gone)
-            except WatchError as watch_error:
-                raise watch_error from error
-            time.sleep(0.01)
-        raise error
-
-    @contextmanager
-    def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
-        """Publish what the main thread is blocked in; of an asynchronous collective that need not
-        be the newest record.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        words = self.buffer.words
-        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = since, recorder.record_of(sequence) + 1
-        try:
-            yield
-        finally:
-            words[Header.BLOCKED] = 0
 
     # -- what others see ---------------------------------------------------------------------------
 
@@ -506,6 +296,11 @@ class Monitor:
         stack = buffer.ask_for_stack(_STACK_S if is_near(buffer) else _FAR_STACK_S)
         return [f"  | {line}" for line in stack.splitlines()]
 
+    def check_visible(self, recorder: Recorder, since: int) -> None:
+        """Ask, after a time of waiting, whether the ranks not yet seen are visible at all."""
+        if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
+            self._agreement.check_visible(self, recorder.group.ranks)
+
     def settle(self) -> None:
         """Wait briefly at exit until the other ranks have seen this rank's last collectives.
 
@@ -514,7 +309,7 @@ class Monitor:
         """
         deadline = time.monotonic() + _SETTLE_S
         while (
-            self._is_on
+            self.is_on
             and not self.notified
             and self.buffer.words[Header.STATE] == RankState.RUNNING
             and os.getpid() == self.pid
@@ -565,3 +360,52 @@ class Monitor:
 def monitor_of(world: World) -> Monitor | None:
     """Return the monitor of a world; None in simulated and null worlds, and for a process alone."""
     return world.monitor
+
+
+# -- start -----------------------------------------------------------------------------------------
+
+
+def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
+    """Start this process's monitor; None if its files cannot be made, which all ranks are told."""
+    try:
+        parent = (
+            None
+            if agreement is None
+            else agreement.folder(ranks_here(world.size) * BUFFER_BYTES + ALARM_BYTES)
+        )
+        directory = JobDirectory(job, world.rank, world.size, parent)
+        if agreement is not None:
+            agreement.join(directory)
+    except OSError as error:
+        reason = f"its files cannot be made: {error}"
+        warn(reason) if agreement is None else agreement.decline(reason)
+        return None
+    sweep(directory.folder.parent)
+    termination.install()
+    _detach_forked_children()
+    monitor = Monitor(world, directory, agreement)
+    termination.monitors.add(monitor)
+    monitor.watchdog.start()
+    return monitor
+
+
+def _detach_forked_children() -> None:
+    """Detach every child that this process forks from now on.
+
+    A child has the rank's memory and sockets, but none of the threads that communicate: a
+    collective that it called would hang, or take what other ranks have sent to the rank. So the
+    child records into memory of its own, and collectives on the rank's groups raise. It may start a
+    default group of its own.
+    """
+    global _detaches_children
+    if not _detaches_children and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_be_no_rank)
+        _detaches_children = True
+
+
+def _be_no_rank() -> None:
+    for monitor in list(termination.monitors):
+        monitor.detach()
+    hooks.refuse_calls()
+    termination.monitors.clear()
+    termination.keep_groups()  # the child has none of the threads that torch would wait for at exit

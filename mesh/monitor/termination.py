@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ from ..comm.call_site import frame_of_thread
 from ..comm.recording.trace_buffer import IDLE, Header, RankState, TraceBuffer
 from ..errors import WatchError
 from ..settings import monotonic_ns, settings
-from . import thread_errors
 from .exit_status import LastWord
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
 
@@ -78,10 +77,29 @@ def install() -> None:
     _hooks.append(sys.excepthook)
     _take_signal()
     sys.excepthook = _on_uncaught
-    thread_errors.install(
+    record_thread_errors(
         lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()]
     )
     atexit.register(_on_exit)
+
+
+def record_thread_errors(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
+    """Write uncaught errors of threads to these trace buffers, to be shown with a stall: they often
+    explain why the main thread waits.
+    """
+    before = threading.excepthook
+
+    def hook(args: Any) -> None:
+        if args.exc_type is not SystemExit:
+            name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
+            text = f"its {name} raised {args.exc_type.__name__}: {args.exc_value}".removesuffix(
+                ": "
+            )
+            for buffer in buffers():
+                buffer.words[Header.THREAD_ERROR] = buffer.text(text)
+        before(args)
+
+    threading.excepthook = hook
 
 
 def notify_peers(error: BaseException) -> None:

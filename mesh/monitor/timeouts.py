@@ -1,4 +1,4 @@
-"""Timeouts of torch's process groups while the monitor is on.
+"""Limits of the waits in torch's process groups: timeouts, and after a verdict an abort.
 
     the host waits     gloo, MPI     practically none: the monitor checks these waits, and knows
                                      when a rank is paused
@@ -12,9 +12,11 @@ torch has one timeout for each backend of a group; a mixed group has two. Those 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +25,14 @@ from torch.distributed.constants import default_pg_timeout
 
 from .. import settings as settings_module
 from ..settings import settings
+from .termination import torch_groups
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
 
 ON_HOST = timedelta(days=3650)
 _GRACE_S = 60.0
+_LONGEST_ABORT_S = 5.0  # an abort that takes longer goes on by itself
 # torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of
 # the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -103,3 +110,61 @@ def waits_on_device(backend: str) -> bool:
 
 
 settings_module.on_timeout.append(_update)
+
+
+# -- after a verdict -------------------------------------------------------------------------------
+
+
+class Communicators:
+    """Abort the communicators of accelerators when the job has failed: nothing else ends a kernel
+    that waits for other ranks.
+
+        the verdict is raised     first abort: destroy_process_group would wait for the kernels,
+                                  under a lock that an abort needs as well
+        half a second later       abort: the main thread is stuck in a synchronization, which that
+                                  ends; then it raises the verdict
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._aborts: list[threading.Thread] = []
+        self._lock = threading.RLock()
+
+    def abort(self, wait: bool) -> None:
+        """Abort them, once. Those for which the host waits, such as gloo's, are left alone.
+
+        Each has a thread, since one abort may wait for a kernel that another ends (https://github.com/pytorch/pytorch/issues/119797).
+
+        Args:
+            wait: whether to return when that is done, or has taken long.
+        """
+        with self._lock:
+            handles = [] if self._aborts else torch_groups()
+            # asked afterwards: if so, the groups are those of this job
+            if handles and self._monitor.is_of_this_job():
+                backends: dict[int, Any] = {}
+                for handle in handles:
+                    backends |= {id(backend): backend for backend in _backends(handle)}
+                self._aborts = [
+                    threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True)
+                    for b in backends.values()
+                ]
+                for thread in self._aborts:
+                    thread.start()
+        deadline = time.monotonic() + (_LONGEST_ABORT_S if wait else 0)
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _backends(handle: Any) -> list[Any]:
+    backends = []
+    for device in handle._device_types:
+        with contextlib.suppress(RuntimeError):  # the group has been destroyed
+            backends.append(handle._get_backend(device))
+    return [backend for backend in backends if waits_on_device(backend.name())]
+
+
+def _abort(backend: Any) -> None:
+    # it was aborted before, or takes longer than torch's timeout
+    with contextlib.suppress(RuntimeError):
+        backend.abort()

@@ -25,8 +25,7 @@ from ..comm.world import World
 from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
-from ..monitor.monitor import Monitor
-from ..monitor.start import start_monitor
+from ..monitor.monitor import Monitor, start_monitor
 from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
 from ..settings import settings
@@ -121,7 +120,7 @@ class ProcessGroup(Group):
         if self._lacks_host and device.type == "cpu":
             recorder = self.recorder
             if recorder is not None and recorder.monitor is not None and recorder.called:
-                recorder.monitor.rendezvous(recorder, recorder.called - 1)
+                recorder.monitor.waiting.rendezvous(recorder, recorder.called - 1)
             timeout = timeouts.group_timeout("gloo") if self.world.monitor is not None else None
             try:
                 add_host(handle, timeout or default_pg_timeout)
@@ -183,7 +182,7 @@ class ProcessGroup(Group):
     def _explain(self, error: RuntimeError) -> None:
         """Raise the monitor's diagnosis of an error while ranks connect, if there is one."""
         if self.recorder is not None and self.recorder.monitor is not None:
-            self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
+            self.recorder.monitor.waiting.explain(self.recorder, self.recorder.called - 1, error)
 
     def _start(
         self,
@@ -215,7 +214,7 @@ class ProcessGroup(Group):
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
-            watch.explain(recorder, recorder.called - 1, error)
+            watch.waiting.explain(recorder, recorder.called - 1, error)
             raise
         if work is None:
             return DONE if async_op else None

@@ -18,11 +18,10 @@ from ..layout.spec import P
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import agree, all_ranks, run_on_all_ranks
+from .plan import StoredValue, WholeTensor, wanted_tree
 from .state import load_state_dict, state_dict
 from .storage.manifest import Stored, StoredLeaf
-from .ties import ties
-from .tree import PerRank, leaves, mapped, name_of, opened, structure_of
-from .wanted import StoredValue, WholeTensor, wanted_tree
+from .tree import PerRank, leaves, mapped, name_of, opened, structure_of, ties
 
 
 def full_state_dict(state: Any, rank: int = 0) -> Any:

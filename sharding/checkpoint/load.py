@@ -19,13 +19,12 @@ from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import CheckpointError, agree, all_ranks, attempt, run_on_all_ranks
-from .placing import own_name
+from .plan import StoredValue, WholeTensor, own_name, wanted_tree
 from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
 from .storage.pieces import value_of
 from .storage.reading import LoadedParts, box_of, plan_reads, read
 from .tree import StoredDict, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
-from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:

@@ -34,6 +34,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import CheckpointError, agree, all_ranks, is_out_of_memory, run_on_all_ranks
 from .full_state import whole_on
 from .load import line_of, load_stateful
+from .plan import StoredValue, WholeTensor, wanted_tree
 from .storage.files import (
     Sink,
     locked_folder,
@@ -46,11 +47,9 @@ from .storage.files import (
     write_whole,
 )
 from .storage.index import check_file_name
-from .storage.manifest import Stored, StoredLeaf
+from .storage.manifest import Stored, StoredLeaf, dict_of_pairs
 from .storage.reading import box_of
-from .ties import ties
-from .tree import leaves, mapped, name_of, opened
-from .wanted import StoredValue, WholeTensor, wanted_tree
+from .tree import leaves, mapped, name_of, opened, ties
 
 _DTYPES = {
     "F64": torch.float64,
@@ -212,7 +211,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(
-            read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice
+            read_regular(index, _LONGEST_HEADER), object_pairs_hook=dict_of_pairs
         )["weight_map"]
         for file in weight_map.values():
             check_file_name(file)
@@ -268,7 +267,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
             with safe_open(same, framework="numpy"):
                 pass
             mapped_file = torch.from_file(str(same), shared=False, size=size, dtype=torch.uint8)
-        header = json.loads(text, object_pairs_hook=_no_name_twice)
+        header = json.loads(text, object_pairs_hook=dict_of_pairs)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({shortened(error)})") from error
     except (ValueError, RecursionError, SafetensorError) as error:
@@ -284,13 +283,6 @@ def _opened_path(path: Path, file: io.FileIO) -> Path:
     """
     opened_path = Path(f"/proc/self/fd/{file.fileno()}")
     return opened_path if opened_path.exists() else path
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a name stands twice")
-    return mapping
 
 
 def _entry(file: Path, name: str, description: Any) -> StoredLeaf:

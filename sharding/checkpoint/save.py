@@ -1,26 +1,61 @@
-"""`save`, and `async_save`, which writes in a thread while the program continues."""
+"""`save`, and `async_save`, which writes in a thread while the program continues.
+
+prepare   all ranks    collect the leaves, compare them, plan who writes which box; lease and folder
+write     each rank    its pieces, then their list
+commit    rank 0       index and manifest; the folder is renamed: from then on it is a checkpoint
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ...kernels.box import Box, box_origin, slices
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
 from ...mesh.comm.pending import Pending
 from ...mesh.comm.world import World
 from ...mesh.monitor import exit_status
-from .agreement import all_ranks, run_on_all_ranks
-from .prepare import prepare_save
-from .saving import SaveJob
+from ...mesh.monitor.diagnosis.members import lost_ranks
+from ...mesh.processes.process import ProcessWorld
+from ...mesh.text import shortened
+from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import (
+    CheckpointError,
+    agree,
+    all_ranks,
+    attempt,
+    is_out_of_memory,
+    run_on_all_ranks,
+)
+from .plan import SaveState, WriteItem, make_write_plan, own_name, reduce_pending, state_of
+from .staging import copy_leaves, on_host
+from .storage import folder as folders
+from .storage.files import Sink, serialize, write_whole
 from .storage.folder import Checkpoint, remove_share
+from .storage.lease import Lease, take_lease
+from .storage.manifest import StoredLeaf, StoredPiece, import_format, index_of, manifest_of
+from .tree import Path as TreePath
+from .tree import PerRank, Structure, torch_paths
 
 _log = logging.getLogger(__name__)
 _failed: dict[AsyncSave, Exception] = {}  # nobody has waited for these
+_POLL_S = 0.01
+_LOST_S = 0.25  # how often to ask whether the rank that is waited for has died
+# how long the thread of an asynchronous save waits for other ranks after the program has ended
+_AFTER_END_S = 30.0
 
 
 class _LastSave:
@@ -127,10 +162,10 @@ class AsyncSave(Pending[Checkpoint]):
         self._thread.start()
 
     def _run(self) -> None:
-        self._write_error = _tried(self._job.write)
+        self._write_error = _error_of(self._job.write)
         self._written.set()
         if self._job.rank == 0 and self._write_error is None:
-            self._error = _tried(self._commit)
+            self._error = _error_of(self._commit)
         self._job.end()
         error = self._write_error or self._error
         if error is not None:
@@ -198,8 +233,8 @@ def _report_failures() -> None:
         exit_status.fail()
 
 
-def _tried(work: Callable[[], None]) -> Exception | None:
-    """Run `work` and return its exception."""
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    """Run `work`; return its exception, or None."""
     try:
         work()
     except Exception as error:
@@ -231,3 +266,326 @@ def _wait_for_last() -> None:
     last = current_world().state(_LastSave).unfinished
     if last is not None:
         last.wait()
+
+
+# -- prepare ---------------------------------------------------------------------------------------
+
+
+def prepare_save(
+    tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
+) -> SaveJob:
+    """Return a save that is ready to write, and its folder; with `copies`, of copied tensors.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: see `save`.
+
+    Communication: see `save`.
+    """
+    world = current_world()
+    group = all_ranks(world)
+    _check_numbers(step, keep)
+    # the thread of an asynchronous save may outlive the program, and could not import it then
+    import_format()
+    collected, failure = attempt(lambda: state_of(tree, world))
+    lines = {} if collected is None else collected.lines
+    agree(
+        group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **lines}, failure
+    )
+    assert collected is not None  # noqa: S101
+    state = reduce_pending(collected)
+    plan = make_write_plan(state.leaves, world)
+    own_leaves = _leaves_to_write(state, plan, world.rank)
+    ready = None
+    if copies:
+        copied, failure = attempt(lambda: copy_leaves(own_leaves, world))
+        own_leaves, ready = copied or ({}, None)
+    paths = dict(torch_paths(state.structure))
+    paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
+    unfinished, number, nonce, lease = _begin(
+        group, Path(dir), step, isinstance(world, ProcessWorld), failure
+    )
+    return SaveJob(
+        world.rank,
+        world.size,
+        number,
+        keep,
+        unfinished,
+        nonce,
+        plan,
+        own_leaves,
+        state.structure,
+        paths,
+        threading.Event(),
+        lease,
+        ready,
+        partial(_is_lost, world),
+    )
+
+
+def _is_lost(world: World, rank: int) -> bool:
+    """Return whether the process of a rank is known to have died and will write no more."""
+    monitor = world.monitor if isinstance(world, ProcessWorld) else None
+    return monitor is not None and any(
+        member.rank == rank for member in lost_ranks(monitor.directory)
+    )
+
+
+def _leaves_to_write(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
+    """Return the leaves of which this rank writes a piece."""
+    own = {
+        own_name(name, rank): leaf.value
+        for name, leaf in state.leaves.items()
+        if isinstance(leaf, PerRank)
+    }
+    names = {piece.name for piece in plan if piece.rank == rank}
+    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in names}
+
+
+def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
+    """Return the path of one rank's value, next to the leaf's path."""
+    leaf, _, own = name.rpartition(".")
+    *above, last = paths[leaf]
+    return (*above, f"{last}.{own}")
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(
+            "save: step must be an integer >= 0, or None for the one after the newest, got "
+            f"{step!r}"
+        )
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(
+            "save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for "
+            f"all, got {keep!r}"
+        )
+
+
+def _begin(
+    group: Group, dir: Path, step: int | None, keep_lease: bool, failure: Exception | None
+) -> tuple[Path, int, str, Lease | None]:
+    """Return the folder to write to, step, nonce, and on rank 0, which makes them, the lease.
+
+    An earlier failure of a rank is raised on all.
+    """
+    lease: Lease | None = None
+    unfinished: Path | None = None
+
+    def begin() -> tuple[str, int] | None:
+        nonlocal lease, unfinished
+        if failure is not None:
+            raise failure
+        if group.rank != 0:
+            return None
+        dir.mkdir(parents=True, exist_ok=True)
+        lease = take_lease(dir, keep_lease)
+        folders.clean_up(dir)
+        newest = folders.latest(dir)
+        number = step if step is not None else 0 if newest is None else newest.step + 1
+        nonce = os.urandom(4).hex()
+        unfinished = dir / folders.name(number, f"tmp-{nonce}")
+        unfinished.mkdir()
+        return nonce, number
+
+    try:
+        (begun, *_) = run_on_all_ranks(group, begin)
+        assert begun is not None  # noqa: S101
+    except BaseException:
+        if unfinished is not None:
+            folders.remove(unfinished)
+        if lease is not None:
+            lease.end()
+        raise
+    nonce, number = begun
+    return dir / folders.name(number, f"tmp-{nonce}"), number, nonce, lease
+
+
+# -- write and commit ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A save in progress; all ranks have the same plan.
+
+    Attributes:
+        rank, world: this rank, and the number of ranks.
+        step: the step of the checkpoint.
+        keep: the number of complete checkpoints to keep; None for all.
+        unfinished: the folder to write to.
+        nonce: in its name.
+        plan: all pieces with their writers.
+        leaves: this rank's leaves by name; copies on the host for an asynchronous save.
+        structure, paths: of the tree.
+        stopped: set when rank 0 must stop waiting for others.
+        lease: on rank 0, the lease of the folder of checkpoints.
+        ready: waits until the leaves have their values; None if they have.
+        is_lost: whether the process of a rank is known to have died.
+    """
+
+    rank: int
+    world: int
+    step: int
+    keep: int | None
+    unfinished: Path
+    nonce: str
+    plan: list[WriteItem]
+    leaves: Mapping[str, Any]
+    structure: Structure
+    paths: Mapping[str, TreePath]
+    stopped: threading.Event
+    lease: Lease | None
+    ready: Callable[[], None] | None = None
+    is_lost: Callable[[int], bool] = lambda rank: False
+
+    def write(self) -> None:
+        """Write and sync this rank's pieces, then their list."""
+        if self.ready is not None:
+            self.ready()
+        own_pieces = [
+            (number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank
+        ]
+        path = self.unfinished / _data_file(self.rank)
+        try:
+            written = []
+            if own_pieces:
+                with Sink(path) as sink:
+                    written = [
+                        [number, *_write_piece(sink, self._data(piece))]
+                        for number, piece in own_pieces
+                    ]
+                    sink.sync()
+            path = self.unfinished / _list_file(self.rank)
+            write_whole(path, json.dumps(written).encode())
+        except OSError as error:
+            raise CheckpointError(self._error_text(path, error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not made: rank {self.rank} ran out of "
+                f"memory ({shortened(error)}); complete checkpoints are unchanged"
+            ) from error
+
+    def _data(self, piece: WriteItem) -> Tensor | bytes:
+        leaf = self.leaves[piece.name]
+        return serialize(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
+
+    def commit(self) -> tuple[Checkpoint, list[Path]]:
+        """Commit on rank 0 after all have written: write index and manifest, rename the folder.
+
+        Returns:
+            The checkpoint, and the renamed folders to remove: the one it replaces, and those older
+            than `keep`.
+        """
+        path = self.unfinished
+        try:
+            parts = {rank: json.loads(self._wait_for_rank(rank)) for rank in range(self.world)}
+            entries, files = self._list_pieces(parts)
+            path = self.unfinished / folders.METADATA
+            index = index_of(entries, self.unfinished.parent / folders.name(self.step), self.paths)
+            write_whole(path, index)
+            files[folders.METADATA] = len(index), [(0, len(index), zlib.crc32(index))]
+            for rank in range(self.world):
+                (self.unfinished / _list_file(rank)).unlink()
+            path = self.unfinished / folders.MANIFEST
+            write_whole(path, manifest_of(self.step, self.world, self.structure, files))
+            path = self.unfinished.parent
+            retired = folders.commit_folder(self.unfinished, self.step, self.nonce)
+            if self.keep is not None:
+                retired += folders.retire_old(path, self.keep, self.step)
+        except OSError as error:
+            raise CheckpointError(self._error_text(path, error)) from error
+        finally:
+            self.end()
+        return Checkpoint(self.step, path / folders.name(self.step)), retired
+
+    def _wait_for_rank(self, rank: int) -> bytes:
+        """Wait for a rank's list of written pieces and return it."""
+        path = self.unfinished / _list_file(rank)
+        ended = None
+        asked = time.monotonic()
+        while not path.exists():
+            if not self.unfinished.is_dir():
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} was not made: {self.unfinished} was "
+                    "removed"
+                )
+            if time.monotonic() > asked + _LOST_S:
+                asked = time.monotonic()
+                if self.is_lost(rank) and not path.exists():
+                    raise CheckpointError(
+                        f"the checkpoint of step {self.step} was not made: rank {rank} died before "
+                        "it had written its part"
+                    )
+            if not threading.main_thread().is_alive():
+                ended = ended or time.monotonic()
+            if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} is not complete: rank {rank} has not "
+                    "written its part"
+                )
+        return path.read_bytes()
+
+    def _list_pieces(
+        self, parts: Mapping[int, list[list[int]]]
+    ) -> tuple[dict[str, StoredLeaf], dict[str, tuple[int, list[tuple[int, int, int]]]]]:
+        """Return the leaves with their pieces, and the files."""
+        where = {
+            number: (rank, *rest) for rank, written in parts.items() for number, *rest in written
+        }
+        entries: dict[str, StoredLeaf] = {}
+        files: dict[str, tuple[int, list[tuple[int, int, int]]]] = {}
+        for number, piece in enumerate(self.plan):
+            entry = entries.setdefault(piece.name, StoredLeaf(piece.shape, piece.dtype))
+            if number in where:
+                rank, offset, length, crc = where[number]
+                entry.pieces.append(
+                    StoredPiece(piece.name, piece.box, _data_file(rank), offset, length, crc)
+                )
+                _, pieces = files.get(_data_file(rank), (0, []))
+                pieces.append((offset, length, crc))
+                # a rank writes its pieces in the order of the plan
+                files[_data_file(rank)] = (offset + length, pieces)
+        return entries, files
+
+    def _error_text(self, path: Path, error: OSError) -> str:
+        return (
+            f"the checkpoint of step {self.step} was not made: rank {self.rank} could not write "
+            f"{path} ({error.strerror or error}); complete checkpoints are unchanged"
+        )
+
+    def clear(self) -> None:
+        """Remove, on rank 0, the files of a failed save."""
+        if self.rank == 0 and self.unfinished.exists():
+            folders.remove(self.unfinished)
+        self.end()
+
+    def end(self) -> None:
+        """End the save; later calls do nothing."""
+        if self.lease is not None and self.lease.saving:
+            self.lease.end()
+
+
+def _write_piece(sink: Sink, data: Tensor | bytes) -> tuple[int, int, int]:
+    """Write a piece; return (offset, length, CRC-32)."""
+    start = sink.piece()
+    if isinstance(data, bytes):
+        sink.write(data)
+    else:
+        sink.save(data)
+    return start, sink.position - start, sink.crc
+
+
+def _data_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _list_file(rank: int) -> str:
+    return f"__{rank}.written.json"
+
+
+def part_of(leaf: Tensor, box: Box) -> Tensor:
+    """Return a box of the global tensor, as a view of this rank's part."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf._local.detach()[slices(box, box_origin(leaf._layout.box))]
+    return leaf.detach()[slices(box)]

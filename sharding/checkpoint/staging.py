@@ -1,4 +1,4 @@
-"""Copies of a tree in host memory, for an asynchronous save.
+"""Copies of tensors in host memory; for an asynchronous save, of a whole tree.
 
     stream   ... step 7 | copies | step 8 ...   copies of step 7, whatever the program does next
     host     async_save -> step 8 is launched   does not wait
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ...kernels.transfer.host_copies import is_asynchronous, record_event
 from ...mesh.comm.world import World
 from ..tensor.sharded_tensor import ShardedTensor
-from .saving import on_host
 
 _ALIGNED, _SMALL = 64, 1 << 20  # bytes
 
@@ -109,3 +108,9 @@ def start_copies(
 
 def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg()
+
+
+def on_host(x: Tensor, copy: bool = False) -> Tensor:
+    """Return a contiguous host tensor with its own storage: `torch.save` writes whole storages."""
+    x = x.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()

@@ -1,4 +1,4 @@
-"""Trees of state: leaves by name, the structure as plain data, and mapping over leaves.
+"""Trees of state: leaves by name, the structure as plain data, mapping over leaves, tied weights.
 
 {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -230,3 +231,41 @@ def from_structure(structure: Structure, leaf: Callable[[str, Path], Any], path:
 def is_module(value: Any) -> bool:
     """Return whether an object determines its own leaves to load, instead of the checkpoint."""
     return isinstance(value, nn.Module)
+
+
+def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
+    """Return, for each name of a module's tensor that has an earlier name too, that earlier name.
+
+        {"embed.weight": w, "head.weight": w}   ->   {"head.weight": "embed.weight"}
+
+    Parameters and buffers of modules are compared by identity, so ranks without elements of a
+    tensor get the same result; so are, with `of_leaves`, tensors that are leaves of the tree, as
+    `state_dict` has the tied weights of a module.
+    """
+    first: dict[int, str] = {}
+    earlier_names: dict[str, str] = {}
+    for name, tensor in _tensors(tree, (), of_leaves):
+        first_name = first.setdefault(id(tensor), name)
+        if first_name != name:
+            earlier_names[name] = first_name
+    return earlier_names
+
+
+def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of the modules in a tree by name, in the order of its state;
+    with `of_leaves` also the tensors that are leaves.
+    """
+    if isinstance(tree, nn.Module):
+        saved = tree.state_dict(keep_vars=True)
+        named = chain(
+            tree.named_parameters(remove_duplicate=False),
+            tree.named_buffers(remove_duplicate=False),
+        )
+        tensors = dict(named)
+        yield from ((name_of((*path, name)), tensors[name]) for name in saved if name in tensors)
+    elif isinstance(tree, Tensor):
+        if of_leaves:
+            yield name_of(path), tree
+    elif not is_stateful(tree):
+        for key, child in children(tree) or ():
+            yield from _tensors(child, (*path, key), of_leaves)

@@ -15,6 +15,7 @@ one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.comm.work import DONE
-from ...mesh.monitor.ledger.profiler import profiler_range
 from ..layout.bounded_cache import HEAVY_LIMIT, LayoutCache
 from ..layout.layout import Layout
 from .packed_collectives import Collective
@@ -40,6 +40,7 @@ from .step_collectives import (
     device_mesh,
 )
 
+_NOTHING = nullcontext()  # may be entered many times
 _NAMED = 4  # number of tensors of a bucket that are named in errors
 Pair = tuple[Layout, Layout]
 Launched = list[tuple["_Bucket", Pending[list[Tensor]]]]
@@ -334,3 +335,12 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
         compiled = Executor([plan(src, dst, **options) for src, dst in pairs])
         _executors.keep(first, key, compiled)
     return compiled
+
+
+def profiler_range(tag: CommTag) -> AbstractContextManager[object]:
+    """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()` in
+    torch.profiler; does nothing while no profiler runs.
+    """
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    return profiler.record_function(f"shardmesh::redistribute {tag.text}")

@@ -255,13 +255,13 @@ class Recorder:
                     if not other_word or other_word >> 48 != sequence & 0xFFFF:
                         continue
                     if not same_call(other_word, own_word):
-                        monitor.look(self)
+                        monitor.waiting.wait_for_votes(self)
                         continue
                 other_lineage = other_words[slot + 1]
                 if other_lineage != lineage and unlike(other_lineage, lineage):
-                    monitor.look(self)
+                    monitor.waiting.wait_for_votes(self)
             if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
-                monitor.rendezvous(self, sequence)
+                monitor.waiting.rendezvous(self, sequence)
             elif sequence & (sequence - 1) == 0:
                 self.find_neighbours(monitor.directory)
         return number
@@ -277,7 +277,7 @@ class Recorder:
         self.buffer.write_splits(number, sent, expected)
         # from now on other ranks may read them
         self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1
-        self.monitor.compare_splits(self, self.called - 1)
+        self.monitor.waiting.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
         """Return the number of the record of one of the last collectives; that of the newest record

@@ -11,7 +11,6 @@ from ...comm.recording.trace_buffer import Header, RankState, Record, TraceBuffe
 from ...settings import monotonic_ns
 from ...text import ranks_text
 from ..recording.job_directory import JobDirectory, is_local, is_stopped
-from ..thread_errors import raised_in_thread
 from ..verdict import INTERRUPTIONS, Observation, Verdict, composed
 from .history import MESSAGES, left_the_order
 from .members import Member, awaited_ranks
@@ -419,7 +418,9 @@ def how_it_is(buffer: TraceBuffer | None) -> str:
     if silent > _FROZEN_NS and is_local(buffer):
         why = "a call that holds the interpreter's lock, or no CPU time"
         return f"frozen: not even its watchdog thread has run for {silent / 1e9:.1f} s ({why})"
-    return f"alive and busy elsewhere{raised_in_thread(buffer)}"
+    at = buffer.words[Header.THREAD_ERROR]
+    error = f"; {buffer.read_text(at)}" if at else ""
+    return f"alive and busy elsewhere{error}"
 
 
 def interrupted(rank: int, by: str, buffer: TraceBuffer) -> Verdict:

@@ -87,14 +87,10 @@ def is_left(folder: Path, changed: float) -> bool:
     return (is_whole and not is_being_deleted(folder)) or time.time() - changed > _NEW_S
 
 
-def is_over(folder: Path) -> bool:
-    """Return whether all processes of the job in this folder are gone, as far as can be seen: not
-    those of another container.
-    """
-    return _are_gone(_headers(folder))
-
-
 def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
+    """Return whether the processes of a job are gone, as far as can be seen: not those of another
+    container.
+    """
     own = [header for header in headers if is_near(header)]  # not the copies of other hosts'
     return all(is_local(header) and (is_dead(header) or _has_left(header)) for header in own)
 

@@ -30,8 +30,8 @@ from ...comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ...comm.thread_context import thread_context
 from ...errors import CollectiveError
 from ...settings import monotonic_ns, settings
-from ..completion import is_done_now
 from ..termination import is_broken_connection, torch_groups
+from ..waiting import is_done_now
 from . import cpp_calls
 from .entries import ENTER, Enter
 from .new_groups import CreationRecorders, waiting_for_members

@@ -65,12 +65,14 @@ class MessageRecorder(TorchRecorder):
         if monitor is None or not self.on_cpu or self.row is None:
             return plainly(work) if timeout is None else plainly(work, timeout)
         limit = self.timeout_ns if timeout is None else timeout.total_seconds() * 1e9
-        if not monitor.wait_until(self, sequence, lambda: self._has_come(monitor, sequence), limit):
+        if not monitor.waiting.wait_until(
+            self, sequence, lambda: self._has_come(monitor, sequence), limit
+        ):
             return plainly(work, _SOON)
         self.compare(sequence)
         if timeout is not None:
             return plainly(work, timeout)
-        monitor.wait_to_the_end(self, sequence, work)
+        monitor.waiting.wait_to_the_end(self, sequence, work)
         return True
 
     def _has_come(self, monitor: Monitor, sequence: int) -> bool:

@@ -20,10 +20,10 @@ from torch.distributed import distributed_c10d
 from ...comm.recording.recorder import Recorder
 from ...comm.recording.trace_buffer import SLOTS, stable_hash
 from ...settings import monotonic_ns
-from ..completion import is_done
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
 from ..diagnosis.members import agree, have_all_come, read_members
+from ..waiting import is_done
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -134,15 +134,17 @@ class TorchRecorder(Recorder):
         if monitor is None or not self.on_cpu:
             return plainly(work) if timeout is None else plainly(work, timeout)
         if timeout is not None:
-            monitor.wait_until(self, sequence, lambda: is_done(work), timeout.total_seconds() * 1e9)
+            monitor.waiting.wait_until(
+                self, sequence, lambda: is_done(work), timeout.total_seconds() * 1e9
+            )
             return plainly(work, _SOON)
-        monitor.wait(self, sequence, work)
+        monitor.waiting.wait_for_work(self, sequence, work)
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
         """Wait until all ranks have called; return whether they did in time. Raises: WatchError."""
         monitor = self.monitor
-        return monitor is None or monitor.wait_until(
+        return monitor is None or monitor.waiting.wait_until(
             self,
             sequence,
             lambda: have_all_come(read_members(monitor, self, sequence)),
@@ -153,7 +155,7 @@ class TorchRecorder(Recorder):
         """Raise a WatchError where another rank is the reason for an error of torch's."""
         if self.monitor is not None and self.on_cpu:
             self.mark(error, sequence)
-            self.monitor.explain(self, sequence, error)
+            self.monitor.waiting.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
         """Record on an error of torch's, such as a timeout, that other ranks had not arrived."""
@@ -171,7 +173,7 @@ class TorchRecorder(Recorder):
         super().find_neighbours(directory)
         monitor = self.monitor
         if monitor is not None and not agree(read_members(monitor, self, self.called - 1)):
-            monitor.look(self)
+            monitor.waiting.wait_for_votes(self)
 
     def _name(self) -> str:
         return self.label

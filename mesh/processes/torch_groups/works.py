@@ -61,16 +61,20 @@ class TorchWork(Work):
 class WatchedWork(TorchWork):
     """A collective on the CPU; while it waits, the monitor checks the other ranks."""
 
-    __slots__ = ("_seat", "_sequence", "_watch")
+    __slots__ = ("_own_recorder", "_sequence", "_waiting")
 
     def __init__(
-        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor
+        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, monitor: Monitor
     ) -> None:
         super().__init__(works, buffers)
-        self._seat, self._sequence, self._watch = recorder, recorder.called - 1, watch
+        self._own_recorder, self._sequence, self._waiting = (
+            recorder,
+            recorder.called - 1,
+            monitor.waiting,
+        )
 
     def _wait(self, work: Any) -> None:
-        self._watch.wait(self._seat, self._sequence, work)
+        self._waiting.wait_for_work(self._own_recorder, self._sequence, work)
 
 
 class PolledWork(WatchedWork):
@@ -81,7 +85,7 @@ class PolledWork(WatchedWork):
     __slots__ = ()
 
     def _wait(self, work: Any) -> None:
-        self._watch.poll(self._seat, self._sequence, work)
+        self._waiting.poll(self._own_recorder, self._sequence, work)
 
 
 class WatchedMessages(WatchedWork):
@@ -96,16 +100,16 @@ class WatchedMessages(WatchedWork):
         works: list[Any],
         buffers: tuple[Tensor, ...],
         recorder: Recorder,
-        watch: Monitor,
+        monitor: Monitor,
         places: Sequence[int | None],
     ) -> None:
-        super().__init__(works, buffers, recorder, watch)
+        super().__init__(works, buffers, recorder, monitor)
         self._places = places
 
     def wait(self) -> None:
         if self._works:
-            self._watch.wait_for_peers(self._seat, self._sequence, self._places)
+            self._waiting.wait_for_peers(self._own_recorder, self._sequence, self._places)
         super().wait()
 
     def _wait(self, work: Any) -> None:
-        self._watch.wait_to_the_end(self._seat, self._sequence, work)
+        self._waiting.wait_to_the_end(self._own_recorder, self._sequence, work)

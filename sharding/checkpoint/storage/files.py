@@ -232,6 +232,13 @@ def torch_save(value: Any, file: Any) -> None:
         torch.save(value, file)
 
 
+def serialize(value: Any) -> bytes:
+    """Return a value that is not a tensor, as torch.distributed.checkpoint stores it."""
+    file = io.BytesIO()
+    torch_save(value, file)
+    return file.getvalue()
+
+
 @contextlib.contextmanager
 def own_interrupt() -> Iterator[None]:
     """Raise the KeyboardInterrupt, SystemExit or MemoryError behind the block's error."""

@@ -215,7 +215,7 @@ class _Manifest:
 
 def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
     try:
-        parsed = json.loads(manifest, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
+        parsed = json.loads(manifest, parse_constant=_no_constant, object_pairs_hook=dict_of_pairs)
         intact = parsed["crc32"] == _crc_of(parsed)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
@@ -252,7 +252,8 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; for `object_pairs_hook`. Raises: ValueError: equal names."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("a name stands twice")

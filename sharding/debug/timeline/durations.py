@@ -1,4 +1,4 @@
-"""How long the nodes of a graph take, predicted from flops and bytes.
+"""How long the nodes of a graph take: predicted from flops and bytes, or measured in a call.
 
     operator     max(flops / rate, bytes read and written / memory)       views and numbers: nothing
     collective   latency + max(bytes / local, network bytes / network) x factor
@@ -9,9 +9,11 @@ a node is not counted.
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from torch import fx
 
 from ....mesh.topology import Topology
 from ...jit.collectives import OPERATORS, WAIT
+from ...jit.inspection.lowered import CompiledGraph
 from ...jit.inspection.step_graph import StepGraph, bytes_of, flops_of, ranks_of
 from ...jit.passes.alias import is_view, owner_of, writes
+from ...jit.program import compile_eagerly
 
 # NVIDIA H100 SXM (data sheet, without sparsity); float32 as torch multiplies it by default, without
 # TF32.
@@ -146,3 +150,64 @@ def _memory_bytes(node: fx.Node) -> int:
         if math.prod(shape)
         else 0
     )
+
+
+# -- measured --------------------------------------------------------------------------------------
+
+
+def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, tuple[float, float]]:
+    """Run a call; return when each node began and ended, in seconds from the graph's start.
+
+    Raises: ValueError if the graph is not one that the function runs, or the call has not run it.
+    """
+    entry = graph.entry if isinstance(graph, CompiledGraph) else None
+    if entry is None:
+        raise ValueError(
+            "timeline(measure=...): only a graph that a call has made can run; give the jitted "
+            "function, or f.recorded[i]"
+        )
+    stopwatch = _Stopwatch(graph.graph)
+    before, entry.runner = entry.runner, stopwatch
+    try:
+        call()
+    finally:
+        entry.runner = before
+    if stopwatch.times is None:
+        raise ValueError(
+            "timeline(measure=...): the call has not run this graph; call the function with "
+            "arguments like those that made it"
+        )
+    return stopwatch.times
+
+
+class _Stopwatch:
+    """Runs a graph as generated Python, and notes the time after each node.
+
+    Attributes:
+        times: when the nodes of the last run began and ended; None before.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.times: dict[fx.Node, tuple[float, float]] | None = None
+        self._nodes = list(graph.nodes)
+        self._is_cuda = any(
+            "val" in node.meta and node.meta["val"][3].type == "cuda" for node in self._nodes
+        )
+        self._marks: list[tuple[int, float]] = []
+        self._run = compile_eagerly(graph, self._mark)
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        self._marks.clear()
+        self._mark(-1)
+        results = self._run(*inputs)
+        first = self._marks[0][1]
+        ends = [(i, moment - first) for i, moment in self._marks]
+        self.times = {
+            self._nodes[i]: (start, end) for (_, start), (i, end) in itertools.pairwise(ends)
+        }
+        return results
+
+    def _mark(self, number: int) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self._marks.append((number, time.perf_counter()))

@@ -21,8 +21,7 @@ from ...jit.collectives import OPERATORS, WAIT, site_of
 from ...jit.inspection.step_graph import StepGraph, flops_of
 from ...jit.jit import JitFunction
 from .drawing import timeline_picture
-from .durations import Durations, moved_bytes
-from .measured import measured_times
+from .durations import Durations, measured_times, moved_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -73,6 +73,11 @@ def unshard(x: ShardedTensor, *dims: int) -> ShardedTensor:
     return x.redistribute(P.of_cuts(cuts, x._layout.pending))
 
 
+def even_sizes(count: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of the parts of a dim cut evenly: they differ by at most 1."""
+    return tuple(count // parts + (i < count % parts) for i in range(parts))
+
+
 def part_sizes(layout: Layout, dim: int) -> list[int]:
     """Return the lengths of the parts that the axes of `dim` cut it into, in order."""
     mesh, axes = layout.mesh, layout.spec.dims[dim]

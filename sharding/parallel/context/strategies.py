@@ -15,7 +15,7 @@ from torch import Tensor
 from ....kernels.transfer.host_copies import to_device
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
-from ...ops.rules.decomposition_utils import part_sizes, splitting_axes, with_dim
+from ...ops.rules.decomposition_utils import even_sizes, part_sizes, splitting_axes, with_dim
 from ...ops.rules.nn.attention import attention_local
 from .load_balance import Block, Runs, balanced, balanced_sizes, causal_blocks, contiguous
 from .ring import Ring
@@ -233,7 +233,7 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
     known = (
         part_sizes(k, len(k.shape) + HEADS)
         if k.spec.dims[HEADS] == axes
-        else _even_sizes(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
+        else even_sizes(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
     )
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
@@ -243,11 +243,7 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
             f"{options.axes}; use method='ring' or 'all_gather', which split no heads, or at least "
             f"{ranks} heads"
         )
-    return [n for heads in known for n in _even_sizes(heads, ranks)]
-
-
-def _even_sizes(count: int, parts: int) -> list[int]:
-    return [count // parts + (i < count % parts) for i in range(parts)]
+    return [n for heads in known for n in even_sizes(heads, ranks)]
 
 
 def _attend_whole(

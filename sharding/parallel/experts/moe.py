@@ -16,7 +16,7 @@ from ...layout.spec import Cut, P
 from ...lineage import comm_context, mixed, seed_of
 from ...ops import nonmember
 from ...ops.dispatch import wrap
-from ...ops.rules.decomposition_utils import part_sizes
+from ...ops.rules.decomposition_utils import even_sizes, part_sizes
 from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local, from_part
 from ...tensor.part_shapes import lengths_along
@@ -297,17 +297,10 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
             f"moe: the experts are split over {axes} into parts of {sizes_by_name}; split all "
             "parameters in the same way"
         )
-    return (
-        Cut(axes, next(iter(sizes_by_name.values())))
-        if sizes_by_name
-        else Cut(axes, _even_sizes(params, axes))
-    )
-
-
-def _even_sizes(params: dict[str, Any], axes: tuple[str, ...]) -> tuple[int, ...]:
+    if sizes_by_name:
+        return Cut(axes, next(iter(sizes_by_name.values())))
     first = next(iter(params.values()))
-    count, parts = first.shape[0], first.mesh.size(axes)
-    return tuple(count // parts + (i < count % parts) for i in range(parts))
+    return Cut(axes, even_sizes(first.shape[0], first.mesh.size(axes)))
 
 
 def _peers(params: Layout, axes: tuple[str, ...]) -> ExpertGroup:

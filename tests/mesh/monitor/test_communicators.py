@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardmesh.mesh import errors
-from shardmesh.mesh.monitor import communicators, termination
+from shardmesh.mesh.monitor import termination, timeouts
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.comm.nccl_like import NcclLikeGroup, NcclLikeWork
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
@@ -54,7 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     ]
     for group in groups:
         group.works.append(NcclLikeWork(group))
-    monkeypatch.setattr(communicators, "torch_groups", lambda: list(groups))
+    monkeypatch.setattr(timeouts, "torch_groups", lambda: list(groups))
     monkeypatch.setattr(termination, "alarm_signal", None)
     monkeypatch.setattr(type(rank.monitor), "is_of_this_job", lambda _: True)
     return Job(rank=rank, nccl=groups[:2], gloo=groups[2])
@@ -128,7 +128,7 @@ def test_an_abort_that_fails_or_takes_long_does_not_hide_the_verdict(
         released.wait(SOON_S)
 
     released = threading.Event()
-    monkeypatch.setattr(communicators, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(timeouts, "_LONGEST_ABORT_S", 0.05)
     monkeypatch.setattr("tests.mesh.comm.nccl_like.NcclLikeBackend.abort", abort)
     job.rank.monitor.fail(VERDICT)
     for _ in range(2):

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardmesh.mesh import init_device_mesh
-from shardmesh.mesh.monitor import completion
-from shardmesh.mesh.monitor.completion import is_done, is_done_now
+from shardmesh.mesh.monitor import waiting
 from shardmesh.mesh.monitor.monitor import Monitor
+from shardmesh.mesh.monitor.waiting import is_done, is_done_now
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.pool import Pool
 
@@ -55,16 +55,16 @@ def test_a_waiting_rank_does_not_ask_a_work_that_is_pending(
     waits: int, two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor: Monitor = two[0].monitor
-    monkeypatch.setattr(monitor, "_diagnose", lambda *_: True)
+    monkeypatch.setattr(monitor.waiting, "_diagnose", lambda *_: True)
     recorder = monitor.add_recorder(two[0].world.group(two[0].everyone))
-    monitor.wait(recorder, 0, LockedWork(waits))
+    monitor.waiting.wait_for_work(recorder, 0, LockedWork(waits))
     with pytest.raises(RuntimeError, match="connection closed"):
-        monitor.wait(recorder, 0, LockedWork(waits, "connection closed"))
+        monitor.waiting.wait_for_work(recorder, 0, LockedWork(waits, "connection closed"))
 
 
 def test_whether_a_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "_Work", LockedWork)
-    monkeypatch.setattr(completion, "_wait", LockedWork.wait)
+    monkeypatch.setattr(waiting, "_Work", LockedWork)
+    monkeypatch.setattr(waiting, "_wait", LockedWork.wait)
     work = LockedWork(2)
     assert [is_done(work) for _ in range(4)] == [False, False, True, True]
     assert is_done(LockedWork(0, "connection closed"))

@@ -22,9 +22,9 @@ from shardmesh.mesh import errors
 from shardmesh.mesh.comm.call_site import frame_of_thread
 from shardmesh.mesh.comm.recording import stream_events
 from shardmesh.mesh.comm.recording.trace_buffer import Header
-from shardmesh.mesh.monitor import communicators, device_waits, termination
-from shardmesh.mesh.monitor.device_waits import place_of
+from shardmesh.mesh.monitor import termination, timeouts, watchdog
 from shardmesh.mesh.monitor.verdict import Verdict
+from shardmesh.mesh.monitor.watchdog import place_of
 from shardmesh.mesh.settings import settings
 from tests.mesh.comm import nccl_like
 from tests.mesh.comm.nccl_like import GPU, NcclLikeGroup
@@ -57,7 +57,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         Event=Event, current_stream=lambda _: SimpleNamespace(stream_id=made.stream)
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(device_waits, "place_of", lambda _: (made.place, made.waits))
+    monkeypatch.setattr(watchdog, "place_of", lambda _: (made.place, made.waits))
     return made
 
 
@@ -205,7 +205,7 @@ def test_devices_in_a_deadlock_whose_hosts_are_anywhere(
 ) -> None:
     """Such as in a launch for which the device's queue has no room."""
     computing(device, three)
-    monkeypatch.setattr(device_waits, "_STUCK_NS", 1e8)
+    monkeypatch.setattr(watchdog, "_STUCK_NS", 1e8)
     verdict = verdict_of(three, SOON_S)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0,))
@@ -248,7 +248,7 @@ def test_a_rank_whose_host_is_elsewhere_may_come(
 ) -> None:
     """Its device waits, but what the others wait for is not called yet."""
     device.waits = False
-    monkeypatch.setattr(device_waits, "_STUCK_NS", 1e8)
+    monkeypatch.setattr(watchdog, "_STUCK_NS", 1e8)
     launch(three[0], PAIR)
     launch(three[1], ALL)
     launch(three[2], ALL)
@@ -439,9 +439,9 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     monkeypatch.setattr(
         nccl_like.NcclLikeBackend, "abort", lambda _: libc.pthread_mutex_unlock(mutex)
     )
-    monkeypatch.setattr(communicators, "torch_groups", lambda: [handle])
+    monkeypatch.setattr(timeouts, "torch_groups", lambda: [handle])
     monkeypatch.setattr(type(three[0].monitor), "is_of_this_job", lambda _: True)
-    monkeypatch.setattr(device_waits, "place_of", place_of)
+    monkeypatch.setattr(watchdog, "place_of", place_of)
     monkeypatch.setattr(termination, "monitors", [three[0].monitor])
     number = signal.SIGRTMIN + 12
     monkeypatch.setattr(termination, "alarm_signal", number)

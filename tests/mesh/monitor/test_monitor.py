@@ -19,9 +19,8 @@ from shardmesh.mesh import settings as settings_module
 from shardmesh.mesh.comm.null import NullWorld
 from shardmesh.mesh.comm.recording.recorder import route_of
 from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, Header, RankState
-from shardmesh.mesh.monitor import monitor as monitor_module
-from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.start import start_monitor
+from shardmesh.mesh.monitor import termination, waiting
+from shardmesh.mesh.monitor.monitor import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
 from shardmesh.mesh.settings import collective_check, from_environment, settings, watchdog
@@ -189,11 +188,11 @@ def test_waiting_rank_polls_at_growing_intervals(
         def is_completed(self) -> bool:
             return False
 
-    monkeypatch.setattr(monitor_module, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(waiting, "monotonic_ns", lambda: now[0])
     monkeypatch.setattr(monitor, "checked", lambda: looked.append(now[0]) or monitor)
-    monkeypatch.setattr(monitor, "_diagnose", lambda *_: diagnosed.append(now[0]) or True)
+    monkeypatch.setattr(monitor.waiting, "_diagnose", lambda *_: diagnosed.append(now[0]) or True)
     recorder = monitor.add_recorder(two[0].world.group(two[0].everyone))
-    monitor.wait(recorder, 0, Work())
+    monitor.waiting.wait_for_work(recorder, 0, Work())
     assert [at // 1_000_000 for at in looked] == [20]
     assert [at // 1_000_000 for at in diagnosed] == [30, 55, 80, 105, 130, 155, 180]
 
@@ -224,7 +223,7 @@ def beyond(four: list[DrivenRank]) -> list[DrivenRank]:
 def test_groups_beyond_the_table_do_not_wait(beyond: list[DrivenRank]) -> None:
     monitor, recorder = beyond[0].monitor, beyond[0].recorder()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(monitor.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
+        pool.submit(monitor.waiting.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
     assert monitor.standing() is None
 
 

@@ -17,7 +17,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.text import shortened
-from shardmesh.sharding.checkpoint import load, prepare, safetensors, saving
+from shardmesh.sharding.checkpoint import load, plan, safetensors, save
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.storage import files, manifest, pieces, reading
 from shardmesh.sharding.checkpoint.storage.folder import latest
@@ -110,13 +110,13 @@ def save_file(mesh, folder):
 
 
 PLACES = [
-    (save_it, prepare, "_line"),
-    (save_it, prepare, "take_lease"),
-    (save_it, saving, "on_host"),
-    (save_it, saving, "index_of"),
-    (save_later, prepare, "copy_leaves"),
-    (save_later, saving, "serialize"),
-    (save_later, saving, "manifest_of"),
+    (save_it, plan, "_line"),
+    (save_it, save, "take_lease"),
+    (save_it, save, "on_host"),
+    (save_it, save, "index_of"),
+    (save_later, save, "copy_leaves"),
+    (save_later, save, "serialize"),
+    (save_later, save, "manifest_of"),
     (load_it, manifest, "read_entries"),
     (load_it, load, "_allocate"),
     (load_it, pieces, "_read"),
@@ -217,15 +217,15 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
     """The thread of rank 0 waits for the files of others, but not for those of a rank that is known
     to have died.
     """
-    go, write = threading.Event(), saving.SaveJob.write
+    go, write = threading.Event(), save.SaveJob.write
 
     def late(self):
         if self.rank == 1:
             go.wait(20)
         write(self)
 
-    monkeypatch.setattr(saving.SaveJob, "write", late)
-    monkeypatch.setattr(prepare, "_is_lost", lambda world, rank: rank == 1)
+    monkeypatch.setattr(save.SaveJob, "write", late)
+    monkeypatch.setattr(save, "_is_lost", lambda world, rank: rank == 1)
 
     def program(mesh):
         handle = sm.checkpoint.async_save(tree(mesh), tmp_path)

@@ -11,11 +11,11 @@ import torch
 
 import shardmesh as sm
 from shardmesh import Layout, P
-from shardmesh.sharding.checkpoint import placing
+from shardmesh.sharding.checkpoint import plan
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
-from shardmesh.sharding.checkpoint.random_state import RandomState
 from shardmesh.sharding.checkpoint.save import save
+from shardmesh.sharding.checkpoint.state import RandomState
 from shardmesh.sharding.checkpoint.storage import pieces, reading
 from shardmesh.sharding.checkpoint.tree import PerRank
 from tests.device import DEVICE
@@ -279,7 +279,7 @@ def test_over_sockets_each_rank_reads_for_itself(world4, tmp_path):
 
 
 def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "PIECE_BYTES", 50)
+    monkeypatch.setattr(plan, "PIECE_BYTES", 50)
     monkeypatch.setattr(reading, "ROUND_BYTES", 3000)
     read = []
     whole = pieces.read_tensor

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import Layout, P
-from shardmesh.sharding.checkpoint.ties import ties
+from shardmesh.sharding.checkpoint.tree import ties
 from tests.sharding.ranks import collectives, launched, on_mesh
 
 

@@ -218,10 +218,10 @@ def test_ranks_that_gave_up_only_record(
     assert (two[0].world.monitor, recorder.monitor) == (None, None)
     assert two[0].world.trace_buffer.words[Header.RECORDS] == 2  # the ledger goes on where it was
     assert capsys.readouterr().err == "shardmesh: this job is not monitored: the folder is full\n"
-    two[0].monitor.wait(recorder, 1, _Done())
-    two[0].monitor.wait_for_peers(recorder, 1, [1])
-    two[0].monitor.rendezvous(recorder, 1)
-    two[0].monitor.look(recorder)
+    two[0].monitor.waiting.wait_for_work(recorder, 1, _Done())
+    two[0].monitor.waiting.wait_for_peers(recorder, 1, [1])
+    two[0].monitor.waiting.rendezvous(recorder, 1)
+    two[0].monitor.waiting.wait_for_votes(recorder)
 
 
 class _Done:

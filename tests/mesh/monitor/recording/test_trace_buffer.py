@@ -22,7 +22,7 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
     stable_hash,
 )
 from shardmesh.mesh.monitor.recording import job_directory as directory_module
-from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
+from shardmesh.mesh.monitor.recording.cleanup import is_left, sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix
 from shardmesh.mesh.monitor.recording.job_directory import (
     JobDirectory,
@@ -309,7 +309,7 @@ def test_jobs_of_another_container_are_not_swept(parent: Path) -> None:
     directory.buffer.words[Header.PID_SPACE] += 1
     directory.buffer.words[Header.BORN] += 1
     assert not is_dead(directory.buffer)  # nobody can tell
-    assert not is_over(directory.folder)
+    assert not is_left(directory.folder, 0.0)
 
 
 def test_a_process_that_stopped_and_died(parent: Path) -> None:

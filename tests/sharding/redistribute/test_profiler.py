@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardmesh as sm
 from shardmesh.mesh import init_device_mesh, null_world
 from shardmesh.mesh.comm.recording.recorder import CommTag
-from shardmesh.mesh.monitor.ledger.profiler import profiler_range
+from shardmesh.sharding.redistribute.executor import profiler_range
 
 
 def test_each_redistribution_has_a_name() -> None:

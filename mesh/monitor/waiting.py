@@ -1,0 +1,292 @@
+"""How a rank waits for other ranks and for torch's works, checking meanwhile whether the job fails.
+
+first 10 ms       only waits
+up to 20 ms       reads the alarm: whether another rank has given a verdict
+then              reads the trace buffers of all ranks every 25 ms, and gives one if it must
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.distributed.constants import default_pg_timeout
+
+from ..comm.recording.trace_buffer import Header
+from ..errors import WatchError
+from ..settings import monotonic_ns
+from .diagnosis import diagnose
+from .diagnosis.members import Member, agree, member, read_members
+from .recording.job_directory import Alarm, is_near
+
+if TYPE_CHECKING:
+    from ..comm.recording.recorder import Recorder
+    from .monitor import Monitor
+
+_SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
+_LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
+_SPINS = 20  # checks without sleeping in between
+_NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
+TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
+_TO_SHOW_S = 0.3
+_SHORT = timedelta(milliseconds=1)
+_IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
+_Work: Any = getattr(dist, "Work", None)
+_wait: Any = getattr(_Work, "wait", None)  # before `torch_calls` wraps it
+
+
+class Waiting:
+    """The waits of one `Monitor`'s process."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    # -- for other ranks ---------------------------------------------------------------------------
+
+    def rendezvous(self, recorder: Recorder, sequence: int) -> None:
+        """Wait until all ranks call the same: before a group's first collective, for which torch
+        connects them, and in "strict" mode.
+        """
+
+        def done(members: list[Member]) -> bool:
+            late = [
+                m
+                for m in members
+                if m.came is False and (m.buffer is not None or self._monitor.sees_all)
+            ]
+            return not late and agree(members)
+
+        self._wait_for(recorder, sequence, done)
+        if sequence == 0 and self._monitor.is_on:
+            recorder.find_neighbours(self._monitor.directory)
+
+    def wait_for_votes(self, recorder: Recorder) -> None:
+        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
+        as a WatchError.
+        """
+        since = monotonic_ns()
+        sequence = recorder.called - 1
+        while not agree(read_members(self._monitor, recorder, sequence)) and self._diagnose(
+            recorder, sequence, since
+        ):
+            time.sleep(_NAP_S)
+
+    def wait_for_peers(
+        self, recorder: Recorder, sequence: int, places: Sequence[int | None]
+    ) -> None:
+        """Return when these members have called this collective.
+
+        A message between two ranks cannot be waited for in slices, so it is not waited for before
+        both ranks have called.
+        """
+        ranks = [recorder.group.ranks[place] for place in places if place is not None]
+
+        def done(_: Any) -> bool:
+            peers = [member(self._monitor.directory, recorder.key, r, sequence) for r in ranks]
+            return all(
+                m.came is not False or (m.buffer is not None and not is_near(m.buffer))
+                for m in peers
+            )
+
+        self._wait_for(recorder, sequence, done)
+        wrong = (
+            diagnose.wrong_route(self._monitor, recorder, sequence) if self._monitor.is_on else None
+        )
+        if wrong is not None:
+            raise self._monitor.failed(wrong)
+
+    def compare_splits(self, recorder: Recorder, sequence: int) -> None:
+        """Raise a WatchError where a rank sends another number of elements than its receiver
+        expects, as far as ranks have called.
+        """
+        if diagnose.wrong_splits(self._monitor, recorder, sequence) is not None:
+            deadline = time.monotonic() + _TO_SHOW_S
+            while time.monotonic() < deadline and not all(
+                m.route for m in read_members(self._monitor, recorder, sequence)
+            ):
+                time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
+            wrong = diagnose.wrong_splits(self._monitor, recorder, sequence)
+            if wrong is not None:
+                raise self._monitor.failed(wrong)
+
+    def _wait_for(
+        self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
+    ) -> None:
+        self.wait_until(
+            recorder, sequence, lambda: done(read_members(self._monitor, recorder, sequence))
+        )
+
+    def wait_until(
+        self,
+        recorder: Recorder,
+        sequence: int,
+        is_done: Callable[[], bool],
+        limit_ns: float = math.inf,
+    ) -> bool:
+        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
+        since = monotonic_ns()
+        for _ in range(_SPINS):
+            if is_done():
+                return True
+        nap = _NAP_S
+        with self._blocked(recorder, sequence, since):
+            while not is_done():
+                if monotonic_ns() - since > limit_ns or not self._diagnose(
+                    recorder, sequence, since
+                ):
+                    return False
+                time.sleep(nap)
+                # leave the processors to the ranks that are waited for
+                nap = min(1.5 * nap, _LONGEST_NAP_S)
+        return True
+
+    # -- for torch's works -------------------------------------------------------------------------
+
+    def wait_for_work(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms,
+        then every 25 ms.
+
+        Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
+        it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
+        is gone. Raises: the diagnosed WatchError.
+        """
+        if not self._is_done_soon(recorder, sequence, work, _SLICE):
+            self._wait_long(recorder, sequence, work)
+
+    def _is_done_soon(
+        self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
+    ) -> bool:
+        """Wait for a slice of time; return whether the work is done. (When the slice runs out,
+        torch takes 0.2 ms to build its error.)
+        """
+        try:
+            work.wait(slice_)
+        except RuntimeError as error:
+            if is_pending(error, work):
+                return False
+            # it ended just after the slice, or it failed
+            self.wait_to_the_end(recorder, sequence, work)
+        return True
+
+    def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        since = monotonic_ns()
+        slice_ = _SLICE
+        with self._blocked(recorder, sequence, since):
+            while not self._is_done_soon(recorder, sequence, work, slice_):
+                is_long = monotonic_ns() - since >= _LONG_NS
+                if not (
+                    self._diagnose(recorder, sequence, since)
+                    if is_long
+                    else self._monitor.checked() is not None
+                ):
+                    work.wait(default_pg_timeout)
+                    return
+                slice_ = _LONG_SLICE if is_long else slice_
+
+    def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout,
+        which would abort NCCL's communicator.
+        """
+        self.wait_until(recorder, sequence, work.is_completed)
+        self.wait_to_the_end(recorder, sequence, work)
+
+    def wait_to_the_end(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for torch's work without checking the other ranks."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.explain(recorder, sequence, error)
+
+    def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
+        """Raise the reason for a collective that broke: WatchError where another rank is the
+        reason, else the error itself.
+        """
+        since = monotonic_ns()
+        relay = self._monitor.relay
+        limit_s = TO_EXPLAIN_S
+        if relay is not None and relay.has_others:
+            limit_s += relay.lost_after_s
+        while monotonic_ns() - since < limit_s * 1e9:
+            try:
+                if not self._diagnose(recorder, sequence, since):
+                    break
+                # also a rank that had called this collective
+                gone = diagnose.lost(self._monitor, recorder, sequence)
+                if gone is not None:
+                    raise self._monitor.failed(gone)
+            except WatchError as watch_error:
+                raise watch_error from error
+            time.sleep(0.01)
+        raise error
+
+    # -- while it waits ----------------------------------------------------------------------------
+
+    def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
+        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
+        job is not monitored any more.
+        """
+        if self._monitor.checked() is None:
+            return False
+        verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
+        if verdict is not None:
+            raise self._monitor.failed(verdict)
+        self._monitor.check_visible(recorder, since)
+        return self._monitor.alarm[0] != Alarm.UNWATCHED
+
+    @contextmanager
+    def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
+        """Publish what the main thread is blocked in; of an asynchronous collective that need not
+        be the newest record.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        words = self._monitor.buffer.words
+        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = since, recorder.record_of(sequence) + 1
+        try:
+            yield
+        finally:
+            words[Header.BLOCKED] = 0
+
+
+# -- whether a work of gloo is done ----------------------------------------------------------------
+
+# gloo's thread    Work.finish: has the work's lock, runs the profiler's callback, which waits for
+#                  the interpreter's lock
+# this thread      Work.isCompleted: has the interpreter's lock, waits for the work's:
+#                  neither goes on
+#
+# The callback needs the interpreter where the collective was started under
+# `torch.autograd.graph.saved_tensors_hooks`, as in a backward of FSDP, while a profiler was on
+# (torch 2.13). A wait releases the interpreter's lock, so a short one asks in place of
+# `is_completed()`.
+
+
+def is_pending(error: RuntimeError, work: Any) -> bool:
+    """Return whether a timed wait raised this error because the time was over; otherwise the work
+    has failed, or has just ended.
+    """
+    return _IS_PENDING in str(error) or not work.is_completed()
+
+
+def is_done(work: Any) -> bool:
+    """Return whether a collective of gloo has ended or failed; waits up to 1 ms."""
+    if type(work) is not _Work:  # a stand-in
+        return work.is_completed()
+    try:
+        _wait(work, _SHORT)
+    except RuntimeError as error:
+        return not is_pending(error, work)
+    return True
+
+
+def is_done_now(work: Any) -> bool:
+    """Return whether a work has ended, in little time; under a profiler always False."""
+    return not profiler._is_profiler_enabled and work.is_completed()
