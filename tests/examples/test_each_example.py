@@ -123,7 +123,7 @@ def test_script(command):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_one_short_file(name):
     text = (FOLDER / f"{name}.py").read_text()
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 210
     ways = [
         f"python examples/{name}.py",
         "--launch",

@@ -31,6 +31,7 @@ OF_THE_CALL = {
     "grad_is_nested",
     "starts_async",
     "schedule",
+    "elementwise_step",
     "segment_calls",
     "last_draw",
     "on_stand_ins",
