@@ -269,9 +269,15 @@ def _make_strategy(
     """Make the strategy for a new key and cache it."""
     refuse_jit_trace()
     refuse_script(func)
-    if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
-        plain_operands.refuse_without_value(func, operands)
-    call = _Call(func, args, kwargs, key, operands)
+    wrapped = plain = False
+    for k in key:
+        if k is _WRAPPED:
+            wrapped = True
+        elif k is _PLAIN:
+            plain = True
+        elif type(k) is tuple and k[-1:] == (_ON_META,):
+            plain_operands.refuse_without_value(func, operands)
+    call = _Call(func, args, kwargs, operands, wrapped, plain)
     run = next((run for applies, run in _KINDS_OF_CALLS if applies(call)), None)
     if run is _WITH_PLAIN and not operands:
         tensors = plain_operands.tensors_in((*args, *kwargs.values()))
@@ -311,13 +317,14 @@ def _runner(func: Any, strategy: OpStrategy, layout: Layout) -> Callable[..., An
 
 
 class _Call(NamedTuple):
-    """A call, its key and its sharded operands."""
+    """A call, its sharded operands, and whether its key has `_WRAPPED` and `_PLAIN`."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    key: list[Any]
     operands: list[Any]
+    wrapped: bool
+    plain: bool
 
 
 def _runs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,28 +369,20 @@ def _on_wrappers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _has(mark: object) -> Callable[[_Call], bool]:
-    return lambda call: any(k is mark for k in call.key)
-
-
-def _asks_wrapper(call: _Call) -> bool:
-    is_access = name_of(call.func) in _ATTRIBUTE_ACCESS and call.func not in RULES
-    return not call.operands or is_access
-
-
 _ON_WRAPPERS = _runs(_on_wrappers)
 _WITH_PLAIN = _runs(_with_plain)
 # Kinds of calls, and how to run them. The first that applies counts.
 _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] = (
-    (_has(_WRAPPED), _runs(torch_transforms.run_with_wrapped)),
+    (lambda c: c.wrapped, _runs(torch_transforms.run_with_wrapped)),
     (
         lambda c: c.operands and plain_operands.plain_targets(c.func, c.args, c.kwargs),
         _runs(plain_operands.write_plain),
     ),
     (lambda c: has_numpy_names(c.func, c.kwargs), _runs(_with_torch_names)),
     (lambda c: has_tensor_as_number(c.func, c.kwargs), _runs(_with_numbers)),
-    (_has(_PLAIN), _WITH_PLAIN),
-    (_asks_wrapper, _ON_WRAPPERS),
+    (lambda c: c.plain, _WITH_PLAIN),
+    (lambda c: not c.operands, _ON_WRAPPERS),
+    (lambda c: name_of(c.func) in _ATTRIBUTE_ACCESS and c.func not in RULES, _ON_WRAPPERS),
     (lambda c: c.kwargs.get("out") is not None and not public_call(c.func), _runs(_into_out)),
 )
 

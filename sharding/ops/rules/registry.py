@@ -165,12 +165,12 @@ def _row_maker(bind: Any, func: Any, pattern: Any, options: dict[str, Any]) -> R
     def make(*args: Any, **kwargs: Any) -> Rule | None:
         arguments = bind(*args, **kwargs)
         rule = pattern
-        if callable(pattern):
+        if not isinstance(pattern, str):
             named = Arguments(**arguments)
             named.func = func
             rule = pattern(named)
-        if not isinstance(rule, str):
-            return rule
+            if not isinstance(rule, str):
+                return rule
         count = rule.partition("->")[0].count(",") + 1
         return einrule(rule, *list(arguments.values())[:count], **options)
 
