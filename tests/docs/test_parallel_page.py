@@ -317,8 +317,44 @@ def test_program_with_a_style_of_its_own():
     on_axes((2,), ("tp",), program)
 
 
+def test_programs_with_penalties_and_losses():
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        model = fully_shard(TanhResidual(), mesh)
+        rows, labels = torch.randn(4, 8), torch.arange(4)
+        names = {"model": model, "rows": rows, "labels": labels, "criterion": F.cross_entropy}
+        _run("penalty = sum", NAMES | names)
+        assert all(torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
+
+        class DiceLoss(nn.CrossEntropyLoss):
+            def __init__(self):
+                super().__init__(weight=torch.arange(8.0))
+
+        images, classes = (sm.device_put(x, mesh, P("dp")) for x in (rows, labels))
+        names = {"model": model, "images": images, "labels": classes, "DiceLoss": DiceLoss}
+        names = _run("criterion = parallelize", NAMES | names | {"mesh": mesh})
+        expected = names["criterion"](names["model"](images), classes)
+        torch.testing.assert_close(names["loss"].full_tensor(), expected.full_tensor())
+
+    _ranks(2, program)
+
+
+def test_program_with_metrics():
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        labels = sm.device_put(torch.arange(4), mesh, P("dp"))
+        logits = F.one_hot(labels, 10).float()
+        names = {"torchmetrics": torchmetrics, "logits": logits, "labels": labels}
+        accuracy = _run("torchmetrics.Accuracy", NAMES | names)["accuracy"]
+        assert float(accuracy.compute()) == 1
+
+    _ranks(2, program)
+
+
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 16
+    assert len(blocks(PAGE, "python")) == 19
 
 
 # -- the table of forms ----------------------------------------------------------------------------
