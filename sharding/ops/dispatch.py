@@ -127,7 +127,7 @@ def torch_function(
     if strategy.run is _ON_WRAPPERS:
         return _on_wrappers(func, args, kwargs)
     lineage, before = mixed(strategy.seed, operands), thread_context.last_draw
-    result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)
+    result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)  # type: ignore[misc]
     if thread_context.last_draw is not before:
         return _with_lineage(True, result, with_drawn(lineage, before), operands)
     return _with_lineage(strategy.in_place, result, lineage, operands)

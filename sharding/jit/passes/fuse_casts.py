@@ -354,7 +354,8 @@ def _is_of_collective(move: Movement, x: fx.Node) -> bool:
         if any(node.target in OPERATORS for node in makers):
             return True
         makers = {node for node in makers if node.target is not aten.copy_.default}
-        nodes = {node.args[0] for node in makers if elementwise(node) is not None}
+        operands: list[Any] = [node.args[0] for node in makers if elementwise(node) is not None]
+        nodes = set(operands)
     return False
 
 

@@ -164,7 +164,7 @@ def rules(
 def _row_maker(bind: Any, func: Any, pattern: Any, options: dict[str, Any]) -> RuleMaker:
     def make(*args: Any, **kwargs: Any) -> Rule | None:
         arguments = bind(*args, **kwargs)
-        rule = pattern
+        rule: Any = pattern
         if not isinstance(pattern, str):
             named = Arguments(**arguments)
             named.func = func
@@ -312,15 +312,20 @@ def _registering(
             bound = partial(_bound, variant, skip, func)
             entries: list[Any] = [(DECOMPOSITIONS, maker_of(variant, func, bound))]
             if rule is not None:
-                entries.append((RULES, lambda *args, bound=bound, **kw: rule(bound(args, kw))))
+                entries.append((RULES, partial(_rule_of_call, rule, bound)))
             for table, maker in entries:
-                update_wrapper(maker, function).__signature__ = _signature(variant, skip)
+                update_wrapper(maker, function)
+                maker.__signature__ = _signature(variant, skip)
                 _put(table, funcs, maker)
             if view:
                 RESULT_IS_VIEW.update(funcs)
         return function
 
     return register
+
+
+def _rule_of_call(rule: Callable[[Any], Rule | None], bound: Any, *args: Any, **kw: Any) -> Any:
+    return rule(bound(args, kw))
 
 
 def _bound(

@@ -594,8 +594,11 @@ class UnitStep:
         unused: list[str] = []
         for i in candidates:
             part, parameter = parts[i], parameters[i]
-            is_sum = part is not None and not part.requires_grad
-            if is_sum and leaf_grads.may_start(parameter, nodes[i]):
+            if (
+                part is not None
+                and not part.requires_grad
+                and leaf_grads.may_start(parameter, nodes[i])
+            ):
                 later[i] = part
             elif parameter.requires_grad:
                 unused.append(plan.slots[i].path)
