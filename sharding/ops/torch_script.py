@@ -42,9 +42,9 @@ def _install() -> None:
         tensors = tensors_in((*args, *kwargs.values()))
         if not any(isinstance(x, ShardedTensor) for x in tensors):
             return run_script(self, *args, **kwargs)
-        function: Any = getattr(self, _PYTHON_FUNCTION, None)
+        function = getattr(self, _PYTHON_FUNCTION, None)
         if function is None:
-            refuse_script(self)
+            return refuse_script(self)
         return function(*args, **kwargs)
 
     script_function.__call__ = call

@@ -57,7 +57,8 @@ def pictures():
 def test_pictures_are_drawn_by_the_script(pictures):
     names = set(pictures.PICTURES)
     assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS) | {
-        "timeline"
+        "soak",  # by benchmarks/soak.py
+        "timeline",
     }
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
 

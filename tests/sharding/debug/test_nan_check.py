@@ -132,12 +132,12 @@ def test_inside_a_mapped_function(mesh):
     x = place(mesh, torch.arange(4.0), Shard(0))
     for check in (True, False):
         mapped = sm.shard_map(
-            lambda x: sm.psum((x - 1).log().sum(), "a"),
+            lambda x: sm.psum((x - 1).log().sum(), "a"),  # bad
             mesh=mesh,
             in_specs=P("a"),
             out_specs=P(),
             check=check,
-        )  # bad
+        )
         found = caught(mapped, x) if mesh.world.rank == 0 else None
         assert found is None or found.operator == "log"
 

@@ -55,6 +55,7 @@ WITHOUT_SAMPLES = (
     "Tensor.cuda",
     "Tensor.requires_grad_",
     "torch._pack_padded_sequence",
+    "torch._pad_packed_sequence",
     "linalg.eig",
 )
 
