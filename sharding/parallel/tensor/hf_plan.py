@@ -9,7 +9,7 @@ determine that, so most strings only say how parameters are split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -102,25 +102,22 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
     peft's adapters (`_paths_in_model`).
     """
     own = _plan_of(module)
-    is_auto = isinstance(plan, str)
-    if isinstance(plan, str):
-        plan = _own_plan(module, plan, own)
-    strings = {pattern: style for pattern, style in plan.items() if isinstance(style, str)}
+    entries = _own_plan(module, plan, own) if isinstance(plan, str) else plan
+    strings = {pattern: style for pattern, style in entries.items() if isinstance(style, str)}
     _check_known(strings)
-    paths = _paths_in_model(module) if strings else {}
     modules = dict(module.named_modules())
     tensors = dict(module.named_parameters(remove_duplicate=False))
+    paths = _paths_in_model(module, modules, tensors) if strings else {}
     styles: dict[str, Any] = {}
-    for pattern, style in plan.items():
-        matched = (
-            _matched(pattern, style, paths, modules, tensors)
-            if pattern in strings
-            else {pattern: style}
-        )
-        styles |= matched or (
-            {} if pattern in own else {pattern: _OF_MODULES[style](None)}
-        )  # raises later, with similar names
-    if is_auto and not styles:
+    for pattern, style in entries.items():
+        if pattern not in strings:
+            styles[pattern] = style
+            continue
+        matched = _styles_of_pattern(pattern, style, paths, modules, tensors)
+        if not matched and pattern not in own:
+            matched = {pattern: _OF_MODULES[style](None)}  # raises later, with similar names
+        styles |= matched
+    if isinstance(plan, str) and not styles:
         raise ValueError(
             f"no pattern of the plan of {type(module).__name__} matches any of its modules; "
             "parallelize the model inside of it, or write a plan with the paths of its "
@@ -168,7 +165,9 @@ def _check_known(strings: Mapping[str, str]) -> None:
 # -- peft's adapters -------------------------------------------------------------------------------
 
 
-def _paths_in_model(module: nn.Module) -> dict[str, str]:
+def _paths_in_model(
+    module: nn.Module, modules: Mapping[str, nn.Module], tensors: Iterable[str]
+) -> dict[str, str]:
     """Return, for each module and parameter, its path in the model without peft's adapters.
 
     base_model.model.layers.0.q_proj                     no path: the adapter around the layer
@@ -176,11 +175,9 @@ def _paths_in_model(module: nn.Module) -> dict[str, str]:
     base_model.model.layers.0.q_proj.lora_A.default      no path
     base_model.model.head.modules_to_save.default        head
     """
-    modules = dict(module.named_modules())
     owner = plan_owner(module)
     prefix = next(path for path, inner in modules.items() if inner is owner)
     paths = {}
-    tensors = [path for path, _ in module.named_parameters(remove_duplicate=False)]
     for path in [*modules, *tensors]:
         if path == prefix:
             paths[path] = ""
@@ -216,7 +213,7 @@ def _without_adapters(path: str, start: int, modules: Mapping[str, nn.Module]) -
     return ".".join(names)
 
 
-def _matched(
+def _styles_of_pattern(
     pattern: str,
     style: str,
     paths: Mapping[str, str],
@@ -270,7 +267,7 @@ def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> S
         if style_name in _BY_INPUTS
         else None
     )
-    features = None if not dims else module.weight.shape[dims[("weight")]]  # type: ignore[union-attr,index]
+    features = None if not dims else module.weight.shape[dims["weight"]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
     return _OF_MODULES[style_name](features // size if whole else None)  # type: ignore[operator]
 
