@@ -42,34 +42,10 @@ def _define(name: str) -> None:
     setattr(Resharding, name, operator)
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "matmul",
-    "pow",
-    "mod",
-    "neg",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-):
-    _define(f"__{_name}__")
-for _name in (
-    "radd",
-    "rsub",
-    "rmul",
-    "rtruediv",
-    "rmatmul",
-    "rpow",
-    "getitem",
-    "len",
-    "bool",
-    "float",
-    "int",
-):
+_BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
+_REFLECTED = tuple(f"r{name}" for name in _BINARY)
+_OTHER = ("mod", "neg", "lt", "le", "gt", "ge", "getitem", "len", "bool", "float", "int")
+for _name in (*_BINARY, *_REFLECTED, *_OTHER):
     _define(f"__{_name}__")
 
 
