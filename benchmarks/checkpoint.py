@@ -147,10 +147,8 @@ class CheckpointSetup:
 
     def check_each_other(self) -> None:
         """Check that each implementation loads what the other saved."""
-        expected, zeros = (
-            self.their(0, self.whole),
-            {name: torch.zeros_like(x) for name, x in self.whole.items()},
-        )
+        expected = self.their(0, self.whole)
+        zeros = {name: torch.zeros_like(x) for name, x in self.whole.items()}
         theirs = self.their(0, zeros)
         dcp.load(theirs, checkpoint_id=self.folders[OURS] / "step-00000000")
         ours = sm.checkpoint.load(self.folders[THEIRS], like=self.our(0, zeros))

@@ -57,10 +57,8 @@ def weights(
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(layers):
-        up, down = (
-            torch.randn(4 * width, width, generator=generator) / 8,
-            torch.randn(width, 4 * width, generator=generator) / 16,
-        )
+        up = torch.randn(4 * width, width, generator=generator) / 8
+        down = torch.randn(width, 4 * width, generator=generator) / 16
         made.append((place(torch.ones(width), None), place(up, 0), place(down, 1)))
     return [tuple(w.requires_grad_() for w in block) for block in made]  # type: ignore[misc]
 
@@ -93,10 +91,8 @@ def host_time(rounds: int) -> dict[str, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    theirs, ours = (
-        init_torch_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)),
-        sm.init_device_mesh("cpu", (WORLD,), axis_names=("tp",)),
-    )
+    theirs = init_torch_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    ours = sm.init_device_mesh("cpu", (WORLD,), axis_names=("tp",))
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     plain = weights(lambda w, dim: w if dim is None else w.chunk(WORLD, dim)[0].clone())
     theirs_w = weights(

@@ -40,11 +40,9 @@ import shardmesh as sm
 
 TOLERANCE = 1e-4  # of losses, relative
 FIRST_STEPS = 4  # two until the optimizer has its state and a graph is recorded, two that run it
-OURS, EAGER_BACKEND, INDUCTOR = (
-    "ours, eager",
-    "ours, sm.jit, eager backend",
-    "ours, sm.jit, Inductor",
-)
+OURS = "ours, eager"
+EAGER_BACKEND = "ours, sm.jit, eager backend"
+INDUCTOR = "ours, sm.jit, Inductor"
 
 
 @dataclass(frozen=True)

@@ -233,10 +233,8 @@ def _handling_calls(
 
 def time_moves(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
     """Time redistribute and the raw collective that it needs ("plain"), on contiguous buffers."""
-    x, full = (
-        torch.randn(size.rows * WORLD, size.width),
-        torch.Size((size.rows * WORLD, size.width)),
-    )
+    x = torch.randn(size.rows * WORLD, size.width)
+    full = torch.Size((size.rows * WORLD, size.width))
     group, splits = dist.group.WORLD, [size.rows * size.width // WORLD] * WORLD
     rows, columns = x.chunk(WORLD)[0].contiguous(), x.chunk(WORLD, 1)[0].contiguous()
     flat = rows.view(-1)
@@ -365,11 +363,9 @@ def time_mlp(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes
     "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as in a
     hand-written tensor-parallel layer.
     """
-    x, w1, w2 = (
-        torch.randn(size.rows, size.width),
-        torch.randn(size.hidden, size.width),
-        torch.randn(size.width, size.hidden),
-    )
+    x = torch.randn(size.rows, size.width)
+    w1 = torch.randn(size.hidden, size.width)
+    w2 = torch.randn(size.width, size.hidden)
     calls = {
         PLAIN: _mlp_step(impls[PLAIN], x, w1, w2, lambda y: y),
         "by hand": _mlp_step(impls[PLAIN], x, w1, w2, lambda y: _AllReduce.apply(y)),

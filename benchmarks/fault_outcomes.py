@@ -18,12 +18,10 @@ from tests.faults.fault import RANKS, Fault
 from tests.faults.runner import Outcome, RankOutcome
 
 WRONG, NOTHING, HANG = "wrong result", "nothing", "hang"
-CLOSED, MISMATCH, MISSING, ABORT = (
-    "connection closed",
-    "mismatch reported",
-    "missing rank reported",
-    "abort",
-)
+CLOSED = "connection closed"
+MISMATCH = "mismatch reported"
+MISSING = "missing rank reported"
+ABORT = "abort"
 # Meaning of torch's errors by words in them; the first match counts.
 _MEANINGS = {
     "mismatch between collectives": MISMATCH,

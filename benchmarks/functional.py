@@ -38,12 +38,10 @@ from torch.distributed.tensor.experimental import local_map
 import shardmesh as sm
 from shardmesh import P
 
-ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = (
-    "check=True",
-    "check=False",
-    'check="always"',
-    "sm.compat.local_map",
-)
+ONCE = "check=True"
+NEVER = "check=False"
+ALWAYS = 'check="always"'
+OUR_LOCAL_MAP = "sm.compat.local_map"
 FUNCTIONAL, SPMD, SPMD_CHECKED = "functional", "spmd_types", "spmd_types checked"
 CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
 
@@ -57,10 +55,8 @@ class FunctionalConfig:
     batch_s: float
 
 
-FULL, QUICK = (
-    FunctionalConfig(rounds=20, passes=3, batch_s=2e-3),
-    FunctionalConfig(rounds=1, passes=1, batch_s=0),
-)
+FULL = FunctionalConfig(rounds=20, passes=3, batch_s=2e-3)
+QUICK = FunctionalConfig(rounds=1, passes=1, batch_s=0)
 
 
 def timed(
@@ -180,10 +176,8 @@ def _our_local_map(boundary: Boundary) -> Callable[..., Any]:
 
 
 def _their_map(boundary: Boundary) -> Callable[..., Any]:
-    ins, outs = (
-        tuple(map(their_placements, boundary.dims)),
-        tuple(map(their_placements, boundary.outs)),
-    )
+    ins = tuple(map(their_placements, boundary.dims))
+    outs = tuple(map(their_placements, boundary.outs))
     return local_map(boundary.f, outs, ins)
 
 
@@ -323,10 +317,9 @@ def _repeated(
 def _operator_calls(
     setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool
 ) -> dict[str, Call]:
-    x, w = (
-        torch.randn(8, 8, requires_grad=grad),
-        torch.eye(8, requires_grad=grad),
-    )  # values do not grow
+    # values do not grow
+    x = torch.randn(8, 8, requires_grad=grad)
+    w = torch.eye(8, requires_grad=grad)
     our_x, our_w = setup.our(x, 0), setup.our(w, None)
     calls: dict[str, Call] = {PLAIN: lambda: body(x, w)}
     for name, check in CHECKS.items():
@@ -371,10 +364,8 @@ class Section:
 
     @property
     def columns(self) -> list[str]:
-        over, ratios = (
-            (f"{name} over plain" for name in self.over),
-            (" / ".join(pair) for pair in self.ratios),
-        )
+        over = (f"{name} over plain" for name in self.over)
+        ratios = (" / ".join(pair) for pair in self.ratios)
         return ["case", *(f"{name} us" for name in self.shown), *over, *ratios]
 
     def row(self, found: CaseTimes) -> list[str]:

@@ -52,11 +52,10 @@ from torch.utils._pytree import tree_leaves
 from shardmesh.kernels.backend import using_kernels
 
 MB = 1 << 20
-SECTOR, WARP, VECTOR = (
-    32,
-    32,
-    16,
-)  # bytes of a sector, lanes of a warp, bytes that a lane moves at a time
+# bytes of a sector, lanes of a warp, bytes that a lane moves at a time
+SECTOR = 32
+WARP = 32
+VECTOR = 16
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
     "case",
@@ -211,11 +210,9 @@ def recording(accesses: list[Access]) -> Iterator[list[str]]:
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     launches: list[str] = []
-    run, load, store = (
-        GridExecutor.__call__,
-        InterpreterBuilder.create_masked_load,
-        InterpreterBuilder.create_masked_store,
-    )
+    run = GridExecutor.__call__
+    load = InterpreterBuilder.create_masked_load
+    store = InterpreterBuilder.create_masked_store
 
     def record(op: str, builder: Any, pointers: Any, mask: Any) -> None:
         addresses = np.atleast_1d(pointers.data).astype(np.int64)

@@ -53,12 +53,11 @@ SHORT = {BF16: "bf16", FP32: "fp32"}
 # Of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter.
 SCALE = 1 / RANKS
 
-BOX_COPY, TINY, FUSED, QUANTIZED = (
-    0.90,
-    0.75,
-    0.88,
-    0.85,
-)  # targets on an H200, as fractions of the copy rate
+# targets on an H200, as fractions of the copy rate
+BOX_COPY = 0.90
+TINY = 0.75
+FUSED = 0.88
+QUANTIZED = 0.85
 TWICE = 2.0
 
 Call = Callable[..., Any]

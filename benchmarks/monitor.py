@@ -175,10 +175,13 @@ def time_collectives(config: MonitorConfig) -> list[TimedCase]:
 
     def case(name: str, elements: int) -> TimedCase:
         x = torch.zeros(elements)
-        ours, theirs = (
-            lambda: group.all_reduce(x),
-            lambda: dist.all_reduce(x, group=group.channel),
-        )  # the channel changes with the mode
+
+        def ours() -> Any:
+            return group.all_reduce(x)
+
+        def theirs() -> Any:
+            return dist.all_reduce(x, group=group.channel)  # the channel changes with the mode
+
         calls: dict[str, Call] = {OFF: ours, ON: ours, STRICT: ours, TORCH: theirs, DETAIL: theirs}
         costs = time_interleaved(calls, switch, config.rounds["collectives"], 10, dist.barrier)
         return TimedCase("collectives", f"all_reduce of {name}", 1, costs)
@@ -450,10 +453,8 @@ def _step_line(case: TimedCase) -> str:
 
 def _shares(times: Mapping[str, Times]) -> str:
     """Return the overhead as percentages: between minima, and of the median round."""
-    minima, rounds = (
-        times[ON].best / times[OFF].best,
-        [a / b for a, b in zip(times[ON].rounds, times[OFF].rounds, strict=True)],
-    )
+    minima = times[ON].best / times[OFF].best
+    rounds = [a / b for a, b in zip(times[ON].rounds, times[OFF].rounds, strict=True)]
     return f"{minima - 1:+.2%} by minima, {statistics.median(rounds) - 1:+.2%} in the median round"
 
 

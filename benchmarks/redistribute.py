@@ -265,11 +265,9 @@ def _measure(pair: Pair, meshes: Meshes, config: RedistributeConfig) -> Results:
         torch.arange(math.prod(pair.shape), dtype=torch.float32).remainder_(1000).view(pair.shape)
     )
     src, dst = pair.layout(pair.src, meshes.ours), pair.layout(pair.dst, meshes.ours)
-    local, their_src, their_dst = (
-        _part(full, src),
-        pair.placements(pair.src, dt),
-        pair.placements(pair.dst, dt),
-    )
+    local = _part(full, src)
+    their_src = pair.placements(pair.src, dt)
+    their_dst = pair.placements(pair.dst, dt)
     calls = {
         name: redistribution(local, mesh, their_src, their_dst, pair.shape)
         for name, mesh in meshes.theirs.items()
@@ -281,10 +279,8 @@ def _measure(pair: Pair, meshes: Meshes, config: RedistributeConfig) -> Results:
 
 
 def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
-    x, dst = (
-        sm.from_local(local, mesh, pair.placements(pair.src, sm), shape=pair.shape),
-        pair.placements(pair.dst, sm),
-    )
+    x = sm.from_local(local, mesh, pair.placements(pair.src, sm), shape=pair.shape)
+    dst = pair.placements(pair.dst, sm)
     return lambda: x.redistribute(dst).to_local()
 
 

@@ -109,12 +109,10 @@ def train(
 ) -> tuple[Tree, State, list[Tensor]]:
     """Return the parameters and state after `STEPS` steps, and the loss of each step."""
     params = {name: sm.device_put(p, mesh, STORED[name]) for name, p in params.items()}
-    x, y, state, losses = (
-        sm.device_put(x, mesh, P("dp")),
-        sm.device_put(y, mesh, P("dp")),
-        init(params),
-        [],
-    )
+    x = sm.device_put(x, mesh, P("dp"))
+    y = sm.device_put(y, mesh, P("dp"))
+    state = init(params)
+    losses = []
     for _ in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
         with sm.debug.comm_budget(launches=0):  # raises if the update communicates

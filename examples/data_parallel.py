@@ -92,10 +92,8 @@ def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Ten
 def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
     """Return initial parameters, inputs and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
-    w1, w2 = (
-        torch.randn(1, WIDTH, generator=random),
-        torch.randn(WIDTH, 1, generator=random) / math.sqrt(WIDTH),
-    )
+    w1 = torch.randn(1, WIDTH, generator=random)
+    w2 = torch.randn(WIDTH, 1, generator=random) / math.sqrt(WIDTH)
     x = torch.linspace(-2, 2, rows)[:, None]
     return {"w1": w1, "b1": torch.zeros(WIDTH), "w2": w2, "b2": torch.zeros(1)}, x, torch.sin(2 * x)
 

@@ -136,10 +136,8 @@ def main(ranks: int = 4) -> float:
     ours, back = sm.vjp(sharded_block(mesh), sharded, sm.device_put(x_bsd, mesh, STREAM))
     grads = back(sm.device_put(pull_bsd, mesh, STREAM))
 
-    difference, of_grads = (
-        largest_difference(ours, expected),
-        largest_difference(grads, expected_grads),
-    )
+    difference = largest_difference(ours, expected)
+    of_grads = largest_difference(grads, expected_grads)
     if mesh.get_rank() == 0:
         print(f"transformer block on (dp={ranks // tp}, tp={tp}): output {sm.typeof(ours)}")
         print(

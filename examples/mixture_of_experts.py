@@ -84,11 +84,9 @@ def exchange(x_rd: Tensor, rows: Tensor) -> Tensor:
     """Send this rank's rows, sorted by destination; return the received rows, sorted by source.
     `rows`: [source, destination].
     """
-    send_at, receive_at, rank = (
-        rows.cumsum(1) - rows,
-        rows.cumsum(0) - rows,
-        int(sm.axis_index("ep")),
-    )
+    send_at = rows.cumsum(1) - rows
+    receive_at = rows.cumsum(0) - rows
+    rank = int(sm.axis_index("ep"))
     output = x_rd.new_zeros(int(rows[:, rank].sum()), x_rd.shape[1])
     return sm.ragged_all_to_all(
         x_rd, output, send_at[rank], rows[rank], receive_at[rank], rows[:, rank], axis_name="ep"

@@ -328,12 +328,10 @@ class Trainer:
     """
 
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
-        self.size, self.steps, self.accumulate, self.mesh = (
-            SIZES[options.size],
-            options.steps,
-            options.accumulate,
-            mesh,
-        )
+        self.size = SIZES[options.size]
+        self.steps = options.steps
+        self.accumulate = options.accumulate
+        self.mesh = mesh
         self.device = torch.device(options.device) if mesh is None else mesh.device
         self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
@@ -626,11 +624,9 @@ def devices() -> list[str]:
 
 def find_problem(options: argparse.Namespace) -> str | None:
     """Return what is wrong with the combination of options and what to write instead, or None."""
-    size, ranks, started = (
-        SIZES[options.size],
-        math.prod(options.mesh.values()),
-        int(os.environ.get("WORLD_SIZE", "0")),
-    )
+    size = SIZES[options.size]
+    ranks = math.prod(options.mesh.values())
+    started = int(os.environ.get("WORLD_SIZE", "0"))
     tp, data = (
         math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which)
         for which in (False, True)

@@ -73,12 +73,10 @@ class Quantize:
     def __init__(
         self, shape: Sequence[int], records: Sequence[tuple[Box, int]], transport: str, block: int
     ) -> None:
-        self.shape, self.records, self.transport, self.block = (
-            tuple(shape),
-            tuple(records),
-            transport,
-            block,
-        )
+        self.shape = tuple(shape)
+        self.records = tuple(records)
+        self.transport = transport
+        self.block = block
         self.size = max(
             [start + record_bytes(box_size(box), block) for box, start in records], default=0
         )
@@ -322,11 +320,9 @@ def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tens
         x: the elements; those that are not finite have no bound (they are preserved).
         transport: "int8" or "fp8".
     """
-    amax, size, dtype = (
-        torch.as_tensor(x_block_amax, device=x.device).double(),
-        x.double().abs(),
-        torch.finfo(x.dtype),
-    )
+    amax = torch.as_tensor(x_block_amax, device=x.device).double()
+    size = x.double().abs()
+    dtype = torch.finfo(x.dtype)
     scale = (amax / LARGEST[transport]).clamp_min(SMALLEST_SCALE)
     nearest = scale / 2 if transport == "int8" else torch.maximum(size * 2**-4, scale * 2**-10)
     bound = nearest + amax * 2**-22 + 2.0**-149

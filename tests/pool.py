@@ -221,7 +221,7 @@ def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     """Run a worker: reply once when ready, then once per call."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, ("w")), all_threads=True)  # noqa: SIM115 - stays open
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - stays open
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
     torch.set_num_threads(1)
     device.set_default_device()

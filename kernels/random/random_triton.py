@@ -45,10 +45,8 @@ LOG, EXP = tl.constexpr(elementary.LOG), tl.constexpr(elementary.EXP)
 SIN, COS = tl.constexpr(elementary.SIN), tl.constexpr(elementary.COS)
 LN2_HIGH, LN2_LOW = tl.constexpr(elementary.LN2_HIGH), tl.constexpr(elementary.LN2_LOW)
 LOG2_E, HALF_PI = tl.constexpr(elementary.LOG2_E), tl.constexpr(elementary.HALF_PI)
-ONE_BITS, SQRT_HALF_BITS = (
-    tl.constexpr(elementary.ONE_BITS),
-    tl.constexpr(elementary.SQRT_HALF_BITS),
-)
+ONE_BITS = tl.constexpr(elementary.ONE_BITS)
+SQRT_HALF_BITS = tl.constexpr(elementary.SQRT_HALF_BITS)
 FRACTION_BITS = tl.constexpr(elementary.FRACTION_BITS)
 
 # -- words -----------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
     if _can_ask(sys.stdin):
         return _Debugger(world, place, sys.stdin, callers_stdout(caller_is_rank=False))
     try:
-        reading, writing = open(_TERMINAL), open(_TERMINAL, ("w"))  # noqa: SIM115 - the stack closes them
+        reading = open(_TERMINAL)  # noqa: SIM115 - the stack closes it
+        writing = open(_TERMINAL, "w")  # noqa: SIM115 - and this one
     except OSError as error:
         text = (
             f"breakpoint(rank={world.rank}) at {place}: there is nothing to read commands from, "

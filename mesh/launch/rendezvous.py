@@ -169,13 +169,11 @@ class StoreRendezvous:
         fault: str = "",
     ) -> None:
         self.store = StoreKeys(store, "shardmesh/start")
-        self.info, self.progress, self.address, self.serves, self.fault = (
-            info,
-            progress,
-            address,
-            serves,
-            fault,
-        )
+        self.info = info
+        self.progress = progress
+        self.address = address
+        self.serves = serves
+        self.fault = fault
         self.size = whole_number(info.size) or 0
 
     def run(self) -> int:

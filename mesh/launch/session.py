@@ -169,11 +169,9 @@ class Session:
         for group in groups:
             group.close(self._why(f"the group of ranks {group.ranks}"))
         for mesh in meshes:
-            mesh.world, mesh._groups, mesh._torch = (
-                ClosedWorld(world, self._why(repr(mesh))),
-                {},
-                None,
-            )
+            mesh.world = ClosedWorld(world, self._why(repr(mesh)))
+            mesh._groups = {}
+            mesh._torch = None
 
     def _why(self, what: str) -> str:
         return (

@@ -55,7 +55,7 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     Raises:
         NotImplementedError: this torch has no API for it.
     """
-    find = getattr(torch._C._autograd, ("_top_saved_tensors_default_hooks"), None)  # type: ignore[attr-defined]
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
     if find is None:
         raise NotImplementedError(
             f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or "

@@ -129,13 +129,11 @@ class _FlatFunction:
         out_placements: Any,
         mesh: DeviceMesh,
     ) -> None:
-        self.function, self.tree, self.layouts, self.grads, self.out_placements = (
-            function,
-            tree,
-            layouts,
-            grads,
-            out_placements,
-        )
+        self.function = function
+        self.tree = tree
+        self.layouts = layouts
+        self.grads = grads
+        self.out_placements = out_placements
         specs = tuple(None if layout is None else layout.spec for layout in layouts)
         outs = (
             out_placements

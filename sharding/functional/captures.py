@@ -151,10 +151,8 @@ class Captures:
         Raises:
             ShardingTypeError: the operator would write to a captured tensor.
         """
-        new, named = (
-            _map_tensors(self.local, args),
-            dict(zip(kwargs, _map_tensors(self.local, kwargs.values()), strict=True)),
-        )
+        new = _map_tensors(self.local, args)
+        named = dict(zip(kwargs, _map_tensors(self.local, kwargs.values()), strict=True))
         before, after = tensors_in((*args, *kwargs.values())), tensors_in((*new, *named.values()))
         if all(x is y for x, y in zip(before, after, strict=True)):
             return None

@@ -62,7 +62,7 @@ def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F
     """
 
     def mark(f: F) -> F:
-        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, (f"{reason}. {_ADVICE}")  # type: ignore[attr-defined]
+        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, f"{reason}. {_ADVICE}"  # type: ignore[attr-defined]
         if f.__code__.co_filename.startswith(_OURS):  # else it is contextlib's
             of_calls = _DEFAULT if calls_program else _SKIP
             _frames.set_code_exec_strategy(f.__code__, _frames._FrameExecStrategy(_SKIP, of_calls))

@@ -75,18 +75,14 @@ class Owners:
         to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
             nothing: Box = ((0, 0),) * len(unit.box)
-            have, piece, whole = (
-                layouts[unit.tensor].box,
-                pieces[me] or nothing,
-                unit.box if owner == me else nothing,
-            )
+            have = layouts[unit.tensor].box
+            piece = pieces[me] or nothing
+            whole = unit.box if owner == me else nothing
             to_owners.append((_transfers_to_owner(owner, pieces, nodes, loads), have, whole))
             from_owners.append((_transfers_from_owner(owner, pieces), whole, piece))
             self._pieces.append(slices(piece, box_origin(have)))
-        self._to_owners, self._from_owners = (
-            self._exchange(to_owners, dtype),
-            self._exchange(from_owners, dtype),
-        )
+        self._to_owners = self._exchange(to_owners, dtype)
+        self._from_owners = self._exchange(from_owners, dtype)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole unit for each owned one, an empty tensor for others, from local parts.

@@ -131,10 +131,8 @@ def _footer(entries: Sequence[TensorEntry]) -> str:
     """Return `3 tensors on (tp=2): 36 bytes on this rank, 60 in all`; each tensor counts once."""
     meshes = list(dict.fromkeys(entry.layout.mesh for entry in entries if entry.layout))
     on = " and ".join(dict.fromkeys(mesh_text(mesh) for mesh in meshes))
-    local_bytes, total = (
-        sum(entry.nbytes for entry in entries),
-        sum(entry.global_nbytes for entry in entries),
-    )
+    local_bytes = sum(entry.nbytes for entry in entries)
+    total = sum(entry.global_nbytes for entry in entries)
     count = f"{len(entries)} tensor{'' if len(entries) == 1 else 's'}"
     return f"{count}{' on ' * bool(on)}{on}: {local_bytes:,} bytes on this rank, {total:,} in all"
 

@@ -131,10 +131,8 @@ def _page(
     ][-2:]
     fixed = [part for part in page if part is not None]
     # Numbered, since an interval may be None, which `elided` uses for omitted ones.
-    rows, cols = (
-        elided(list(enumerate(row_parts)), MAX_ROWS),
-        elided(list(enumerate(col_parts)), MAX_COLUMNS),
-    )
+    rows = elided(list(enumerate(row_parts)), MAX_ROWS)
+    cols = elided(list(enumerate(col_parts)), MAX_COLUMNS)
     lines = [
         (Cell(name), *[GAP if col is None else _label(layout, col_dim, col[1]) for col in cols])
     ]

@@ -263,10 +263,8 @@ def keep_local(share: TensorShare) -> FillResult:
     """Return a function that copies the elements that the rank already holds into the result."""
     if share.keep is None:
         return lambda x, out, tag: None
-    before, after = (
-        slices(share.keep, box_origin(share.have)),
-        slices(share.keep, box_origin(share.want)),
-    )
+    before = slices(share.keep, box_origin(share.have))
+    after = slices(share.keep, box_origin(share.want))
     return lambda x, out, tag: out.__setitem__(after, x[before])
 
 
@@ -299,10 +297,8 @@ def _pack_from_both(share: TensorShare) -> Callable[[Tensor, Tensor, Tensor], No
         boxes.append(shift(box, box_origin(local)))
         offsets.append(start)
         start += box_size(box)
-    from_x, from_out = (
-        compile_pack(box_shape(share.have), *held),
-        compile_pack(box_shape(share.want), *received),
-    )
+    from_x = compile_pack(box_shape(share.have), *held)
+    from_out = compile_pack(box_shape(share.want), *received)
 
     def fill(x: Tensor, out: Tensor, sent: Tensor) -> None:
         from_x(x, sent)

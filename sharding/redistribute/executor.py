@@ -61,12 +61,10 @@ class _Bucket:
     def __init__(
         self, members: list[int], collective: Collective, is_all_reduce: bool, is_final: bool
     ) -> None:
-        self.members, self.collective, self.is_all_reduce, self.is_final = (
-            members,
-            collective,
-            is_all_reduce,
-            is_final,
-        )
+        self.members = members
+        self.collective = collective
+        self.is_all_reduce = is_all_reduce
+        self.is_final = is_final
 
 
 class _Stage:

@@ -151,10 +151,8 @@ def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
         if x.dtype != dtype or not x.is_contiguous() or (x.data_ptr() != end and x.numel()):
             return None
         end += x.nbytes
-    size, room = (
-        sum(x.numel() for x in tensors),
-        first.untyped_storage().nbytes() // first.element_size(),
-    )
+    size = sum(x.numel() for x in tensors)
+    room = first.untyped_storage().nbytes() // first.element_size()
     if first.storage_offset() + size > room or not first.numel():
         return None
     return first.as_strided((size,), (1,))
@@ -247,11 +245,9 @@ class ReduceScatter(Collective):
     ) -> None:
         self.group, self.kind, self.dtype, self.scale = group, kind, dtype, scale
         self.packs: list[Pack] = _interleaved(tensors, compile_pack)
-        self.parts, self.sizes, self.size = (
-            [t.part for t in tensors],
-            [t.size for t in tensors],
-            sum(t.size for t in tensors),
-        )
+        self.parts = [t.part for t in tensors]
+        self.sizes = [t.size for t in tensors]
+        self.size = sum(t.size for t in tensors)
 
     def start(
         self,
@@ -265,10 +261,8 @@ class ReduceScatter(Collective):
         """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer
         (which may be the tensor itself).
         """
-        flat, size = (
-            packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale),
-            self.size,
-        )
+        flat = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale)
+        size = self.size
         tensors.clear()
         if outs is not None and len(outs) == 1:
             out, outs = outs[0].view(-1), None

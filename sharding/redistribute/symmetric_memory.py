@@ -158,13 +158,11 @@ class SymmetricAllReduce(Collective):
         dtype: torch.dtype,
         shapes: Sequence[Sequence[int]],
     ) -> None:
-        self.group, self.device, self.link, self.dtype, self.shapes = (
-            group,
-            device,
-            link,
-            dtype,
-            shapes,
-        )
+        self.group = group
+        self.device = device
+        self.link = link
+        self.dtype = dtype
+        self.shapes = shapes
         self.sizes = list(map(math.prod, shapes))
 
     def start(

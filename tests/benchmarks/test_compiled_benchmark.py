@@ -63,8 +63,6 @@ def test_peak_of_a_call(steps):
 
 def test_all_ranks_count(steps):
     times = importlib.import_module("measure").Times
-    one, other = (
-        steps.Found(times((1.0, 4.0)), 3, 10, 5),
-        steps.Found(times((2.0, 3.0)), 2, 20, 4, 0.5),
-    )
+    one = steps.Found(times((1.0, 4.0)), 3, 10, 5)
+    other = steps.Found(times((2.0, 3.0)), 2, 20, 4, 0.5)
     assert steps.Found.of_ranks([one, other]) == steps.Found(times((2.0, 4.0)), 3, 20, 5, 0.5)

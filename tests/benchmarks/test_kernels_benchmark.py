@@ -88,10 +88,8 @@ def test_bytes_of_torch(benchmark_module):
 
 def test_sectors(benchmark_module):
     """Rows of 16 bytes use half of each sector; contiguous elements use all of it."""
-    kernel_bytes, traffic = (
-        benchmark_module("kernel_bytes"),
-        benchmark_module("kernel_bytes").KernelTraffic(),
-    )
+    kernel_bytes = benchmark_module("kernel_bytes")
+    traffic = benchmark_module("kernel_bytes").KernelTraffic()
     everywhere = torch.ones(64, 4, dtype=torch.bool).numpy()
     rows = (torch.arange(64)[:, None] * 64 + torch.arange(4) * 4).numpy()  # 16 of every 64 bytes
     traffic.add(kernel_bytes.Access("load", (0, 0), rows, everywhere, 4))

@@ -444,10 +444,8 @@ def _gradients(model: nn.Module) -> int:
 def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
     """Measure the second of two steps, of M micro-batches each."""
     model, seen, while_accumulating = _split(_model(), mesh, said), [], 0
-    optimizer, at_rest = (
-        torch.optim.AdamW(model.parameters(), foreach=True),
-        sum(x._local.nbytes for x in model.parameters()),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    at_rest = sum(x._local.nbytes for x in model.parameters())
 
     def look(*_):
         seen.append(_gathered(model))

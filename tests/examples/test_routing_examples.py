@@ -206,10 +206,8 @@ def test_muon_equals_torch():
     params, *grads = [
         [draw(*shape, seed=seed).float() for shape in ((6, 9), (20, 4))] for seed in range(3)
     ]
-    leaves, momentum = (
-        [p.clone().requires_grad_() for p in params],
-        [torch.zeros_like(p) for p in params],
-    )
+    leaves = [p.clone().requires_grad_() for p in params]
+    momentum = [torch.zeros_like(p) for p in params]
     optimizer = torch.optim.Muon(leaves, muon.RATE, weight_decay=0, momentum=muon.MOMENTUM)
     for each in grads:
         params, momentum = muon.update(

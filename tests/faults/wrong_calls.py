@@ -224,10 +224,8 @@ def gathers_another_shape(ctx: RankContext) -> Any:
 def has_another_width(ctx: RankContext) -> Any:
     """A rank read a different configuration: its model is wider"""
     width = 16 if ctx.is_outlier() else 8
-    x, w = (
-        ctx.put(torch.ones(8, width), ctx.d.Shard(1)),
-        ctx.put(torch.ones(width, width), ctx.d.Shard(0)),
-    )
+    x = ctx.put(torch.ones(8, width), ctx.d.Shard(1))
+    w = ctx.put(torch.ones(width, width), ctx.d.Shard(0))
     return (x @ w).full_tensor().sum().item()  # <- outlier # <- others
 
 

@@ -38,10 +38,8 @@ def delayed_collectives(cycles: int) -> Iterator[list[int]]:
     On the CPU they run as they are.
     """
     group, count = simulate.SimulatedGroup, [0]
-    original, side = (
-        group._move,
-        torch.cuda.Stream() if torch.cuda.is_available() else cast(Any, None),
-    )
+    original = group._move
+    side = torch.cuda.Stream() if torch.cuda.is_available() else cast(Any, None)
 
     def move_late(self: Any, call: Any, move: Any, async_op: bool) -> Work | None:
         if not async_op or side is None or not _is_on_cuda(call.buffers):

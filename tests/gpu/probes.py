@@ -119,10 +119,8 @@ def optimizers(device: str) -> str:
         }
     for name, options in forms.items():
         value, grad = torch.randn(64, 8, device=device), torch.randn(64, 8, device=device)
-        plain, ours = (
-            nn.Parameter(value.clone()),
-            nn.Parameter(sm.distribute_tensor(value.clone(), mesh, P("dp"))),
-        )
+        plain = nn.Parameter(value.clone())
+        ours = nn.Parameter(sm.distribute_tensor(value.clone(), mesh, P("dp")))
         for param in (plain, ours):
             optimizer = torch.optim.AdamW([param], lr=0.1, **options)
             for _ in range(3):
@@ -256,10 +254,8 @@ def launches(device: str) -> str:
         compile_pack((16, 16), [((0, 16), (0, 8))], [0]),
         compile_pack((16, 16), [((0, 16), (8, 16))], [128]),
     ]
-    tensors, out = (
-        [torch.randn(16, 16, device=device) for _ in packs],
-        torch.empty(256, device=device),
-    )
+    tensors = [torch.randn(16, 16, device=device) for _ in packs]
+    out = torch.empty(256, device=device)
     ours, _ = microseconds(lambda: pack_many(packs, tensors, out), 500, device)
     theirs, _ = microseconds(lambda: out.add_(1), 500, device)
     return f"pack of two tensors: {ours:.1f} us of the host; torch's add_: {theirs:.1f} us"

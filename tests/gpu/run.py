@@ -46,10 +46,8 @@ _HOURS = 24 * 3600.0
 
 def quick_steps(tables: Path) -> list[Step]:
     """Return the steps of twenty minutes; their limits and that of the probes add up to that."""
-    python, pytest = (
-        sys.executable,
-        [sys.executable, "-m", "pytest", "-q", "-n", "4", "--dist", "loadgroup"],
-    )
+    python = sys.executable
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "4", "--dist", "loadgroup"]
     kernels, training = tables / "kernels.md", tables / "one_device.md"
     return [
         Step(
@@ -81,10 +79,8 @@ def quick_steps(tables: Path) -> list[Step]:
 
 def whole_steps(tables: Path) -> list[Step]:
     """Return the steps without limits."""
-    python, pytest = (
-        sys.executable,
-        [sys.executable, "-m", "pytest", "--hypothesis-profile", "thorough", "-m"],
-    )
+    python = sys.executable
+    pytest = [sys.executable, "-m", "pytest", "--hypothesis-profile", "thorough", "-m"]
     kernels, training = tables / "kernels.md", tables / "one_device.md"
     on_gpu = ["--device", "cuda", "-n", "4", "--dist", "loadgroup", "tests/mesh", "tests/sharding"]
     return [
@@ -109,11 +105,9 @@ def whole_steps(tables: Path) -> list[Step]:
 
 def stand_in_steps(tables: Path) -> list[Step]:
     """Return short steps for the CPU."""
-    python, pytest, training = (
-        sys.executable,
-        [sys.executable, "-m", "pytest", "-q"],
-        tables / "one_device.md",
-    )
+    python = sys.executable
+    pytest = [sys.executable, "-m", "pytest", "-q"]
+    training = tables / "one_device.md"
     on_cpu = ["--device", "cpu", "--quick", "--no-inductor"]
     return [
         Step("tests that need a GPU", [*pytest, "-m", "gpu", "tests/gpu"], 120),

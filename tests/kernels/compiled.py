@@ -183,11 +183,9 @@ DRAWS: dict[str, Call] = {
 
 def peers() -> Peers:
     int32, int64 = torch.int32, torch.int64
-    buffer, epochs, error = (
-        meta(1 << 28, dtype=torch.uint8),
-        meta(MAX_PROGRAMS, dtype=int32),
-        torch.zeros(RANKS, dtype=int32),
-    )
+    buffer = meta(1 << 28, dtype=torch.uint8)
+    epochs = meta(MAX_PROGRAMS, dtype=int32)
+    error = torch.zeros(RANKS, dtype=int32)
     return Peers(
         0,
         RANKS,

@@ -371,10 +371,8 @@ def test_compiled_copy_accepts_any_strides_and_dtype():
 
 
 def test_errors_show_the_arguments():
-    packing, unpacking = (
-        compile_pack((4, 6), [((0, 4), (0, 3))]),
-        compile_unpack((4, 6), [((0, 4), (0, 3))]),
-    )
+    packing = compile_pack((4, 6), [((0, 4), (0, 3))])
+    unpacking = compile_unpack((4, 6), [((0, 4), (0, 3))])
     with pytest.raises(ValueError, match=r"shape \(6, 4\), not \(4, 6\)"):
         packing(torch.zeros(6, 4))
     with pytest.raises(

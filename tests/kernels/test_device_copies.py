@@ -20,13 +20,11 @@ class Memory:
     """A tensor on the host, pinned or not, or on the device."""
 
     def __init__(self, gpu, where, size):
-        self.gpu, self.where, self.nbytes, self.dtype, self.shape = (
-            gpu,
-            where,
-            size,
-            torch.int64,
-            (size // 8,),
-        )
+        self.gpu = gpu
+        self.where = where
+        self.nbytes = size
+        self.dtype = torch.int64
+        self.shape = (size // 8,)
 
     def pin_memory(self):
         assert not self.gpu.capturing, "memory cannot be pinned while a stream is captured"

@@ -454,10 +454,8 @@ def test_unsupported_arguments_raise(compile_one, message):
 
 
 def test_mismatched_tensors_raise():
-    quantize, dequantize = (
-        compile_quantize((4,), [WHOLE], "int8"),
-        compile_dequantize((4,), {WHOLE: [0]}, "int8"),
-    )
+    quantize = compile_quantize((4,), [WHOLE], "int8")
+    dequantize = compile_dequantize((4,), {WHOLE: [0]}, "int8")
     flat = quantize(torch.ones(4))
     with pytest.raises(TypeError, match=r"takes float16, bfloat16 or float32, not torch\.float64"):
         quantize(torch.ones(4, dtype=torch.float64))

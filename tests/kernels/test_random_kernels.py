@@ -130,10 +130,8 @@ def places(draw: st.DrawFn) -> tuple[Shape, Box]:
     """
     shape, box = [], []
     for _ in range(draw(st.integers(0, 4))):
-        start, size = (
-            draw(st.integers(0, 5) | st.just(0) | st.integers(2**12, 2**13)),
-            draw(st.integers(0, 12)),
-        )
+        start = draw(st.integers(0, 5) | st.just(0) | st.integers(2**12, 2**13))
+        size = draw(st.integers(0, 12))
         shape.append(start + size + draw(st.integers(0, 5) | st.just(0)))
         box.append((start, start + size))
     return tuple(shape), tuple(box)

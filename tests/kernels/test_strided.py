@@ -145,10 +145,8 @@ def wanted(placed, to_flat):
     found = [np.zeros((0, 3), dtype=np.int64)]
     for tensor, view, _ in placed:
         index = np.indices(view.sizes).reshape(len(view.sizes), -1)
-        ours, theirs = (
-            view.offset + np.array(view.strides) @ index,
-            view.flat_offset + np.array(view.flat_strides) @ index,
-        )
+        ours = view.offset + np.array(view.strides) @ index
+        theirs = view.flat_offset + np.array(view.flat_strides) @ index
         found.append(
             np.stack(
                 [np.full_like(ours, tensor), *((ours, theirs) if to_flat else (theirs, ours))],

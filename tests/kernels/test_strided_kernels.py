@@ -142,10 +142,8 @@ def test_many_at_once(data, several, dtype, shift, most_rows):
 
     def there_and_back():
         arguments = list(zip(several, grid_of, starts, strict=True))
-        packs, unpacks = (
-            [compile_pack(*a) for a in arguments],
-            [compile_unpack(*a) for a in arguments],
-        )
+        packs = [compile_pack(*a) for a in arguments]
+        unpacks = [compile_unpack(*a) for a in arguments]
         packed = pack_many(packs, tensors, flat(random_bytes(at, dtype, seed=9), shift))
         outs = [
             empty(shape, dtype, layout, shift)
@@ -183,10 +181,8 @@ EACH_KIND = {
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind(case, dtype):
     shape, dim, parts = EACH_KIND[case]
-    pack, unpack = (
-        compile_pack(shape, cut(shape, dim, parts)),
-        compile_unpack(shape, cut(shape, dim, parts)),
-    )
+    pack = compile_pack(shape, cut(shape, dim, parts))
+    unpack = compile_unpack(shape, cut(shape, dim, parts))
     x = laid_out(random_bytes(math.prod(shape), dtype), shape, "contiguous")
     with launches() as run:
         expected, found = both(lambda: pack(x))
@@ -218,10 +214,8 @@ def test_uneven_rows_of_small_elements_wherever_they_begin(
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind_cast(case):
     shape, dim, parts = EACH_KIND[case]
-    pack, unpack = (
-        compile_pack(shape, cut(shape, dim, parts)),
-        compile_unpack(shape, cut(shape, dim, parts)),
-    )
+    pack = compile_pack(shape, cut(shape, dim, parts))
+    unpack = compile_unpack(shape, cut(shape, dim, parts))
     x = laid_out(numbers(math.prod(shape), torch.float32), shape, "contiguous")
     expected, found = both(
         lambda: pack(x, torch.zeros(x.numel(), dtype=torch.bfloat16, device=DEVICE), scale=0.3)
@@ -243,10 +237,8 @@ def test_an_expanded_source(dtype):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_conjugate_and_negative_views(dtype):
     x = laid_out(numbers(60, dtype).mul_(1 + 2j), (6, 10), "contiguous")
-    pack, unpack = (
-        compile_pack((6, 10), cut((6, 10), 1, 3)),
-        compile_unpack((6, 10), cut((6, 10), 1, 3)),
-    )
+    pack = compile_pack((6, 10), cut((6, 10), 1, 3))
+    unpack = compile_unpack((6, 10), cut((6, 10), 1, 3))
     same_bytes(*both(lambda: pack(x.conj())))
     same_bytes(*both(lambda: pack(x.imag) if x.imag.is_neg() else pack(x.conj().imag)))
     packed = pack(x)

@@ -158,10 +158,8 @@ def finite(x: Tensor) -> Tensor:
 def normed(peers: Peers, n: Norm, seed: int, two_shot: bool) -> tuple[Tensor, Tensor]:
     use_programs(2)
     x = finite(values(seed + peers.rank, (n.rows, n.columns), n.dtype))
-    added, weight = (
-        values(seed - 1, (n.rows, n.columns), n.residual),
-        values(seed - 2, (n.columns,), n.out),
-    )
+    added = values(seed - 1, (n.rows, n.columns), n.residual)
+    weight = values(seed - 2, (n.columns,), n.out)
     added = finite(added)
     out = torch.empty(n.rows, n.columns, dtype=n.out)
     all_reduce(peers, two_shot, x, out, AddNorm(added, finite(weight), 1e-5, added))
@@ -179,10 +177,8 @@ def both_normed(peers: Peers) -> list[tuple[Tensor, Tensor]]:
 def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
     """Compute the norm in float64, except for the roundings in the definition."""
     xs = [finite(values(seed + r, (n.rows, n.columns), n.dtype)) for r in range(size)]
-    residual, weight = (
-        finite(values(seed - 1, (n.rows, n.columns), n.residual)),
-        finite(values(seed - 2, (n.columns,), n.out)),
-    )
+    residual = finite(values(seed - 1, (n.rows, n.columns), n.residual))
+    weight = finite(values(seed - 2, (n.columns,), n.out))
     added = (symmetric.reference_all_reduce(xs, torch.float32) + residual.float()).to(n.residual)
     wide = added.double()
     return added, wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
@@ -386,11 +382,9 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
     for call in range(calls):
         length = alike.choice([3, 50, 64, 3000])
         xs = [values(call * 10 + r, (length,), torch.float32) for r in range(peers.size)]
-        wanted, mine, how = (
-            symmetric.reference_all_reduce(xs, torch.float32),
-            xs[peers.rank],
-            alike.choice("112p"),
-        )
+        wanted = symmetric.reference_all_reduce(xs, torch.float32)
+        mine = xs[peers.rank]
+        how = alike.choice("112p")
         if how == "p":
             wanted = chunk(wanted, 0, peers.rank, peers.size)
             out = symmetric.reduce_scatter(peers, mine, torch.empty_like(wanted), 0)

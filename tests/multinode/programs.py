@@ -16,10 +16,9 @@ import torch
 
 import shardmesh as sm
 
-STOP, EXIT = (
-    "stop",
-    "exit",
-)  # files that end a healthy program, and let ranks exit that have written their result
+# files that end a healthy program, and let ranks exit that have written their result
+STOP = "stop"
+EXIT = "exit"
 DIVERGING_STEP = 5
 _LINGER_S = 10.0
 

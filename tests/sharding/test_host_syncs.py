@@ -50,10 +50,8 @@ def test_a_step(name: str, found: dict[str, Any]) -> None:
 
 def recognised() -> dict[str, list[str]]:
     """Return what the mode finds in torch's own functions."""
-    x, pinned = (
-        torch.arange(4, device=device.NAME),
-        torch.zeros(4, dtype=torch.int64, pin_memory=True),
-    )
+    x = torch.arange(4, device=device.NAME)
+    pinned = torch.zeros(4, dtype=torch.int64, pin_memory=True)
     event = torch.get_device_module(device.NAME).Event()
     calls: dict[str, Callable[[], Any]] = {
         "item": lambda: x[0].item(),
@@ -98,11 +96,9 @@ def late() -> list[list[float]]:
     """Return pinned memory before and after the host has waited for an event that follows
     the copy.
     """
-    module, x, out = (
-        torch.get_device_module(device.NAME),
-        torch.ones(2, device=device.NAME),
-        torch.zeros(2, pin_memory=True),
-    )
+    module = torch.get_device_module(device.NAME)
+    x = torch.ones(2, device=device.NAME)
+    out = torch.zeros(2, pin_memory=True)
     early, after = module.Event(), module.Event()
     with host_syncs():
         early.record()

@@ -76,10 +76,8 @@ def zero(**axes: Any) -> Step:
 def scaled() -> Step:
     mesh = mesh_of(4, names=("dp",))
     model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
-    optimizer, scaler = (
-        torch.optim.AdamW(model.parameters(), foreach=True),
-        sm.training.GradScaler(DEVICE),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    scaler = sm.training.GradScaler(DEVICE)
 
     def step() -> None:
         scaler.scale(model(x).square().mean()).backward()
@@ -146,10 +144,8 @@ def attention(spec: P, **options: Any) -> Step:
 
 def experts(capacity: float | None) -> Step:
     mesh = mesh_of(4, names=("ep",))
-    x, router = (
-        sharded(mesh, P("ep"), BATCH, SEQUENCE, D),
-        sharded(mesh, P(), D, EXPERTS, grad=True),
-    )
+    x = sharded(mesh, P("ep"), BATCH, SEQUENCE, D)
+    router = sharded(mesh, P(), D, EXPERTS, grad=True)
     up, down = (
         sharded(mesh, P("ep"), EXPERTS, *shape, grad=True) for shape in ((D, HIDDEN), (HIDDEN, D))
     )
@@ -170,10 +166,8 @@ def experts(capacity: float | None) -> Step:
 
 def operators() -> Step:
     mesh = mesh_of(2, 2, names=("a", "b"))
-    w, logits = (
-        sharded(mesh, P("b", "a"), 16, 8, grad=True),
-        sharded(mesh, P("a", "b"), 8, 16, grad=True),
-    )
+    w = sharded(mesh, P("b", "a"), 16, 8, grad=True)
+    logits = sharded(mesh, P("a", "b"), 8, 16, grad=True)
     index = sm.distribute_tensor(
         torch.zeros(8, dtype=torch.int64, device=DEVICE), mesh, P("a"), src_data_rank=None
     )

@@ -151,11 +151,9 @@ class Recorder:
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
         self.words: Any = buffer.words
-        self._data, self._numbers, self._comm_context = (
-            buffer.data,
-            buffer.numbers,
-            group.world.comm_context,
-        )
+        self._data = buffer.data
+        self._numbers = buffer.numbers
+        self._comm_context = group.world.comm_context
         self.key = stable_hash(
             f"{group.ranks} {group.world.epoch}{getattr(group, 'backend_label', '')}"
         )

@@ -67,11 +67,9 @@ class WatchedWork(TorchWork):
         self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, monitor: Monitor
     ) -> None:
         super().__init__(works, buffers)
-        self._own_recorder, self._sequence, self._waiting = (
-            recorder,
-            recorder.called - 1,
-            monitor.waiting,
-        )
+        self._own_recorder = recorder
+        self._sequence = recorder.called - 1
+        self._waiting = monitor.waiting
 
     def _wait(self, work: Any) -> None:
         self._waiting.wait_for_work(self._own_recorder, self._sequence, work)

@@ -161,10 +161,8 @@ def _add_piece(
     elif leaf.pieces:
         raise Damage(f"{_quoted(name)} is a value and has bytes in two places")
     file = check_file_name(info.get("relative_path"))
-    offset, length = (
-        whole_number(info.get("offset"), "an offset"),
-        whole_number(info.get("length"), "a length"),
-    )
+    offset = whole_number(info.get("offset"), "an offset")
+    length = whole_number(info.get("length"), "a length")
     if not length or offset + length > LARGEST:
         raise Damage(f"{_quoted(name)} is at {shortened(offset)} with {shortened(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:

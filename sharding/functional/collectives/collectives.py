@@ -333,11 +333,9 @@ def all_gather(
 
 # -- exchanging ------------------------------------------------------------------------------------
 
-_ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = (
-    TypingRule("all_to_all"),
-    TypingRule("ppermute"),
-    TypingRule("pshuffle"),
-)
+_ALL_TO_ALL = TypingRule("all_to_all")
+_PPERMUTE = TypingRule("ppermute")
+_PSHUFFLE = TypingRule("pshuffle")
 _PBROADCAST = TypingRule("pbroadcast", varies=False)
 
 

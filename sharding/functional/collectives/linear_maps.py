@@ -192,10 +192,8 @@ class PermuteMap(LinearMap):
         self.pairs = pairs
         to = dict(pairs)
         back = {d: s for s, d in pairs}
-        self._dst, self._src = (
-            self._in_group(to.get(axes.index)),
-            self._in_group(back.get(axes.index)),
-        )
+        self._dst = self._in_group(to.get(axes.index))
+        self._src = self._in_group(back.get(axes.index))
 
     def _in_group(self, place: int | None) -> int | None:
         return None if place is None else self.axes.place_in_group(place)

@@ -64,10 +64,8 @@ def ragged_all_to_all(
     Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one
     all_to_all.
     """
-    (axes, rule), checker = (
-        resolve_axes(axis_name, _LAW, axis_index_groups, equal=True),
-        current_checker(),
-    )
+    axes, rule = resolve_axes(axis_name, _LAW, axis_index_groups, equal=True)
+    checker = current_checker()
     counts = [input_offsets, send_sizes, output_offsets, recv_sizes]
     captures = current_captures()
     if captures is not None:

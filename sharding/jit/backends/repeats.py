@@ -70,10 +70,8 @@ def _bounds(
         key=lambda i: crossings[i : end + 1 : period].sum() / len(crossings[i : end + 1 : period]),
     )
     inside = list(range(start, end + 1, period))
-    left, right = (
-        _bounds(letters, costs, crossings, first, start),
-        _bounds(letters, costs, crossings, inside[-1], last),
-    )
+    left = _bounds(letters, costs, crossings, first, start)
+    right = _bounds(letters, costs, crossings, inside[-1], last)
     return [*left, *inside, *right]
 
 

@@ -185,10 +185,8 @@ class _Sample:
         """Call the operator on other tensors, on a copy of what it writes: leaves refuse it."""
         inputs = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(inputs)
-        args, kwargs = (
-            _filled(self.args, rest),
-            {name: _filled(value, rest) for name, value in self.kwargs.items()},
-        )
+        args = _filled(self.args, rest)
+        kwargs = {name: _filled(value, rest) for name, value in self.kwargs.items()}
         result = self.func(*args, **kwargs)
         return [inputs[0]] if self.in_place else list(_leaves(result))
 

@@ -342,10 +342,8 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
             f"no other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
         )
     if options.balanced and options.is_causal:
-        sizes, target_sizes = (
-            tuple(part_sizes(layout, dim)),
-            balanced_sizes(layout.shape[dim], mesh.size(options.axes)),
-        )
+        sizes = tuple(part_sizes(layout, dim))
+        target_sizes = balanced_sizes(layout.shape[dim], mesh.size(options.axes))
         if sizes != target_sizes:
             raise ValueError(
                 f"{prefix}balanced=True for {layout}, whose parts of the sequence have {sizes} "

@@ -87,14 +87,12 @@ class TokenDispatch:
         places: Sequence[int],
         drops: bool,
     ) -> None:
-        self.peers, self._order, self._wait, self._ranks, self._places, self._drops = (
-            peers,
-            order,
-            counts,
-            ranks,
-            places,
-            drops,
-        )
+        self.peers = peers
+        self._order = order
+        self._wait = counts
+        self._ranks = ranks
+        self._places = places
+        self._drops = drops
 
     @cached_property
     def counts(self) -> list[list[int]]:
@@ -354,10 +352,8 @@ class _AllToAllRows(torch.autograd.Function):
         recv_sizes: Sequence[int],
         send_sizes: Sequence[int],
     ) -> Tensor:
-        ctx.reverse, ctx.lineage = (
-            (peers, send_sizes, recv_sizes),
-            peers.mesh.world.comm_context.lineage,
-        )
+        ctx.reverse = (peers, send_sizes, recv_sizes)
+        ctx.lineage = peers.mesh.world.comm_context.lineage
         out = rows.new_empty(sum(recv_sizes), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
         peers.group.all_to_all(

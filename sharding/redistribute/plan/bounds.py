@@ -49,10 +49,8 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
     broadcast to the mesh's shape.
     """
     mesh, ndim = layout.mesh, layout.mesh.ndim
-    start, stop = (
-        np.zeros((1,) * ndim, dtype=np.int64),
-        np.full((1,) * ndim, layout.shape[dim], dtype=np.int64),
-    )
+    start = np.zeros((1,) * ndim, dtype=np.int64)
+    stop = np.full((1,) * ndim, layout.shape[dim], dtype=np.int64)
     for cut in layout.spec.cuts[dim]:
         index = np.zeros((1,) * ndim, dtype=np.int64)
         parts = 1

@@ -48,10 +48,8 @@ def all_collectives(numel: int) -> Found:
     for dtype in DTYPES:
         x, n = rank_values(group.rank, (numel,), dtype), group.size
         for op in ("sum", "product") if dtype.is_complex else ("sum", "product", "max", "min"):
-            whole, part = (
-                rank_values(group.rank, (n, 1, numel), dtype),
-                torch.empty(1, numel, dtype=dtype),
-            )
+            whole = rank_values(group.rank, (n, 1, numel), dtype)
+            part = torch.empty(1, numel, dtype=dtype)
             group.reduce_scatter(part, whole, op)
             group.all_reduce(whole, op)
             note(f"reduce_scatter {op}", part)

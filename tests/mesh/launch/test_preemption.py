@@ -54,11 +54,9 @@ class PreemptedJob:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        self.size, self.every, self.gap = (
-            rng.randint(2, 5),
-            rng.choice([1, 1, 2, 5]),
-            rng.choice([1, 10]),
-        )
+        self.size = rng.randint(2, 5)
+        self.every = rng.choice([1, 1, 2, 5])
+        self.gap = rng.choice([1, 10])
         self.pace = [rng.choice([0.0, 0.001, 0.004]) for _ in range(self.size)]
         noticed = rng.sample(range(self.size), rng.randint(1, min(2, self.size)))
         self.notice_after = {rank: rng.uniform(0.0, 0.06) for rank in noticed}

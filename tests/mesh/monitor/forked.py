@@ -186,12 +186,10 @@ def _run(job: dict[str, Any], rank: int) -> None:
     os.environ.update(job["env"][rank])
     given = settings.from_environment(os.environ)
     here = settings.settings()  # as it was when the modules were imported
-    here.mode, here.warn, here.timeout, here.exit_s = (
-        given.mode,
-        given.warn,
-        given.timeout,
-        given.exit_s,
-    )
+    here.mode = given.mode
+    here.warn = given.warn
+    here.timeout = given.timeout
+    here.exit_s = given.exit_s
     here.torch_calls = given.torch_calls
     getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
 

@@ -12,10 +12,8 @@ from shardmesh.mesh.network import Interface, Network, Port
 
 GIB = 1 << 30
 
-LOOPBACK, ETHERNET = (
-    Interface("lo", True, ("127.0.0.1", "::1")),
-    Interface("eth0", True, ("10.0.0.5",)),
-)
+LOOPBACK = Interface("lo", True, ("127.0.0.1", "::1"))
+ETHERNET = Interface("eth0", True, ("10.0.0.5",))
 UNUSED = Interface("eth1", False, ())
 GPU = Device("H100", 80 * GIB, 79 * GIB)
 SOFTWARE = Software("3.11.7", "2.13.0+cu128", "3.7.1", "0.1.0", True, True, True)

@@ -446,10 +446,8 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     number = signal.SIGRTMIN + 12
     monkeypatch.setattr(termination, "alarm_signal", number)
     before = signal.signal(number, termination._on_alarm)
-    x, at_the_latest = (
-        SimpleNamespace(item=libc.pthread_mutex_lock),
-        threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,)),
-    )
+    x = SimpleNamespace(item=libc.pthread_mutex_lock)
+    at_the_latest = threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,))
     launch(three[0], PAIR, ALL)
     launch(three[1], ALL, PAIR)
     launch(three[2], ALL)

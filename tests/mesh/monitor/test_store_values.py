@@ -166,7 +166,7 @@ def _mesh_key(name: str) -> Read:
                 )
                 + "\n",
             )
-        return same_mesh._compare(SimpleNamespace(size=2, monitor=None), keys, ("1"), call, 0)  # type: ignore[arg-type]
+        return same_mesh._compare(SimpleNamespace(size=2, monitor=None), keys, "1", call, 0)  # type: ignore[arg-type]
 
     return read
 

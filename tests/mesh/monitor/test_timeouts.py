@@ -86,11 +86,9 @@ def test_torchs_own_apply_without_the_monitor() -> None:
 
 
 def test_managed_timeouts_follow_the_settings() -> None:
-    own, default, gloo = (
-        Group(cpu="gloo", cuda="nccl"),
-        Group(cpu="gloo", cuda="nccl"),
-        Group(cpu="gloo", cuda="gloo"),
-    )
+    own = Group(cpu="gloo", cuda="nccl")
+    default = Group(cpu="gloo", cuda="nccl")
+    gloo = Group(cpu="gloo", cuda="gloo")
     for group in (own, default, gloo):
         timeouts.manage(group, is_own=group is own)
 

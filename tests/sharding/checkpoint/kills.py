@@ -48,10 +48,8 @@ def fault_of(name: str) -> Fault:
     kind, who, rank, when, how = name.split()
 
     def program(ctx: RankContext) -> Any:
-        folder, size = (
-            Path(os.environ[VARIABLE], name.replace(" ", "-")),
-            LARGE if how == "after" else 64,
-        )
+        folder = Path(os.environ[VARIABLE], name.replace(" ", "-"))
+        size = LARGE if how == "after" else 64
         save(tree(ctx.mesh, 1, size), folder, step=1)
         pids = ctx.mesh.group("x").all_gather_object(os.getpid())
         doomed = pids if who == "all" else [os.getpid()]

@@ -137,10 +137,8 @@ def test_out_of_memory(program, module, name, who, error, tmp_path, monkeypatch)
     """The same CheckpointError with a text on every rank, and the checkpoint of before."""
     on_mesh((2,), lambda mesh: sm.checkpoint.save(tree(mesh), tmp_path / "c", step=1))
     on_mesh((2,), lambda mesh: save_file(mesh, tmp_path))
-    whole, rank = (
-        getattr(module, name),
-        0 if name in ("take_lease", "index_of", "manifest_of", "write", "serialize") else 1,
-    )
+    whole = getattr(module, name)
+    rank = 0 if name in ("take_lease", "index_of", "manifest_of", "write", "serialize") else 1
 
     def fails(*args, **kwargs):
         if who == "one" and current_world().rank != rank:

@@ -108,10 +108,8 @@ def test_views_are_saved_without_their_base(tmp_path):
 
 def test_ranks_outside_the_mesh(tmp_path):
     def program():
-        inside, other = (
-            sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",)),
-            sm.DeviceMesh(DEVICE, [1], axis_names=("b",)),
-        )
+        inside = sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",))
+        other = sm.DeviceMesh(DEVICE, [1], axis_names=("b",))
         x = sm.distribute_tensor(X, inside, P("a"), src_data_rank=None)
         save({"x": x}, tmp_path)
         y = load(tmp_path, {"x": Layout.of(other, P(), X.shape)})["x"]

@@ -19,11 +19,9 @@ class TiedEmbedding(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head, self.last = (
-            nn.Embedding(5, 3),
-            nn.Linear(3, 5),
-            nn.Linear(3, 5, bias=False),
-        )
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.last = nn.Linear(3, 5, bias=False)
         self.head.weight = self.last.weight = self.embed.weight
         self.register_buffer("scale", torch.full((2,), 2.0))
         self.head.register_buffer("scale", self.scale)

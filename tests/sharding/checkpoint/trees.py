@@ -133,10 +133,9 @@ def pair(seed: int, folder: Path) -> int:
             ), name
 
     for shape, program in ((saved_shape, saving), (loaded_shape, loading)):
-        size, start = (
-            math.prod(shape) + rng.randrange(2),
-            rng.random(),
-        )  # at times a rank is outside the mesh
+        # at times a rank is outside the mesh
+        size = math.prod(shape) + rng.randrange(2)
+        start = rng.random()
 
         def rank(program: Any = program, start: float = start) -> None:
             with on_device():

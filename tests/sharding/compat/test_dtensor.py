@@ -202,10 +202,8 @@ def _(mesh):
 @difference("`rand`, `randn`, `dropout` on a CPU mesh")
 def _(mesh):
     sm.random.manual_seed(0)
-    split, whole = (
-        sm.randn(6, device_mesh=mesh, placements=[Shard(0)]),
-        sm.randn(6, device_mesh=mesh),
-    )
+    split = sm.randn(6, device_mesh=mesh, placements=[Shard(0)])
+    whole = sm.randn(6, device_mesh=mesh)
     sm.random.manual_seed(0)
     _same(sm.randn(6, device_mesh=mesh), split.full_tensor())
     assert not torch.equal(split.full_tensor(), whole.full_tensor())
@@ -226,10 +224,8 @@ def _(mesh):
 
 @difference("`redistribute` to `Partial`, to another mesh, without placements")
 def _(mesh):
-    x, other = (
-        place(mesh, numbers(4)),
-        sm.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b")),
-    )
+    x = place(mesh, numbers(4))
+    other = sm.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
     pending = x.redistribute(placements=[Partial()])
     assert pending.placements == (Partial(),)
     _same(pending, numbers(4))
@@ -585,10 +581,8 @@ def test_the_cheapest_accepted_sharding(tables):
         ]
 
     def rank(mesh):
-        x, y = (
-            place(mesh, numbers(4, 6), Shard(0), Partial()),
-            place(mesh, numbers(4, 6), Shard(0), Partial()),
-        )
+        x = place(mesh, numbers(4, 6), Shard(0), Partial())
+        y = place(mesh, numbers(4, 6), Shard(0), Partial())
         with sm.debug.comm_budget(bytes=0):
             assert (x + y).placements == torch.add(x, other=y).placements == (Shard(0), Partial())
             x += y

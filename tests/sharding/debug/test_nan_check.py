@@ -261,10 +261,8 @@ def test_training_raises_nothing_and_communicates_the_same(mesh):
 
 
 def test_attention_masks_are_no_false_alarm():
-    layer, x = (
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-        torch.randn(2, 5, 8, requires_grad=True),
-    )
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x = torch.randn(2, 5, 8, requires_grad=True)
     with debug_nans():
         mask = torch.full((5, 5), -INF).triu(1)
         layer(x, src_mask=mask).sum().backward()

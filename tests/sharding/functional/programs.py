@@ -202,12 +202,10 @@ class ProgramGenerator:
     def _with_two(
         self, kinds: dict[str, Kind], texts: list[str]
     ) -> tuple[LocalStep, Kind, list[str]]:
-        x, y, z, w = (
-            self.pick(kinds, not_pending),
-            self.pick(kinds, not_pending),
-            self.new(),
-            self.new(),
-        )
+        x = self.pick(kinds, not_pending)
+        y = self.pick(kinds, not_pending)
+        z = self.new()
+        w = self.new()
         step = self._filled(self.rng.choice(texts), x, y, z, w)
         return step, kinds[x].join(kinds[y]), [z, w] if f"{w} =" in step.text else [z]
 
@@ -254,11 +252,9 @@ class ProgramGenerator:
 
     def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
         """Return random arguments of a collective."""
-        rng, n, dim = (
-            self.rng,
-            self.world.oracle.axis_size(axis),
-            self.rng.randrange(max(len(shape), 1)),
-        )
+        rng = self.rng
+        n = self.world.oracle.axis_size(axis)
+        dim = self.rng.randrange(max(len(shape), 1))
         tiled = {} if self.chance(0.3) else {"tiled": True}
         if name == "psum_scatter":
             return {"scatter_dimension": dim, **tiled}
@@ -359,10 +355,8 @@ class ProgramGenerator:
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
-        total, over = (
-            self.new(),
-            "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying)),
-        )
+        total = self.new()
+        over = "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying))
         body.append(LocalStep(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
             how = "psum" if kind.pending or self.chance(0.5) else "pmean"
@@ -453,10 +447,8 @@ def not_pending(kind: Kind) -> bool:
 
 def fits_kind(spec: P, kind: Kind) -> bool:
     """Return whether a result of this kind can be returned with this spec."""
-    split, pending = (
-        {axis for axes in spec.dims for axis in axes},
-        {axis for axis, _ in spec.unreduced},
-    )
+    split = {axis for axes in spec.dims for axis in axes}
+    pending = {axis for axis, _ in spec.unreduced}
     return (
         kind.pending <= pending
         and kind.varying <= split | pending

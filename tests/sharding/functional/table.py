@@ -352,7 +352,7 @@ def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
             if "scatter" in what
             else (x, y, z)
         )
-        program = lambda c, x, y, z, what=what: getattr(c, what)({"x": x, ("yz"): (y, [z])}, axis)  # noqa: E731
+        program = lambda c, x, y, z, what=what: getattr(c, what)({"x": x, "yz": (y, [z])}, axis)  # noqa: E731
         yield case_of(f"{what} of a pytree", mesh, axis, program, *inputs)
 
 

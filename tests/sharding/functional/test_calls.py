@@ -56,12 +56,10 @@ def test_check_false_exchanges_shapes_once(mesh):
 def test_arguments_with_other_layouts_are_redistributed(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, X, P(None, "a"), grad=True),
-            put(mesh, W, P("a"), grad=True),
-            leaf(X),
-            leaf(W),
-        )
+        x = put(mesh, X, P(None, "a"), grad=True)
+        w = put(mesh, W, P("a"), grad=True)
+        px = leaf(X)
+        pw = leaf(W)
         same_gradients([x, w], [px, pw], mapped(x, w), (px @ pw).square().sum())
     identity = sm.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     identity(put(mesh, X))
@@ -311,12 +309,10 @@ def test_shapes_in_alternation(mesh):
         (1, torch.float64),
     ] * 2:
         whole, weight = values(rows, 4, dtype=dtype), W.to(dtype)
-        x, w, px, pw = (
-            put(mesh, whole, P("a"), grad=True),
-            put(mesh, weight, grad=True),
-            leaf(whole),
-            leaf(weight),
-        )
+        x = put(mesh, whole, P("a"), grad=True)
+        w = put(mesh, weight, grad=True)
+        px = leaf(whole)
+        pw = leaf(weight)
         y, loss = mapped(x, w)
         same(y, (whole @ weight).exp())
         same_gradients([x, w], [px, pw], loss, (px @ pw).square().sum())

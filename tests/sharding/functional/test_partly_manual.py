@@ -29,12 +29,10 @@ def test_the_function_sees_sharded_tensors_on_the_other_axes(mesh):
         return x @ w
 
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, X, P("a"), grad=True),
-            put(mesh, W, P(None, "b"), grad=True),
-            leaf(X),
-            leaf(W),
-        )
+        x = put(mesh, X, P("a"), grad=True)
+        w = put(mesh, W, P(None, "b"), grad=True)
+        px = leaf(X)
+        pw = leaf(W)
         y = matmul(x, w)
         assert y.spec == P("a", "b")
         same_gradients([x, w], [px, pw], y.square().sum(), (px @ pw).square().sum())
@@ -48,12 +46,10 @@ def test_sums_over_the_manual_axis_of_what_is_split_over_the_others(mesh):
         return y.square().sum()
 
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, X, P("a"), grad=True),
-            put(mesh, W, P(None, "b"), grad=True),
-            leaf(X),
-            leaf(W),
-        )
+        x = put(mesh, X, P("a"), grad=True)
+        w = put(mesh, W, P(None, "b"), grad=True)
+        px = leaf(X)
+        pw = leaf(W)
         same_gradients([x, w], [px, pw], loss(x, w), (px.t() @ px @ pw).square().sum())
 
 
@@ -91,12 +87,10 @@ def test_uneven_parts(mesh):
     )
     rows = values(5, 4)
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, rows, P("a"), grad=True),
-            put(mesh, W[:, :3], P(None, "b"), grad=True),
-            leaf(rows),
-            leaf(W[:, :3]),
-        )
+        x = put(mesh, rows, P("a"), grad=True)
+        w = put(mesh, W[:, :3], P(None, "b"), grad=True)
+        px = leaf(rows)
+        pw = leaf(W[:, :3])
         y, loss = f(x, w)
         same(y, rows @ W[:, :3])
         same_gradients([x, w], [px, pw], loss, (px @ pw).square().sum())
@@ -215,12 +209,10 @@ def test_a_nested_function_makes_the_other_axes_manual(mesh):
 
     whole = values(8, 4)
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, whole, P(("a", "b")), grad=True),
-            put(mesh, W, grad=True),
-            leaf(whole),
-            leaf(W),
-        )
+        x = put(mesh, whole, P(("a", "b")), grad=True)
+        w = put(mesh, W, grad=True)
+        px = leaf(whole)
+        pw = leaf(W)
         same_gradients([x, w], [px, pw], outer(x, w), (px @ pw).square().sum())
 
 

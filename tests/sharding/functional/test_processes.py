@@ -171,12 +171,10 @@ def _overlap() -> None:
     whole = values(8, 4, seed=2)
     mapped = sm.shard_map(_ring, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, whole, P("a"), grad=True),
-            put(mesh, W, grad=True),
-            leaf(whole),
-            leaf(W),
-        )
+        x = put(mesh, whole, P("a"), grad=True)
+        w = put(mesh, W, grad=True)
+        px = leaf(whole)
+        pw = leaf(W)
         y = mapped(x, w)
         plain = (px @ pw).tanh().view(4, 2, 5).sum(0).repeat(4, 1)
         same(y, plain.detach())
@@ -255,11 +253,9 @@ def _losses(mesh: sm.DeviceMesh) -> list[float]:
         "up": put(mesh, values(4, 8, seed=4), P(None, "b")),
         "down": put(mesh, values(8, 3, seed=5), P("b")),
     }
-    x, y, found = (
-        put(mesh, values(8, 4, seed=6), P("a")),
-        put(mesh, values(8, 3, seed=7), P("a")),
-        [],
-    )
+    x = put(mesh, values(8, 4, seed=6), P("a"))
+    y = put(mesh, values(8, 3, seed=7), P("a"))
+    found = []
     for _ in range(5):
         value, params = step(params, x, y)
         found.append(value.item())

@@ -55,12 +55,10 @@ def test_columns_and_rows_over_two_axes(mesh):
         assert x.shape[0] == 3
         return x @ w
 
-    x, w, px, pw = (
-        put(mesh, X, P("a"), grad=True),
-        put(mesh, W, P(None, "b"), grad=True),
-        leaf(X),
-        leaf(W),
-    )
+    x = put(mesh, X, P("a"), grad=True)
+    w = put(mesh, W, P(None, "b"), grad=True)
+    px = leaf(X)
+    pw = leaf(W)
     y = matmul(x, w)
     assert y.spec == P("a", "b")
     same_gradients([x, w], [px, pw], (y * y).sum(), plain_loss(px, pw))
@@ -272,12 +270,10 @@ def test_uneven_and_empty_parts(rows):
             out_specs=(P("a"), P()),
         )
         for _ in range(2):
-            x, w, px, pw = (
-                put(mesh, whole, P("a"), grad=True),
-                put(mesh, W, grad=True),
-                leaf(whole),
-                leaf(W),
-            )
+            x = put(mesh, whole, P("a"), grad=True)
+            w = put(mesh, W, grad=True)
+            px = leaf(whole)
+            pw = leaf(W)
             y, loss = mapped(x, w)
             assert y.shape == (rows, 5)
             same(y, (whole @ W).exp())
@@ -341,12 +337,10 @@ def test_an_axis_of_one_rank(mesh):
     def f(x, w):
         return sm.psum(sm.psum((x @ w).square().sum(), "a"), "b")
 
-    x, w, px, pw = (
-        put(mesh, X, P("a"), grad=True),
-        put(mesh, W[:, :4], P(None, "b"), grad=True),
-        leaf(X),
-        leaf(W[:, :4]),
-    )
+    x = put(mesh, X, P("a"), grad=True)
+    w = put(mesh, W[:, :4], P(None, "b"), grad=True)
+    px = leaf(X)
+    pw = leaf(W[:, :4])
     same_gradients([x, w], [px, pw], f(x, w), plain_loss(px, pw))
 
 
@@ -395,12 +389,10 @@ def test_pending_in_and_out(mesh):
         lambda x, w: x @ w, mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(unreduced="a")
     )
     for _ in range(2):
-        x, w, px, pw = (
-            put(mesh, X, P(None, "a"), grad=True),
-            put(mesh, W, P("a"), grad=True),
-            leaf(X),
-            leaf(W),
-        )
+        x = put(mesh, X, P(None, "a"), grad=True)
+        w = put(mesh, W, P("a"), grad=True)
+        px = leaf(X)
+        pw = leaf(W)
         y = mapped(partial(x, w))
         assert y.spec.unreduced
         same_gradients([x, w], [px, pw], y.square().sum(), 4 * plain_loss(px, pw))

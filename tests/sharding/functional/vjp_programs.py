@@ -125,11 +125,9 @@ def _jax() -> Any:
 
     class Lib:
         custom_vjp, grad, P = jax.custom_vjp, staticmethod(jax.grad), jax.sharding.PartitionSpec
-        psum, exp, clip = (
-            staticmethod(jax.lax.psum),
-            staticmethod(jax.numpy.exp),
-            staticmethod(jax.numpy.clip),
-        )
+        psum = staticmethod(jax.lax.psum)
+        exp = staticmethod(jax.numpy.exp)
+        clip = staticmethod(jax.numpy.clip)
         array = staticmethod(jax.numpy.array)
 
         @staticmethod

@@ -262,10 +262,8 @@ def test_a_gradient_scaler() -> None:
         mesh = sm.init_device_mesh("cpu", (2,), axis_names=("fsdp",))
         torch.manual_seed(0)
         model = sm.parallel.fully_shard(nn.Linear(3, 3), mesh)
-        optimizer, scaler = (
-            torch.optim.AdamW(model.parameters(), lr=0.1),
-            sm.training.GradScaler("cpu", init_scale=2.0**4),
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = sm.training.GradScaler("cpu", init_scale=2.0**4)
 
         def finish() -> None:
             scaler.step(optimizer)

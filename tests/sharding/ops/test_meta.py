@@ -55,10 +55,8 @@ def test_a_forward_and_backward_on_meta_communicates_nothing(mesh):
 
 @every_rank(4)
 def test_new_tensors_are_on_the_device_that_was_asked_for(mesh):
-    meta, real = (
-        sm.distribute_tensor(on_meta(6, 2), mesh, [Shard(0)]),
-        place(mesh, torch.ones(6, 2), Shard(0)),
-    )
+    meta = sm.distribute_tensor(on_meta(6, 2), mesh, [Shard(0)])
+    real = place(mesh, torch.ones(6, 2), Shard(0))
     makers: list[Any] = [
         torch.empty_like,
         torch.zeros_like,

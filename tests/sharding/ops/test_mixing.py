@@ -78,10 +78,8 @@ def test_implicit_replication(mesh):
     """Plain tensors are treated as replicated; their gradients are reduced and equal on
     every rank.
     """
-    w, bias = (
-        torch.ones(3, 4, dtype=X.dtype, requires_grad=True),
-        torch.ones(4, dtype=X.dtype, requires_grad=True),
-    )
+    w = torch.ones(3, 4, dtype=X.dtype, requires_grad=True)
+    bias = torch.ones(4, dtype=X.dtype, requires_grad=True)
     with sm.ops.implicit_replication():
         y = place(mesh, X, Shard(0)) @ w
         with sm.ops.implicit_replication():
@@ -89,10 +87,8 @@ def test_implicit_replication(mesh):
         (F.linear(y, weight=torch.eye(4, dtype=X.dtype)) ** 2).sum().backward()
         z = torch.tensor(3.0, dtype=X.dtype, requires_grad=True)
         (place(mesh, X, Shard(0)) * z).sum().backward()
-    v, c = (
-        torch.ones(3, 4, dtype=X.dtype, requires_grad=True),
-        torch.ones(4, dtype=X.dtype, requires_grad=True),
-    )
+    v = torch.ones(3, 4, dtype=X.dtype, requires_grad=True)
+    c = torch.ones(4, dtype=X.dtype, requires_grad=True)
     ((X @ v + c) ** 2).sum().backward()
     torch.testing.assert_close(w.grad, v.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(bias.grad, c.grad, rtol=1e-12, atol=1e-12)

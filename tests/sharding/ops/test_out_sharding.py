@@ -363,10 +363,8 @@ def test_ranks_outside_the_mesh(everyone):
 
 def _on_processes():
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
-    x, w = (
-        sm.device_put(numbers(8, 6), mesh, P("a", "b")),
-        sm.device_put(numbers(6, 4, seed=1), mesh, P("b")),
-    )
+    x = sm.device_put(numbers(8, 6), mesh, P("a", "b"))
+    w = sm.device_put(numbers(6, 4, seed=1), mesh, P("b"))
     with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget() as used:
         y = apply(torch.matmul, x, w, out_sharding=P("a", "b"))
     return y.spec, list(used.by_op), y.full_tensor()

@@ -231,10 +231,8 @@ def test_in_a_method_and_in_another_thread(mesh):
         def encode(self, x):
             return x + torch.ones(4, dtype=X.dtype, device=x.device)
 
-    made, x = (
-        PREPARED["distribute_module"](_model(Encoder), mesh),
-        place(mesh, X.to(DEVICE), sm.Shard(0)),
-    )
+    made = PREPARED["distribute_module"](_model(Encoder), mesh)
+    x = place(mesh, X.to(DEVICE), sm.Shard(0))
     torch.testing.assert_close(made.encode(x).full_tensor(), X.to(DEVICE) + 1)
     made(x)
     found = []

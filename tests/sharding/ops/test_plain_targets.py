@@ -528,10 +528,8 @@ def test_what_is_refused(name):
 
 @every_rank(2)
 def test_errors_are_those_of_torch(mesh):
-    x, leaf = (
-        place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True),
-        TARGETS["float"].to(DEVICE).clone().requires_grad_(),
-    )
+    x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True)
+    leaf = TARGETS["float"].to(DEVICE).clone().requires_grad_()
     with sm.ops.implicit_replication():
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
             leaf.add_(x)
@@ -556,10 +554,8 @@ def test_functions_that_write_an_operand(mesh):
         torch.testing.assert_close(torch.embedding_renorm_(weight, index, 0.5, 2.0), expected)
         torch.testing.assert_close(weight, expected)
         x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0))
-        mean, variance = (
-            torch.zeros(4, dtype=F64, device=DEVICE),
-            torch.ones(4, dtype=F64, device=DEVICE),
-        )
+        mean = torch.zeros(4, dtype=F64, device=DEVICE)
+        variance = torch.ones(4, dtype=F64, device=DEVICE)
         expected = mean.clone(), variance.clone()
         nn.functional.batch_norm(x.full_tensor(), *expected, training=True)
         nn.functional.batch_norm(x, mean, variance, training=True)
@@ -584,10 +580,8 @@ def test_ranks_outside_the_mesh():
     def program(mesh):
         half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
         x = place(half, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True)
-        t, number = (
-            torch.zeros(4, 4, dtype=F64, device=DEVICE),
-            torch.zeros((), dtype=F64, device=DEVICE),
-        )
+        t = torch.zeros(4, 4, dtype=F64, device=DEVICE)
+        number = torch.zeros((), dtype=F64, device=DEVICE)
         with sm.ops.implicit_replication():
             t[1:] = (x * 2)[1:]
             number += x.sum()
@@ -610,10 +604,8 @@ class _Mixture(nn.Module):
     def __init__(self, experts=4, top=2):
         super().__init__()
         self.gate, self.shared = nn.Linear(4, experts, bias=False), nn.Linear(4, 4)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(experts, 4, 8)),
-            nn.Parameter(torch.randn(experts, 8, 4)),
-        )
+        self.up = nn.Parameter(torch.randn(experts, 4, 8))
+        self.down = nn.Parameter(torch.randn(experts, 8, 4))
         self.register_buffer("tokens_per_expert", torch.zeros(experts))
         self.top = top
 

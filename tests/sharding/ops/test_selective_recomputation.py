@@ -67,11 +67,9 @@ class Products(TorchDispatchMode):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(4),
-            nn.Linear(4, 8, bias=False),
-            nn.Linear(8, 4, bias=False),
-        )
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
 
     def forward(self, x):
         mask = torch.arange(4, device=x.device) > 0

@@ -35,13 +35,11 @@ class Reference:
         block_size=1024,
     ):
         self.matrices = [model.up, model.down]
-        self.lr, self.momentum, self.decay, self.every, self.size = (
-            lr,
-            momentum,
-            weight_decay,
-            update_freq,
-            block_size,
-        )
+        self.lr = lr
+        self.momentum = momentum
+        self.decay = weight_decay
+        self.every = update_freq
+        self.size = block_size
         self.epsilon, self.time, self.kept, self.buffers = (
             epsilon,
             0,

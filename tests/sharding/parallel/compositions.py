@@ -26,11 +26,10 @@ from tests.sharding.ranks import collectives
 
 Used = dict[str, tuple[int, int]]  # by collective: calls, and bytes that a rank receives
 
-STEPS, BATCHES, S = (
-    20,
-    3,
-    5,
-)  # another batch in each of three steps; sequences are odd, so uneven over tp
+# another batch in each of three steps; sequences are odd, so uneven over tp
+STEPS = 20
+BATCHES = 3
+S = 5
 EVEN = Config()
 UNEVEN = Config(vocabulary=13, d=10, heads=3, f=15, bias=True)
 

@@ -56,12 +56,10 @@ class StepCosts:
         param_bytes: int = 8,
         sum_bytes: int = 8,
     ) -> None:
-        self.case, self.coordinate, self.param_bytes, self.sum_bytes = (
-            case,
-            coordinate,
-            param_bytes,
-            sum_bytes,
-        )
+        self.case = case
+        self.coordinate = coordinate
+        self.param_bytes = param_bytes
+        self.sum_bytes = sum_bytes
         self.tp = case.sizes.get("tp", 1)
         self.units = list(self._units(case.config))
 
@@ -131,10 +129,8 @@ class StepCosts:
         """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice
         per micro-batch.
         """
-        n, pieces = (
-            self.size(*self.shards),
-            [layout.piece * self.param_bytes for layout in self.layouts()],
-        )
+        n = self.size(*self.shards)
+        pieces = [layout.piece * self.param_bytes for layout in self.layouts()]
         form, root, blocks = self.case.form, pieces[0], pieces[1:]
         if form in ("zero1", "zero2"):
             return [(n - 1) * piece for piece in pieces]
@@ -214,11 +210,9 @@ class StepCosts:
             the head, when ranks have told each other how long their parts are, which are uneven;
             backward the other way.
         """
-        n, layers, whole = (
-            self.tp,
-            self.case.config.layers,
-            self.tokens_here() * self.case.config.d * 8,
-        )
+        n = self.tp
+        layers = self.case.config.layers
+        whole = self.tokens_here() * self.case.config.d * 8
         sums = 2 * layers + 1
         outputs = sums + 1 if self.case.tp == "tp" else 1
         checks = {"all_reduce": (outputs, outputs * 19 * _scalar(n))} if first else {}

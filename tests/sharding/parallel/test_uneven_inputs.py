@@ -254,10 +254,8 @@ def test_stop_is_like_zip(lengths):
 def test_shadows_take_all_steps(lengths):
     def program(mesh):
         rank = mesh.get_rank()
-        mine, shadows = (
-            batches_of(rank, lengths),
-            list(uneven_inputs(batches_of(rank, lengths), mesh, mode="shadow")),
-        )
+        mine = batches_of(rank, lengths)
+        shadows = list(uneven_inputs(batches_of(rank, lengths), mesh, mode="shadow"))
         empty = list(uneven_inputs(batches_of(rank, lengths), mesh, mode="empty"))
         assert [len(batch) for batch in empty] == [2] * len(mine) + [0] * (max(lengths) - len(mine))
         assert {tuple(batch.shape[1:]) for batch in empty} <= {(3,)}

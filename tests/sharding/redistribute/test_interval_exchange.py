@@ -66,10 +66,8 @@ def test_any_intervals_of_any_layout(data):
     whole, wanted = numbers(*shape), intervals_of(data.draw(st.integers(0, 99)), shape[dim])
 
     def program(mesh):
-        src, dst = (
-            Layout.of(mesh, src_spec, shape, torch.float64),
-            Layout.of(mesh, cuts, (9,), torch.float64),
-        )
+        src = Layout.of(mesh, src_spec, shape, torch.float64)
+        dst = Layout.of(mesh, cuts, (9,), torch.float64)
         fetch = IntervalExchange(src, dst, dim, wanted, 0)
         local = place(whole, mesh, src_spec)._local.requires_grad_()
         plain = whole.clone().requires_grad_()

@@ -106,10 +106,8 @@ def any_move(folder, seed):
     shared, plain = meshes(folder)
     rng = random.Random(seed)
     for _ in range(14):
-        shape, dtype = (
-            (rng.choice([1, 5, 6, 8]), rng.choice([2, 3, 16])),
-            rng.choice([torch.float32, torch.bfloat16, torch.float64]),
-        )
+        shape = (rng.choice([1, 5, 6, 8]), rng.choice([2, 3, 16]))
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64])
         src, dst = rng.sample(SPECS, 2)
         before, after = (sm.Layout.of(shared, spec, shape, dtype) for spec in (src, dst))
         other = [sm.Layout.of(plain, on_plain(spec), shape, dtype) for spec in (src, dst)]

@@ -101,11 +101,9 @@ def _frames_of_a_warm_redistribute(mesh):
     found = []
     for src, dst in MOVES:
         layout = sm.Layout.of(mesh, src, (8, 8))
-        x, depths, launched = (
-            sm.from_local(torch.ones(layout.local_shape), mesh, src, shape=(8, 8)),
-            [0],
-            [],
-        )
+        x = sm.from_local(torch.ones(layout.local_shape), mesh, src, shape=(8, 8))
+        depths = [0]
+        launched = []
 
         def count(frame, event, _, depths=depths, launched=launched):
             if event in ("call", "return") and frame.f_code.co_filename.startswith(_PARTS):

@@ -107,10 +107,8 @@ def test_norms_and_clipping_of_torch(foreach):
     def program(mesh):
         for ord in (2, 1, 0, 3, math.inf):
             sharded, plain = _parameters(mesh)
-            total, expected = (
-                get_total_norm(_grads(sharded), ord, foreach=foreach),
-                get_total_norm(_grads(plain), ord, foreach=foreach),
-            )
+            total = get_total_norm(_grads(sharded), ord, foreach=foreach)
+            expected = get_total_norm(_grads(plain), ord, foreach=foreach)
             _assert_equal([total], [expected])
             clip_grads_with_norm_(sharded, 0.5, total, foreach)
             clip_grads_with_norm_(plain, 0.5, expected, foreach)
@@ -149,10 +147,8 @@ def test_clipping_of_plain_and_sharded_gradients_on_several_meshes(foreach):
         for p in extra:
             p.grad = _values((3,), 2.0)
         for order in ([*sharded, extra[0]], [extra[0], *sharded]):
-            total, expected = (
-                get_total_norm(_grads(order), foreach=foreach),
-                get_total_norm([*_grads(plain), extra[0].grad]),
-            )
+            total = get_total_norm(_grads(order), foreach=foreach)
+            expected = get_total_norm([*_grads(plain), extra[0].grad])
             _assert_equal([total], [expected])
         clip_grad_norm_([*sharded, extra[0]], 0.5, foreach=foreach)
         clip_grad_norm_([*plain, extra[1]], 0.5, foreach=foreach)

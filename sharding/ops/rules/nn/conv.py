@@ -29,11 +29,9 @@ def _rule(a: Any, whole: bool, **options: Any) -> Rule:
 
     With `whole` the spatial dims must not be split, else they may be.
     """
-    n, transposed, operands = (
-        space_dims(a.func),
-        _is_transposed(a.func),
-        (a.input, a.weight, a.bias),
-    )
+    n = space_dims(a.func)
+    transposed = _is_transposed(a.func)
+    operands = (a.input, a.weight, a.bias)
     batch = "b" if a.input.ndim == n + 2 else ""
     into, out = ("i", "o") if a.groups == 1 else ("(g i)", "(g o)")
     space, kernel = dim_names(n, range(n) if whole else (), "h"), dim_names(n, range(n), "k")

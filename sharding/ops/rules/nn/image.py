@@ -200,10 +200,8 @@ def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Rule:
 def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Rule:
     (c, h, w), r = input.shape[-3:], downscale_factor
     sizes = {"c": c, "h": h // r, "w": w // r, "p": r, "q": r}
-    pattern, bind = (
-        "... c (h p) (w q) -> ... (c p q) h w",
-        unless_empty(torch.pixel_unshuffle, True),
-    )
+    pattern = "... c (h p) (w q) -> ... (c p q) h w"
+    bind = unless_empty(torch.pixel_unshuffle, True)
     return _moves(pattern, input, "p q", sizes=sizes, bind=bind)
 
 

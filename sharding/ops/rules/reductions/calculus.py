@@ -68,10 +68,8 @@ def _gradient(
 def _slope(x: Any, dim: int, distance: float, edge_order: int) -> Any:
     size = x.shape[dim]
     inside = (x.narrow(dim, 2, size - 2) - x.narrow(dim, 0, size - 2)) / (2 * distance)
-    first, last = (
-        x.narrow(dim, 0, edge_order + 1),
-        x.narrow(dim, size - edge_order - 1, edge_order + 1),
-    )
+    first = x.narrow(dim, 0, edge_order + 1)
+    last = x.narrow(dim, size - edge_order - 1, edge_order + 1)
     return torch.cat(
         [_end(first, dim, distance), inside, -_end(last.flip(dim), dim, distance)], dim
     )

@@ -103,12 +103,10 @@ class _Shared(torch.autograd.Function):
         count: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(equal, count)
-        ctx.needed, ctx.arriving = (
-            reduced.replace(
-                reduced.spec.with_unreduced(dict.fromkeys(layout.replicated_axes, "sum"))
-            ),
-            reduced.dual,
+        ctx.needed = reduced.replace(
+            reduced.spec.with_unreduced(dict.fromkeys(layout.replicated_axes, "sum"))
         )
+        ctx.arriving = reduced.dual
         return value.clone()
 
     @staticmethod

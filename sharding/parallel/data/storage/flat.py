@@ -223,10 +223,8 @@ class FlatBucket:
 
         Communication: one reduce_scatter over the axes.
         """
-        src, dst = (
-            self._flat(whole.dtype, (), pending=self.axes),
-            self._flat(whole.dtype, self.axes),
-        )
+        src = self._flat(whole.dtype, (), pending=self.axes)
+        dst = self._flat(whole.dtype, self.axes)
         pending = executor(src, dst, transport=self._transport).start([whole], tag=tag)
         return pending.then(itemgetter(0))
 

@@ -102,10 +102,8 @@ def _candidates(
 ) -> Iterator[int]:
     """Yield lengths of a piece, short ones first; the last one fits everything."""
     total = sum(_rounded(length, align) for length in lengths)
-    shortest, step = (
-        _rounded(-(-sum(lengths) // parts), align),
-        math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align),
-    )
+    shortest = _rounded(-(-sum(lengths) // parts), align)
+    step = math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align)
     start = _rounded(shortest, step)
     yield shortest
     yield from range(start, start + _TRIES * step, step)

@@ -584,10 +584,8 @@ def test_failed_checks_have_a_fix_and_others_do_not():
 
 
 def test_equal_reports_are_printed_once_and_others_are_named():
-    same, other = (
-        {"a": ok("fine"), "b": fault("broken", "mend it")},
-        {"a": warning("slow", "hurry"), "b": fault("broken", "mend it")},
-    )
+    same = {"a": ok("fine"), "b": fault("broken", "mend it")}
+    other = {"a": warning("slow", "hurry"), "b": fault("broken", "mend it")}
     assert worst_findings([same, same]) == same
     assert worst_findings([same, other, same, other]) == {
         "a": warning("ranks 1, 3: slow", "hurry"),

@@ -140,11 +140,9 @@ def test_idle_owner_on_another_machine_is_replaced(tmp_path, skew):
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
 @pytest.mark.usefixtures("short")
 def test_saving_owner_on_another_machine_is_respected(tmp_path, skew):
-    path, unfinished, ended = (
-        elsewhere(tmp_path),
-        tmp_path / "step-00000003.tmp-aa",
-        threading.Event(),
-    )
+    path = elsewhere(tmp_path)
+    unfinished = tmp_path / "step-00000003.tmp-aa"
+    ended = threading.Event()
     unfinished.mkdir()
 
     def beat():

@@ -107,10 +107,8 @@ def test_one_flipped_bit_is_found_and_named(seed):
         }
         for _ in range(12):
             assert_replicated(tree)
-            name, outlier = (
-                rng.choice([n for n in tree if n != "numbers"]),
-                rng.choice(mesh.ranks.reshape(-1).tolist()),
-            )
+            name = rng.choice([n for n in tree if n != "numbers"])
+            outlier = rng.choice(mesh.ranks.reshape(-1).tolist())
             leaf, own, choice = tree[name], mesh.world.rank == outlier, random.Random(rng.random())
             together = holders(leaf, mesh, outlier)
             (size,) = {

@@ -56,10 +56,8 @@ def test_the_gradient_of_a_router():
     def program(mesh):
         w = place(mesh, torch.zeros(16, 8, dtype=torch.bfloat16), grad=True)
         generator = torch.Generator().manual_seed(mesh.get_rank())
-        tokens, experts = (
-            torch.randn(64, 16, generator=generator),
-            torch.randint(8, (64,), generator=generator),
-        )
+        tokens = torch.randn(64, 16, generator=generator)
+        experts = torch.randint(8, (64,), generator=generator)
         F.cross_entropy(
             tokens.to(DEVICE, torch.bfloat16) @ w.to_local(), experts.to(DEVICE)
         ).backward()

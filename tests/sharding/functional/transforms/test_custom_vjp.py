@@ -40,14 +40,12 @@ class Ours:
 
     def __init__(self, mesh: sm.DeviceMesh) -> None:
         self.mesh = mesh
-        self.custom_vjp, self.grad, self.P, self.psum, self.exp, self.clip = (
-            sm.custom_vjp,
-            sm.grad,
-            P,
-            sm.psum,
-            torch.exp,
-            torch.clip,
-        )
+        self.custom_vjp = sm.custom_vjp
+        self.grad = sm.grad
+        self.P = P
+        self.psum = sm.psum
+        self.exp = torch.exp
+        self.clip = torch.clip
 
     def array(self, x: list[float]) -> torch.Tensor:
         return torch.tensor(x, dtype=torch.float64)

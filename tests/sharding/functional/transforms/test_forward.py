@@ -55,7 +55,7 @@ def test_tangents_have_the_layout_of_their_values(mesh):
 @every_rank(2)
 def test_has_aux_and_constants(mesh):
     x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent in another layout
-    g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": ("text")})  # noqa: E731
+    g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"})  # noqa: E731
     out, tangent, aux = sm.jvp(g, (x,), (v,), has_aux=True)
     same(tangent["y"], 2 * V)
     assert (out["n"], tangent["n"], aux["s"]) == (3, 3, "text")
@@ -271,7 +271,7 @@ def test_tensors_made_inside_a_transform_outlive_it(mesh):
     """A tensor first created inside a transform and cached is not one of the transform's
     tensors.
     """
-    body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), ("a"), 1, 0, tiled=True)  # noqa: E731
+    body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True)  # noqa: E731
     mapped = sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, values(4, 2), P("a"))
     tangent = sm.jvp(lambda x: mapped(x).cumsum(0), (x,), (x,))[1]

@@ -133,10 +133,8 @@ def test_unused_and_mixed_dtypes(mesh):
 
 @every_rank(2)
 def test_arguments_that_require_grad_are_not_modified(mesh):
-    params, x = (
-        pytree.tree_map(lambda t: t.requires_grad_(), params_on(mesh)),
-        put(mesh, X, P("a"), grad=True),
-    )
+    params = pytree.tree_map(lambda t: t.requires_grad_(), params_on(mesh))
+    x = put(mesh, X, P("a"), grad=True)
     same_trees(sm.grad(loss_of)(params, x), plain_grads(loss_of, PARAMS, X)[1])
     assert x.grad is None
     assert all(p.grad is None for p in pytree.tree_leaves(params))

@@ -142,20 +142,16 @@ def test_transform_of_operators(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]
     for name, f in FUNCTIONS.items():
         shape = rng.choice(MESHES)
-        batch, n, k, m = (
-            rng.choice((1, 2, 3, 5)),
-            rng.choice((2, 3, 5)),
-            rng.choice((2, 3)),
-            rng.choice((2, 3)),
-        )
+        batch = rng.choice((1, 2, 3, 5))
+        n = rng.choice((2, 3, 5))
+        k = rng.choice((2, 3))
+        m = rng.choice((2, 3))
         xs, vs, w = values(batch, n, k), values(batch, n, k, seed=1), values(k, m, seed=2)
         axes = AXES[: len(shape)]
         in_batch = transform not in NEEDS_CLOSURE
         of_xs = spec(rng, 3, axes) if in_batch else spec(rng, 3, axes, whole=1)
-        of_vs, of_w = (
-            of_xs if rng.random() < 0.5 or not in_batch else spec(rng, 3, axes),
-            spec(rng, 2, axes),
-        )
+        of_vs = of_xs if rng.random() < 0.5 or not in_batch else spec(rng, 3, axes)
+        of_w = spec(rng, 2, axes)
         wanted = run(torch.func, f, xs, vs, w)
 
         def program(

@@ -351,12 +351,10 @@ def test_compiled_local_body(backend, fresh_dynamo):
         compiled = torch.compile(local_body, backend=backend)
         mapped = sm.shard_map(compiled, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
         for _ in range(3):
-            x, w, px, pw = (
-                put(mesh, X, P("a"), grad=True),
-                put(mesh, W, grad=True),
-                leaf(X),
-                leaf(W),
-            )
+            x = put(mesh, X, P("a"), grad=True)
+            w = put(mesh, W, grad=True)
+            px = leaf(X)
+            pw = leaf(W)
             same_gradients([x, w], [px, pw], mapped(x, w).sum(), local_body(px, pw).sum())
         wrong = sm.shard_map(compiled, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
         with pytest.raises(sm.errors.ShardingTypeError, match=r"matmul|tanh|square"):
@@ -375,12 +373,10 @@ def test_compiled_body_with_a_collective(backend, fresh_dynamo):
             out_specs=P(),
         )
         for _ in range(3):
-            x, w, px, pw = (
-                put(mesh, X, P("a"), grad=True),
-                put(mesh, W, grad=True),
-                leaf(X),
-                leaf(W),
-            )
+            x = put(mesh, X, P("a"), grad=True)
+            w = put(mesh, W, grad=True)
+            px = leaf(X)
+            pw = leaf(W)
             same_gradients([x, w], [px, pw], mapped(x, w), 2 * local_body(px, pw).sum())
 
     on_mesh((2,), program)

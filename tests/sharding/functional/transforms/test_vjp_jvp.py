@@ -54,12 +54,10 @@ def test_jvp(mesh):
 @every_rank(2)
 def test_vjp_and_jvp_over_mapped_functions(mesh):
     mapped = inside(mesh, lambda w, x: ((x @ w).sin(), sm.psum((x @ w).sum(), "a")), (P("a"), P()))
-    w, x, tangent, given = (
-        put(mesh, W),
-        put(mesh, X, P("a")),
-        values(4, 5, seed=8),
-        values(6, 5, seed=9),
-    )
+    w = put(mesh, W)
+    x = put(mesh, X, P("a"))
+    tangent = values(4, 5, seed=8)
+    given = values(6, 5, seed=9)
     plain = lambda w: ((X @ w).sin(), (X @ w).sum())  # noqa: E731
     for _ in range(2):
         out, found = sm.jvp(lambda w: mapped(w, x), (w,), (put(mesh, tangent),))
@@ -107,7 +105,7 @@ def test_jvp_inside(mesh):
 
 @every_rank(2)
 def test_stop_gradient(mesh):
-    f = lambda w, x: ((x @ w) * sm.stop_gradient({"y": (x @ w).tanh(), "n": 1})[("y")]).sum()  # noqa: E731
+    f = lambda w, x: ((x @ w) * sm.stop_gradient({"y": (x @ w).tanh(), "n": 1})["y"]).sum()  # noqa: E731
     plain = plain_grads(lambda w, x: ((x @ w) * (x @ w).tanh().detach()).sum(), W, X)[1]
     w, x = put(mesh, W), put(mesh, X, P("a"))
     same(sm.grad(f)(w, x), plain)

@@ -74,10 +74,8 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
     """Return the text of the error in backward of f(w, x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
-        mapped, args = (
-            over(mesh, f, **more),
-            (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)),
-        )
+        mapped = over(mesh, f, **more)
+        args = (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True))
         for _ in range(calls_before):
             mapped(*args)
         mapped(*args).backward()

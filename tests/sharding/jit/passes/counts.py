@@ -87,10 +87,8 @@ def compared(
 ) -> tuple[Counted, Counted]:
     """Return the counts of rank 0 without and with a pass; check that values are equal."""
     simulated = sm.simulate(math.prod(case.shape))
-    before, after = (
-        simulated(step_of)(case, OFF, **how),
-        simulated(step_of)(case, OFF | {name: value}, **how),
-    )
+    before = simulated(step_of)(case, OFF, **how)
+    after = simulated(step_of)(case, OFF | {name: value}, **how)
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
     return before[0], after[0]
@@ -108,10 +106,8 @@ def on(
         calls = [(torch.arange(12.0) + i + mesh.world.rank,) for i in range(3)]
         return counted(lambda x: f(mesh.group(), x), options, calls)
 
-    before, after = (
-        sm.simulate(size)(main)(OFF),
-        sm.simulate(size)(main)(OFF | {name: value} | more),
-    )
+    before = sm.simulate(size)(main)(OFF)
+    after = sm.simulate(size)(main)(OFF | {name: value} | more)
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
     return before[0], after[0]

@@ -35,12 +35,10 @@ def randn(*shape, seed):
 
 
 B, H, G, S, E, V = 2, 8, 4, 13, 4, 3
-Q, K, VALUE, PULL = (
-    randn(B, H, S, E, seed=0),
-    randn(B, G, S, E, seed=1),
-    randn(B, G, S, V, seed=2),
-    randn(B, H, S, V, seed=3),
-)
+Q = randn(B, H, S, E, seed=0)
+K = randn(B, G, S, E, seed=1)
+VALUE = randn(B, G, S, V, seed=2)
+PULL = randn(B, H, S, V, seed=3)
 LONGER = randn(B, G, 2 * S, E, seed=4)
 ORDERS = [(False, False), (True, False), (True, True)]  # is_causal, balanced
 
@@ -141,11 +139,9 @@ def test_equals_full_attention(case, method):
 )
 def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
     """Batch, heads or neither of queries and of keys sharded over the other axis, for any sizes."""
-    q, k, v = (
-        randn(3, heads * group, length, E, seed=0),
-        randn(3, heads, length, E, seed=1),
-        randn(3, heads, length, E, seed=2),
-    )
+    q = randn(3, heads * group, length, E, seed=0)
+    k = randn(3, heads, length, E, seed=1)
+    v = randn(3, heads, length, E, seed=2)
     of_q, of_k = (
         P(*[axis if place == dim else None for dim, axis in enumerate("bb")], "a")
         for place in split
@@ -238,16 +234,12 @@ def test_ranks_outside_the_mesh():
     expected = whole(Q, K, VALUE, PULL)
 
     def program():
-        mesh, other = (
-            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
-            sm.DeviceMesh(DEVICE, [2], axis_names=("a",)),
-        )
+        mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
+        other = sm.DeviceMesh(DEVICE, [2], axis_names=("a",))
         leaf = sm.distribute_tensor(Q, other, P()).requires_grad_()
-        q, k, v = (
-            leaf.redistribute(mesh, SEQUENCE),
-            sm.distribute_tensor(K, mesh, SEQUENCE),
-            sm.distribute_tensor(VALUE, mesh, SEQUENCE),
-        )
+        q = leaf.redistribute(mesh, SEQUENCE)
+        k = sm.distribute_tensor(K, mesh, SEQUENCE)
+        v = sm.distribute_tensor(VALUE, mesh, SEQUENCE)
         out = context_parallel_attention(q, k, v, axis="a")
         out.backward(PULL)
         return None if other.coordinate is None else leaf.grad.full_tensor()

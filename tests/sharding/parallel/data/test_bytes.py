@@ -361,11 +361,9 @@ def test_the_last_units_gather_overlaps_with_the_head():
     """
 
     def program(mesh):
-        made, x, seen = (
-            fully_shard(_Headed().double(), mesh, units=_Block),
-            torch.ones(2, D, dtype=torch.float64),
-            [],
-        )
+        made = fully_shard(_Headed().double(), mesh, units=_Block)
+        x = torch.ones(2, D, dtype=torch.float64)
+        seen = []
         for _ in range(2):
             made(x)["logits"].sum().backward()
         with collectives() as records:
@@ -437,10 +435,8 @@ def test_units_in_a_new_order_are_reduced(monkeypatch):
                 x = self.blocks[i](x)
             return x.sum()
 
-    orders, x = (
-        [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)],
-        torch.ones(2, D, dtype=torch.float64),
-    )
+    orders = [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)]
+    x = torch.ones(2, D, dtype=torch.float64)
 
     def program(mesh):
         module, found = data_parallel(Shuffled(), mesh, units=_Block), []
@@ -471,10 +467,8 @@ def test_penalty_on_parameters_outside_the_units():
         made = _model()
         if split:
             data_parallel(made, mesh, units=_Block)
-        x, total = (
-            torch.ones(2, D, dtype=torch.float64),
-            sum(p.square().sum() for p in made.parameters()),
-        )
+        x = torch.ones(2, D, dtype=torch.float64)
+        total = sum(p.square().sum() for p in made.parameters())
         total = total.to_local() if split else total
         (made(x).sum() + made(2 * x).sum() + total).backward()
         return [p.grad.full_tensor() if split else p.grad for p in made.parameters()]

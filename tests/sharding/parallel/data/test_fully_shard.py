@@ -304,10 +304,8 @@ def test_several_forwards(form):
         made = FORMS[form](model(), mesh)
         check_gradients(made, mesh, twice)
         made.zero_grad()
-        first, second = (
-            loss_of(made, *batch(mesh, False)),
-            loss_of(made, *batch(mesh, False), skip=(0,)),
-        )
+        first = loss_of(made, *batch(mesh, False))
+        second = loss_of(made, *batch(mesh, False), skip=(0,))
         first.backward()
         second.backward()
         same(gradients(made), reference_gradients(twice))
@@ -470,10 +468,8 @@ def test_many_inputs_and_outputs():
 
 def test_an_rnn():
     torch.manual_seed(0)
-    plain, x = (
-        nn.LSTM(3, 5, num_layers=2, batch_first=True).double(),
-        torch.randn(8, 4, 3, dtype=torch.float64),
-    )
+    plain = nn.LSTM(3, 5, num_layers=2, batch_first=True).double()
+    x = torch.randn(8, 4, 3, dtype=torch.float64)
 
     def loss(m, x):
         return m(x)[0].square().mean()

@@ -342,10 +342,8 @@ def test_values_are_used_in_the_dtype_of_the_policy():
 @INPUTS
 def test_with_tensor_parallelism(sharded):
     torch.manual_seed(5)
-    plain, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(),
-        torch.randn(4, 3, dtype=torch.float64),
-    )
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
 
     def program(mesh):
         made = copy.deepcopy(plain)

@@ -369,11 +369,9 @@ def test_weights_start_at_multiples_of_128_bytes():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale, self.a, self.b = (
-                nn.Parameter(torch.ones(1)),
-                nn.Linear(d, d),
-                nn.Linear(d, d),
-            )
+            self.scale = nn.Parameter(torch.ones(1))
+            self.a = nn.Linear(d, d)
+            self.b = nn.Linear(d, d)
 
         def forward(self, x):
             seen.extend([self.a.weight, self.a.bias, self.b.weight])

@@ -30,11 +30,9 @@ def randn(*shape, seed):
 
 B, S, D, HIDDEN, WIDTH, COUNT, K = 3, 5, 6, 7, 4, 5, 2
 X, ROUTER = randn(B, S, D, seed=0), randn(D, COUNT, seed=1)
-UP, DOWN, PULL = (
-    randn(COUNT, D, HIDDEN, seed=2),
-    randn(COUNT, HIDDEN, WIDTH, seed=3),
-    randn(B, S, WIDTH, seed=4),
-)
+UP = randn(COUNT, D, HIDDEN, seed=2)
+DOWN = randn(COUNT, HIDDEN, WIDTH, seed=3)
+PULL = randn(B, S, WIDTH, seed=4)
 UNPOPULAR = torch.tensor([0, -100, 0, 0, 0], dtype=torch.float64)  # nobody wants expert 1
 
 
@@ -409,10 +407,8 @@ def test_plain_tokens(sizes, capacity):
     their own rank's loss.
     """
     x, experts = X.flatten(0, 1), top_k_routing((X @ ROUTER + UNPOPULAR).flatten(0, 1), K).experts
-    weights, pull = (
-        torch.rand(15, K, dtype=torch.float64, generator=torch.Generator().manual_seed(5)),
-        PULL.flatten(0, 1),
-    )
+    weights = torch.rand(15, K, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    pull = PULL.flatten(0, 1)
     leaves = [t.clone().requires_grad_() for t in (x, weights, UP, DOWN)]
     made = torch.stack(
         [
@@ -470,10 +466,8 @@ def test_ranks_outside_the_mesh():
     wanted = expected(None)
 
     def program():
-        mesh, other = (
-            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
-            sm.DeviceMesh(DEVICE, [2], axis_names=("a",)),
-        )
+        mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
+        other = sm.DeviceMesh(DEVICE, [2], axis_names=("a",))
         leaf = sm.distribute_tensor(X, other, P()).requires_grad_()
         x, router = leaf.redistribute(mesh, P(None, "a")), sm.distribute_tensor(ROUTER, mesh, P())
         logits = x @ router + sm.distribute_tensor(UNPOPULAR, mesh, P())

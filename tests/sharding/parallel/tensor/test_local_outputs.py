@@ -59,11 +59,9 @@ class PlainAttention(nn.Module):
 class PreNormLayer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = (
-            nn.LayerNorm(WIDTH, dtype=torch.float64),
-            PlainAttention(),
-            GeluMLP(True, hidden),
-        )
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.attention = PlainAttention()
+        self.mlp = GeluMLP(True, hidden)
 
     def forward(self, x):
         return self.mlp(x + self.attention(self.norm(x)))
@@ -73,10 +71,8 @@ class Transformer(nn.Module):
     def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, WIDTH, dtype=torch.float64)
-        self.layers, self.head = (
-            nn.ModuleList([PreNormLayer(hidden), PreNormLayer(hidden)]),
-            linear(WIDTH, 12, bias=False),
-        )
+        self.layers = nn.ModuleList([PreNormLayer(hidden), PreNormLayer(hidden)])
+        self.head = linear(WIDTH, 12, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -195,19 +191,15 @@ def test_prepared_input_shared_by_q_k_and_v():
 
 def beside_torch() -> None:
     """Compare with torch, with a hidden size that torch can shard too."""
-    mesh, theirs = (
-        sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)),
-        init_device_mesh(DEVICE, (4,)),
-    )
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",))
+    theirs = init_device_mesh(DEVICE, (4,))
     x = X.clone().requires_grad_()
     for make, plan, given in (
         (lambda: blocks(hidden=12), PLAN, x),
         (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS),
     ):
-        own, torchs = (
-            sm.compat.parallelize_module(seeded(make), mesh, plan),
-            torch_parallel.parallelize_module(seeded(make), theirs, plan),
-        )
+        own = sm.compat.parallelize_module(seeded(make), mesh, plan)
+        torchs = torch_parallel.parallelize_module(seeded(make), theirs, plan)
         for _ in range(2):
             # Of the hooks by which it follows modules.
             with warnings.catch_warnings(action="ignore"):

@@ -42,10 +42,8 @@ class Conv1D(nn.Module):
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.ones(inputs, outputs)),
-            nn.Parameter(torch.zeros(outputs)),
-        )
+        self.weight = nn.Parameter(torch.ones(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x):
         return x @ self.weight + self.bias
@@ -279,9 +277,8 @@ def test_wrong_number_of_results_raises():
     text = same_error((2,), program, ValueError)
     assert text == (
         "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, "
-        "but the module "
-    ) + ("returned 2 of them; give one for each, or one for all")
-    assert "returned one int; give" in same_error((2,), alone, ValueError)
+        "but the module returned 2 of them; give one for each, or one for all"
+    )
 
 
 def test_activations_already_in_the_layout_are_returned_unchanged():

@@ -69,10 +69,8 @@ def sequence_parallel(styles, shard, replicate):
     }
 
 
-OURS, TORCHS = (
-    (ours, Shard, Replicate),
-    (torch_parallel, torch_tensor.Shard, torch_tensor.Replicate),
-)
+OURS = (ours, Shard, Replicate)
+TORCHS = (torch_parallel, torch_tensor.Shard, torch_tensor.Replicate)
 
 
 def step(model, tokens):
@@ -257,10 +255,8 @@ def test_torch_styles_in_a_plan_of_ours_on_a_larger_mesh():
     expected = step(model(), TOKENS.to(DEVICE))
 
     def program(mesh):
-        mesh, plan = (
-            sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=("dp", "tp")),
-            tensor_parallel(*TORCHS),
-        )
+        mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=("dp", "tp"))
+        plan = tensor_parallel(*TORCHS)
         for style in plan.values():
             style.use_local_output = False
         found = parallelize(model(), mesh, plan, src_data_rank=None)

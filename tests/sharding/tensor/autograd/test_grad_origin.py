@@ -234,11 +234,9 @@ def test_a_bias_added_to_a_pending_sum_has_a_whole_gradient(mesh):
     shares are summed.
     """
     w, b = tensor(3, 4, SHAPE[1]), tensor(4, 4)
-    x, weight, bias = (
-        place(mesh, X, Shard(1)),
-        place(mesh, w, Shard(1), grad=True),
-        place(mesh, b, grad=True),
-    )
+    x = place(mesh, X, Shard(1))
+    weight = place(mesh, w, Shard(1), grad=True)
+    bias = place(mesh, b, grad=True)
     seed = tensor(5, SHAPE[0], 4)
 
     def loss():

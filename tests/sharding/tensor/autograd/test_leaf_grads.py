@@ -376,11 +376,9 @@ def test_create_graph(spec):
 @every_rank(2)
 def test_autograd_grad(mesh):
     """Each gradient comes reduced, in its input's layout; `.grad` stays as it is."""
-    w, v, unused = (
-        place(mesh, W, grad=True),
-        place(mesh, X, Shard(0), grad=True),
-        place(mesh, W, grad=True),
-    )
+    w = place(mesh, W, grad=True)
+    v = place(mesh, X, Shard(0), grad=True)
+    unused = place(mesh, W, grad=True)
     loss = (v @ w).tanh().sum()
     expected_w, expected_v = plain_grad(lambda w, v: (v @ w).tanh().sum(), W, X)
     grads = torch.autograd.grad(loss, [w, v], retain_graph=True)

@@ -137,10 +137,8 @@ def test_extremes_are_shifted(kind):
 
     def program(mesh):
         x = place(X, mesh, P("b", unreduced={"a": kind}), 1).requires_grad_()
-        r, s = (
-            sm.distribute_tensor(Y, mesh).requires_grad_(),
-            place(Y, mesh, P("b")).requires_grad_(),
-        )
+        r = sm.distribute_tensor(Y, mesh).requires_grad_()
+        s = place(Y, mesh, P("b")).requires_grad_()
         total = torch.cat([x])  # a copy that stays pending
         with collectives() as records:
             total += r * 2
@@ -161,10 +159,8 @@ def test_extremes_are_shifted(kind):
 
 def test_pending_extremes_cannot_be_added():
     def program(mesh):
-        x, y = (
-            place(X, mesh, P(unreduced={"a": "max"})),
-            place(Y, mesh, P(unreduced={"a": "max"}), 5),
-        )
+        x = place(X, mesh, P(unreduced={"a": "max"}))
+        y = place(Y, mesh, P(unreduced={"a": "max"}), 5)
         x += y
 
     assert "would have to change its layout" in same_error((2,), program, CannotKeep)

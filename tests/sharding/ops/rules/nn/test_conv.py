@@ -143,11 +143,9 @@ def test_batch_channels_and_groups(shapes, groups, specs, result):
 
 @st.composite
 def windows(draw):
-    length, size, dilation = (
-        draw(st.integers(1, 13)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 3)),
-    )
+    length = draw(st.integers(1, 13))
+    size = draw(st.integers(1, 4))
+    dilation = draw(st.integers(1, 3))
     stride, padding = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     if dilation * (size - 1) + 1 > length + 2 * padding:
         padding = dilation * size
@@ -260,10 +258,8 @@ def test_autocast_with_an_empty_part():
     """Every rank has the result in the same dtype, one without rows too."""
 
     def program(mesh):
-        x, w = (
-            put(mesh, numbers(1, 2, 2, dtype=torch.float32), P(None, None, "a")),
-            put(mesh, numbers(2, 2, 1, dtype=torch.float32)),
-        )
+        x = put(mesh, numbers(1, 2, 2, dtype=torch.float32), P(None, None, "a"))
+        w = put(mesh, numbers(2, 2, 1, dtype=torch.float32))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.conv1d(x, w).dtype
 

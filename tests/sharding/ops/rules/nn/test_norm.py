@@ -240,10 +240,8 @@ def test_ranks_outside_the_mesh_have_the_same_graph(name):
     call(leaf, weight).square().sum().backward()
 
     def program():
-        here, there = (
-            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
-            sm.DeviceMesh(DEVICE, [2], axis_names=("b",)),
-        )
+        here = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
+        there = sm.DeviceMesh(DEVICE, [2], axis_names=("b",))
         x = sm.distribute_tensor(value, here, P(None, "a"), src_data_rank=None).requires_grad_()
         y = call(x, sm.distribute_tensor(weight, here, P(), src_data_rank=None))
         y.redistribute(there, P()).square().sum().backward()

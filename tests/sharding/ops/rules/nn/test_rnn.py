@@ -46,10 +46,8 @@ def check_training(mesh, make, run, inputs, specs, partition=None):
     process.
     """
     plain, model = built(make), distribute_module(built(make), mesh, partition)
-    theirs, ours = (
-        [x.clone().requires_grad_() for x in inputs],
-        [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)],
-    )
+    theirs = [x.clone().requires_grad_() for x in inputs]
+    ours = [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)]
     made = []
     for module, tensors in ((plain, theirs), (model, ours)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

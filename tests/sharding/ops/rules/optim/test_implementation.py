@@ -139,10 +139,8 @@ def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
 def test_noncontiguous_parameters_are_not_fused(mesh: sm.DeviceMesh) -> None:
     """Fused kernels assume contiguous memory; foreach respects strides."""
     around = torch.arange(12.0).view(3, 4)
-    before, x = (
-        around.clone(),
-        nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2))),
-    )
+    before = around.clone()
+    x = nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2)))
     optimizer = torch.optim.AdamW([x], lr=0.1)
     x.grad = torch.ones_like(x)
     optimizer.step()
@@ -194,10 +192,8 @@ def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
         ("cpu", torch.float32): [0, 2],
         ("cpu", torch.float64): [1],
     }
-    lists, expected = (
-        found[torch.device("cpu"), torch.float32][0],
-        ([xs[0], xs[2]], [None, xs[2]], [], [steps[0], steps[2]]),
-    )
+    lists = found[torch.device("cpu"), torch.float32][0]
+    expected = ([xs[0], xs[2]], [None, xs[2]], [], [steps[0], steps[2]])
     assert [list(map(id, tensors)) for tensors in lists] == [
         list(map(id, tensors)) for tensors in expected
     ]
@@ -284,16 +280,12 @@ def test_torchs_grad_scaler_with_a_fused_step(inf_on):
         return scaler.get_scale()
 
     def program(mesh):
-        values, weights = (
-            torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
-            torch.ones(4, 3),
-        )
+        values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        weights = torch.ones(4, 3)
         if inf_on is not None:
             weights[2 * inf_on] = float("inf")
-        plain, sharded = (
-            values.clone().requires_grad_(),
-            sm.device_put(values, mesh, P("a")).requires_grad_(),
-        )
+        plain = values.clone().requires_grad_()
+        sharded = sm.device_put(values, mesh, P("a")).requires_grad_()
         assert train(plain, weights) == train(sharded, sm.device_put(weights, mesh, P("a")))
         assert torch.equal(sharded.full_tensor(), plain)
         assert torch.equal(plain, values) == (inf_on is not None)

@@ -36,10 +36,8 @@ class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.log = (
-            nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(LAYERS)]),
-            [],
-        )
+        self.layers = nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(LAYERS)])
+        self.log = []
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
