@@ -72,13 +72,13 @@ def layers(x: Any, w1: Any, w2: Any) -> Any:
 def draw_timelines(folder: Path) -> None:
     """Writes the timeline of a graph whose collectives start early."""
     folder.mkdir(exist_ok=True)
-    given = [
+    layouts = [
         sm.Layout.of(sm.AbstractMesh((8, 4), ("fsdp", "tp")), P("fsdp"), (n, 4096))
         for n in (8192, 4096, 4096)
     ]
     graph = (
         sm.jit(layers, compiler_options={"overlap": True, "max_live_bytes": 2**28})
-        .lower(*given)
+        .lower(*layouts)
         .compile()
     )
     sm.debug.timeline(graph, flops=400e12, path=folder / "timeline.svg")

@@ -103,11 +103,11 @@ def main(ranks: int = 4) -> float:
     plain = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     expected = network_single(*plain)
     expected_grads = torch.autograd.grad(expected, plain)
-    given = [
+    arguments = [
         sm.device_put(x.detach(), mesh, spec)
         for x, spec in zip(plain, (ROWS, P(), P()), strict=True)
     ]
-    loss, grads = sm.value_and_grad(network, argnums=(0, 1, 2))(*given)
+    loss, grads = sm.value_and_grad(network, argnums=(0, 1, 2))(*arguments)
     pairs = zip([loss, *grads], [expected, *expected_grads], strict=True)
     differences = [
         (ours.full_tensor() - other).abs().max() / other.abs().max() for ours, other in pairs

@@ -75,8 +75,10 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
     # [source, destination, its expert]
     counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))
     rows = counts.sum(-1)
-    here = local_experts(params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
-    back_rd = exchange(here, rows.T) * share_tk.flatten()[by_expert_r, None]
+    expert_outputs = local_experts(
+        params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))]
+    )
+    back_rd = exchange(expert_outputs, rows.T) * share_tk.flatten()[by_expert_r, None]
     return torch.zeros_like(x_td).index_add(0, token_r, back_rd)
 
 

@@ -55,11 +55,11 @@ def pipeline(params: Params, batches: Tensor) -> Tensor:
     Returns: results [m rows width], the same on every rank.
     """
     own = pytree.tree_map(lambda p: p.squeeze(0), params)
-    here, stages, m = sm.axis_index("pp"), sm.axis_size("pp"), len(batches)
+    stage_index, stages, m = sm.axis_index("pp"), sm.axis_size("pp"), len(batches)
     onward = [(i, i + 1) for i in range(stages - 1)]
     arriving, finished = torch.zeros_like(batches[0]), []
     for tick in range(m + stages - 1):
-        x = torch.where(here == 0, batches[min(tick, m - 1)], arriving)
+        x = torch.where(stage_index == 0, batches[min(tick, m - 1)], arriving)
         y = stage(own, x)
         if tick >= stages - 1:
             finished.append(y)  # in the last stage: microbatch number tick - (stages - 1)
@@ -78,7 +78,7 @@ def sequential(params: Params, batches: Tensor) -> Tensor:
     return batches
 
 
-def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> Any:
+def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *arguments: Any) -> Any:
     """Return the mean squared error of a network, and its gradients with respect to parameters and
     microbatches.
     """
@@ -86,7 +86,7 @@ def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> 
     def loss_of(params: Params, batches: Tensor, targets: Tensor) -> Tensor:
         return (network(params, batches) - targets).square().mean()
 
-    return sm.value_and_grad(loss_of, argnums=(0, 1))(*given)
+    return sm.value_and_grad(loss_of, argnums=(0, 1))(*arguments)
 
 
 def problem(stages: int) -> tuple[Params, Tensor, Tensor]:

@@ -80,7 +80,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     Parts [b h s e] must have equal lengths, since `ppermute` moves equal parts: pad the sequence to
     a multiple of the number of ranks.
     """
-    here, ranks, length = sm.axis_index("sp"), sm.axis_size("sp"), q.shape[2]
+    own_rank, ranks, length = sm.axis_index("sp"), sm.axis_size("sp"), q.shape[2]
     position = torch.arange(length, device=q.device)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     # A rank's own block comes first. It contains a key for every query, so max_score is finite
@@ -91,7 +91,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     for hop in range(ranks):
         pending = sm.async_start(sm.ppermute, (k, v), "sp", ring) if hop < ranks - 1 else None
         offset = (
-            (here - hop) % ranks - here
+            (own_rank - hop) % ranks - own_rank
         ) * length  # position of the block's first key relative to our first query
         state = add_block(state, q, k, v, position + offset > position[:, None] if causal else None)
         if pending is not None:

@@ -167,19 +167,19 @@ LAYERS = (*DATA_AXES, "tp", "sp")
 
 def parallelize_model(model: nn.Module, mesh: sm.DeviceMesh) -> None:
     """Parallelize the model in the forms that the mesh's axes are named after."""
-    here = [axis for axis in DATA_AXES if axis in mesh.axis_names]
+    data_axes = [axis for axis in DATA_AXES if axis in mesh.axis_names]
     if "tp" in mesh.axis_names:
         parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
     if "sp" in mesh.axis_names:
         parallelize(model, mesh, IN_SEQUENCE, src_data_rank=None)
-    if "fsdp" in here:
+    if "fsdp" in data_axes:
         fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
     else:
-        optimizer = tuple(axis for axis in here if axis != "dp")
+        optimizer = tuple(axis for axis in data_axes if axis != "dp")
         data_parallel(
             model,
             mesh,
-            gradient="zero2" if "zero2" in here else (),
+            gradient="zero2" if "zero2" in data_axes else (),
             optimizer=optimizer,
             units=Block,
             src_data_rank=None,
@@ -437,10 +437,10 @@ def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0
         ids_bs = torch.tensor([text[-window:]], device=device)
         logits_v = model(ids_bs, last_only=True)[0] / temperature
         text.append(int(torch.multinomial(logits_v.softmax(0), 1)))
-    found = bytes(text[window - 60 :]).decode("utf-8", errors="replace")
+    continuation = bytes(text[window - 60 :]).decode("utf-8", errors="replace")
     # No control codes on a terminal.
     return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in found
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in continuation
     )
 
 
@@ -657,9 +657,9 @@ def find_problem(options: argparse.Namespace) -> str | None:
             "choose sizes that do"
         )
     if started and started != ranks:
-        wanted = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
+        start = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
         return (
-            f"a mesh of {named} needs {ranks} processes, and {started} were started: write {wanted}"
+            f"a mesh of {named} needs {ranks} processes, and {started} were started: write {start}"
         )
     return None
 
