@@ -35,7 +35,6 @@ _LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; be
 _SPINS = 20  # checks without sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
 TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
-_TO_SHOW_S = 0.3
 _SHORT = timedelta(milliseconds=1)
 _IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
 _Work: Any = getattr(dist, "Work", None)
@@ -106,15 +105,15 @@ class Waiting:
         """Raise a WatchError where a rank sends another number of elements than its receiver
         expects, as far as ranks have called.
         """
-        if diagnose.wrong_splits(self._monitor, recorder, sequence) is not None:
-            deadline = time.monotonic() + _TO_SHOW_S
-            while time.monotonic() < deadline and not all(
-                m.route for m in read_members(self._monitor, recorder, sequence)
-            ):
-                time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
-            wrong = diagnose.wrong_splits(self._monitor, recorder, sequence)
-            if wrong is not None:
+        since = monotonic_ns()
+        while (wrong := diagnose.wrong_splits(self._monitor, recorder, sequence)) is not None:
+            # the outlier is known once all have shown how much they send
+            waited = monotonic_ns() - since
+            if not diagnose.may_show_splits(
+                self._monitor, recorder, sequence, waited
+            ) or not self._diagnose(recorder, sequence, since):
                 raise self._monitor.failed(wrong)
+            time.sleep(_NAP_S)
 
     def _wait_for(
         self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]

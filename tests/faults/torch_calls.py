@@ -4,6 +4,7 @@ differ, or their order does.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -329,6 +330,8 @@ def torch_sends_more_than_expected(ctx: RankContext) -> Any:
     """A rank sends more in dist.all_to_all_single than the receiver expects"""
     sent = [3, 1, 3, 3] if ctx.is_outlier() else [1, 1, 1, 1]
     received, t = torch.zeros(4), torch.ones(sum(sent))
+    if ctx.rank > 1:
+        time.sleep(1.0)  # of two ranks alone neither is known to be wrong
     dist.all_to_all_single(received, t, None, sent)  # <- outlier # <- others
     return 0
 

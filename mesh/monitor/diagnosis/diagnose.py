@@ -180,6 +180,15 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
     )
 
 
+def may_show_splits(monitor: Monitor, recorder: Recorder, sequence: int, waited: int) -> bool:
+    """Return whether a rank that has not shown yet how much it sends in this all_to_all may do so
+    before the grace period expires.
+    """
+    members = read_members(monitor, recorder, sequence)
+    silent = [m for m in members if not m.route]
+    return waited <= _TO_COME_NS and agree(members) and any(m.came or _may_come(m) for m in silent)
+
+
 def _messages(members: Sequence[Member]) -> set[tuple[int, int]]:
     """Return (sender, receiver) by place, as either end states, where both have arrived."""
     said = set()
