@@ -50,6 +50,9 @@ class StepRecorder(Protocol):
     def node_of(self, x: Any) -> Any:
         """Return what stands for a tensor in the graph; None if the recording never met it."""
 
+    def refuse(self, error: Exception) -> None:
+        """Note that the graph cannot repeat what the program does next, or raise the error."""
+
 
 class Replacement(Protocol):
     """A function of torch's that is replaced while any thread needs it."""

@@ -20,7 +20,7 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ...mesh.simulated.simulate import SimulatedWorld
 from ..tensor.random import RandomStream
-from .errors import at_line
+from .errors import JitError, at_line
 
 
 class Position(NamedTuple):
@@ -73,16 +73,17 @@ class Draws:
         """Return where the call leaves the stream."""
         return self.position(self._state.seed, self._state.drawn)
 
-    def check_generator(self) -> None:
-        """Raise if torch's generator was seeded inside the function: a graph would draw other
-        numbers.
+    def refusal(self) -> JitError | None:
+        """Return an error if torch's generator was seeded inside the function: a graph would draw
+        other numbers.
         """
-        if torch.default_generator.initial_seed() != self._seed_of_torch:
-            raise at_line(
-                "random numbers of torch's generator after it was seeded inside sm.jit",
-                "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
-                "numbers depend on sm.random.manual_seed",
-            )
+        if torch.default_generator.initial_seed() == self._seed_of_torch:
+            return None
+        return at_line(
+            "random numbers of torch's generator after it was seeded inside sm.jit",
+            "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
+            "numbers depend on sm.random.manual_seed",
+        )
 
 
 class HostGenerators:

@@ -11,6 +11,12 @@ class JitError(RuntimeError):
     """
 
 
+class Break(str):
+    """Why a function has no graph: what it does that a graph cannot repeat, and at which line."""
+
+    __slots__ = ()
+
+
 def at_line(problem: str, advice: str) -> JitError:
     """Return the error of a problem at the program's current line."""
     file, line = user_line()

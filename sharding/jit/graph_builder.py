@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ...mesh.comm.call_site import user_call
-from .errors import at_line
+from .errors import JitError, at_line
 from .scalars import Condition, TracedFloat
 
 aten = torch.ops.aten
@@ -75,9 +75,16 @@ class GraphBuilder:
         conditions: what the function has found out about numbers that are known before a call.
         arguments: placeholders of arguments.
         reachable: ids of the tensors that the function can reach in Python.
+        refusal: the first thing that a graph cannot repeat; None so far. The function runs on, and
+            there is no graph.
+
+    Args:
+        fullgraph: whether such a thing is raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fullgraph: bool = True) -> None:
+        self.fullgraph = fullgraph
+        self.refusal: JitError | None = None
         self.graph = fx.Graph()
         self.captured: list[Captured] = []
         self.constants: list[tuple[fx.Node, Tensor]] = []
@@ -89,6 +96,12 @@ class GraphBuilder:
         self._nodes: Any = WeakTensorKeyDictionary()  # tensor -> its node, its memory then
         self._aliases: dict[int, list[TensorWeakRef]] = {}  # by memory
         self._end_of_inputs = self.graph.call_function(_begin)
+
+    def refuse(self, error: JitError) -> None:
+        """Note what a graph cannot repeat, so that there is none; raise it with `fullgraph`."""
+        if self.fullgraph:
+            raise error
+        self.refusal = self.refusal or error
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -164,9 +177,11 @@ class GraphBuilder:
                 continue
             if _geometry(x) != _geometry(other):
                 if node in self.arguments:
-                    raise at_line(
-                        "a view of an argument was made without an operator of torch",
-                        "Pass a copy of it",
+                    self.refuse(
+                        at_line(
+                            "a view of an argument was made without an operator of torch",
+                            "Pass a copy of it",
+                        )
                     )
                 geometry = list(x.shape), list(x.stride()), x.storage_offset()
                 node = self.call(aten.as_strided.default, (node, *geometry))

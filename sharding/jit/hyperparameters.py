@@ -76,10 +76,7 @@ class Hyperparameters:
 
 @contextmanager
 def traced(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iterator[None]:
-    """Inside, hyperparameters are inputs of the graph.
-
-    Raises: JitError at the end if one was set.
-    """
+    """Inside, hyperparameters are inputs of the graph, which must not set them."""
     before = []
     for one in hyperparameters:
         number = one.traced(builder)
@@ -92,11 +89,14 @@ def traced(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iter
         for (holder, key), value, number in before:
             if holder.get(key) is not number:
                 was_set.append(key)
-            if holder.get(key) is number or isinstance(holder.get(key), TracedFloat):
-                holder[key] = value
+            now = holder.get(key)
+            if isinstance(now, TracedFloat):
+                holder[key] = value if now is number or builder.fullgraph else now.node.hint
     if was_set:
         what = "a learning rate" if RATE in was_set else was_set[0]
-        raise JitError(
-            f"a function under sm.jit has set {what}, which a graph would not do; set it outside, "
-            "as scheduler.step() does"
+        builder.refuse(
+            JitError(
+                f"a function under sm.jit has set {what}, which a graph would not do; set it "
+                "outside, as scheduler.step() does"
+            )
         )

@@ -8,11 +8,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
+from torch import Tensor, nn
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
@@ -25,138 +24,29 @@ from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.segments import Backend, find_backend
-from .draws import advance
-from .errors import JitError
+from .entry import Entry, Static, key_of, local_parts
+from .errors import Break, JitError
 from .hyperparameters import Hyperparameters
 from .inspection.lowered import CompiledGraph, Lowered, lower
+from .parts import Parts, log_break
 from .passes.agreement import announce
-from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .program import Runner
-from .recording import Recording, record, seal
-from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of, texts_of
+from .recording import record
+from .state.differences import Reasons, texts_of
 from .state.guard import Guard
-from .state.holders import PLAIN
-from .state.slots import empty_slots, signature
 from .state.snapshot import Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
+_OF_FUNCTIONS = (  # options that are no options for modules
+    "static_argnums",
+    "static_argnames",
+    "donate_argnums",
+    "in_shardings",
+    "out_shardings",
+)
 _SIGNATURES = 128  # whose recordings a function keeps in one world; each refers to its meshes
-_ALL_NONE = frozenset({type(None)})
-
-
-class Static(NamedTuple):
-    """A static argument: a constant of the graph."""
-
-    value: Any
-
-
-class Entry:
-    """A recorded call of one signature, and the state that must not have changed since.
-
-    Attributes:
-        recording: the program and its inputs and outputs.
-        reason: why it was recorded although there were others; None for the first one.
-        runner: its compiled graph; None before the first call.
-        calls: how often that has run.
-    """
-
-    def __init__(
-        self,
-        recording: Recording,
-        guard: Guard,
-        leaves: Sequence[Any],
-        signatures: list[Any],
-        reason: str | None,
-    ) -> None:
-        self.recording, self.reason, self.calls = recording, reason, 0
-        self.runner: Runner | None = None
-        self._guard, self._signatures = guard, signatures
-        self._overlap = self._overlaps(leaves)
-        self._kept = [x for x, _ in recording.kept]
-        self._addresses = [address for _, address in recording.kept]
-        self._same_tensors = _tensor_guards(self._kept)
-        self._facts = [facts_of(x) for x in self._kept]
-        self._written = written_inputs(recording.program.graph)
-        self._gate: list[Tensor] | None = None
-        self._fixed = empty_slots(recording.slots, signatures)
-
-    def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return for each tensor among the arguments its id if it shares memory with state that the
-        function reaches, else None.
-        """
-        storages = self._guard.storages
-        return [id(x) if x.untyped_storage()._cdata in storages else None for x in _parts(leaves)]
-
-    def _same_gradients(self, leaves: Sequence[Any]) -> bool:
-        """Return True if every gradient slot holds the same kind of value as when recorded. Fast
-        path: all were None.
-        """
-        if self._fixed is not None:
-            return all(
-                _ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed
-            )
-        return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
-
-    def change(self, leaves: Sequence[Any]) -> str | None:
-        """Return why the recording does not hold for this call, None if it does."""
-        change = self._guard.change()
-        for condition in self.recording.conditions:
-            change = change or condition.change()
-        if change is not None:
-            return change
-        if not self._same_gradients(leaves):
-            slots = self.recording.slots
-            return changed_gradient(
-                slots, self._signatures, [signature(slot.get(leaves)) for slot in slots]
-            )
-        addresses = list(map(Tensor.data_ptr, self._kept))
-        is_same = self._same_tensors(*self._kept) and addresses == self._addresses
-        # None if only a dispatch mode is active that was not.
-        if not is_same and (change := self._changed_tensor()) is not None:
-            return change
-        if self.recording.derived and self._guard.was_written():
-            return "what the library had made from parameters is outdated"
-        if self._overlaps(leaves) != self._overlap:
-            return "an argument shares memory with other state of the function than before"
-        return None
-
-    def _changed_tensor(self) -> str | None:
-        """Return which tensor that is taken by reference has changed, None if none has."""
-        for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
-            if facts_of(x) != facts or x.data_ptr() != address:
-                name = self._guard.names.get(id(x), "a tensor of the library")
-                return changed_tensor(name, facts, x)
-        return None
-
-    def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the leaves of autograd that results depend on; those that are no arguments behind
-        one tensor, made once.
-        """
-        if self._gate is None:
-            needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
-            self._gate = [seal(needed[0], *needed[1:])] if needed else []
-        return [*self._gate, *(x for x in _parts(leaves) if x.requires_grad)]
-
-    def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
-        recording = self.recording
-        inputs = [source(leaves) for source in recording.program.sources]
-        if self.runner is None:
-            self.runner = backend(recording.program, inputs)
-        outputs = _run_plainly(self.runner, inputs)
-        self.calls += 1
-        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
-        advance(world, recording.program.draws)
-        for slot, number, layout, lineage in recording.effects:
-            gradient = None if number is None else _wrapped(outputs[number], layout, lineage)
-            setattr(slot.owner(leaves), slot.name, gradient)
-        results = []
-        for number, layout, lineage, sealed, same in recording.results:
-            value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
-            results.append(seal(value, *self._differentiable(leaves)) if sealed else value)
-        return unflatten_tree(recording.tree, results)
 
 
 class JitFunction:
@@ -181,12 +71,14 @@ class JitFunction:
         if self._options.inductor:
             self._compile = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
+        self._fullgraph: bool = options["fullgraph"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = (
             weakref.WeakKeyDictionary()
         )
         self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
             weakref.WeakKeyDictionary()
         )
+        self._parts: weakref.WeakKeyDictionary[World, Parts] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
 
@@ -204,7 +96,7 @@ class JitFunction:
         world = current_world()
         if _is_inside(leaves, world):
             return self._call(tree, leaves)
-        key = tree, _modes(), tuple([_key(x) for x in leaves]), _same_memory(leaves)
+        key = tree, key_of(leaves)
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}
@@ -225,7 +117,12 @@ class JitFunction:
                 break
             why = why or change
         else:
-            result = self._record(leaves, tree, key, entries, why, world)
+            parts = self._parts.get(world)
+            if parts is None:
+                result = self._record(leaves, tree, key, entries, why, world)
+            else:
+                with parts.running():
+                    result = self._call(tree, leaves)
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
         return result
@@ -234,6 +131,7 @@ class JitFunction:
         """Drop the graphs of a world that has ended, which refer to it."""
         self._entries.pop(world, None)
         self._attempts.pop(world, None)
+        self._parts.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as this rank, and return the graph for inspection. Nothing
@@ -254,7 +152,9 @@ class JitFunction:
     def recorded(self) -> list[CompiledGraph]:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
-        entries = itertools.chain.from_iterable(self._entries.get(world, {}).values())
+        entries = [*itertools.chain.from_iterable(self._entries.get(world, {}).values())]
+        if world in self._parts:
+            entries += self._parts[world].entries()
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
             for entry in entries
@@ -311,17 +211,23 @@ class JitFunction:
         if self._options.any:
             announce(world, meshes, name, texts_of(reasons))
         f = functools.partial(self._call, tree)
-        result, recording, before = record(f, leaves, snapshot, inputs, world, count == 1)
+        result, recording, before = record(
+            f, leaves, snapshot, inputs, world, count == 1, fullgraph=self._fullgraph
+        )
         recorded = recording if isinstance(recording, str) else recording.program
         program = run_passes(recorded, self._options, world, meshes)
         if isinstance(program, str):  # why there is none
             attempts[key] = count
-            if count >= _ATTEMPTS:
-                raise JitError(
-                    f"{self!r} changes Python state in every call, which a graph would not do: "
-                    f"{program}. Do it outside of the function, or keep the value in a tensor and "
-                    "change that in place"
-                )
+            if isinstance(program, Break) or count >= _ATTEMPTS:
+                if not isinstance(program, Break):
+                    program = Break(
+                        f"{self!r} changes Python state in every call, which a graph would not do: "
+                        f"{program}. Do it outside of the function, or keep the value in a tensor "
+                        "and change that in place"
+                    )
+                if self._fullgraph:
+                    raise JitError(program)
+                self._break(name, program, snapshot, world)
             return result
         attempts.pop(key, None)
         program.name = name
@@ -331,6 +237,71 @@ class JitFunction:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
         return result
+
+    def _break(self, name: str, reason: str, snapshot: Snapshot, world: World) -> None:
+        """Run the function in parts from now on."""
+        parts = Parts(snapshot.modules, lambda: self.backend, not world.rank)
+        self._parts[world] = parts
+        if not world.rank:
+            names = ", ".join(function.name for function in parts.joined.values())
+            log_break(name, reason, f"with graphs of {names}" if names else "")
+
+
+class JitModule(nn.Module):
+    """A module whose calls are graphs, forward and backward: the result of `jit` of a module.
+
+    Parameters, buffers and other attributes are those of the module, which `_orig_mod` is, as in
+    what `torch.compile` returns.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        unknown = [x for x in _OF_FUNCTIONS if options[x] not in (None, ())]
+        if unknown:
+            raise TypeError(f"sm.jit: {unknown[0]} is an option for functions, not for modules")
+        self._orig_mod = module
+        self.training = module.training
+        inductor = PassOptions.of(options["compiler_options"]).inductor
+        find = functools.cache(lambda: find_backend(options["backend"], inductor))
+        self.__dict__["_options"] = find, options["fullgraph"]
+        self.__dict__["_parts"] = weakref.WeakKeyDictionary()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
+        world = current_world()
+        if thread_context.needs_each_operator:
+            return self._orig_mod(*args, **kwargs)
+        parts = self._parts.get(world)
+        if parts is None:
+            backend, fullgraph = self._options
+            parts = Parts([self._orig_mod], backend, not world.rank, fullgraph)
+            self._parts[world] = parts
+            world.dependents.add(self)
+        with parts.running():
+            return self._orig_mod(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+    def train(self, mode: bool = True) -> JitModule:
+        """Set the mode of the module, as `nn.Module.train`."""
+        self.training = mode
+        self._orig_mod.train(mode)
+        return self
+
+    def forget_world(self, world: World) -> None:
+        """Drop the graphs of a world that has ended, which refer to it."""
+        self._parts.pop(world, None)
+
+    @property
+    def recorded(self) -> list[CompiledGraph]:
+        """The forward graphs that this rank's calls have made."""
+        world = current_world()
+        entries = self._parts[world].entries() if world in self._parts else []
+        return [CompiledGraph(x.recording.program, world, {}, None, self, x) for x in entries]
 
 
 def jit(
@@ -344,6 +315,7 @@ def jit(
     backend: str | Callable[..., Any] | None = None,
     compiler_options: Mapping[str, Any] | bool | None = None,
     cudagraphs: bool = False,
+    fullgraph: bool = False,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
     together.
@@ -399,9 +371,12 @@ def jit(
         "backend": backend,
         "compiler_options": compiler_options,
         "cudagraphs": cudagraphs,
+        "fullgraph": fullgraph,
     }
     if f is None:
         return functools.partial(jit, **options)
+    if isinstance(f, nn.Module):
+        return JitModule(f, options)
     if not callable(f):
         raise TypeError(
             f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)"
@@ -438,57 +413,6 @@ def _positions(
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
 
 
-def _key(x: Any) -> Any:
-    """Return what of a leaf belongs to the signature."""
-    if isinstance(x, ShardedTensor):
-        return x._layout, x._local.stride(), x._local.requires_grad
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    if type(x) is float:
-        return float
-    if type(x) is Static:
-        return x
-    return (type(x), x) if isinstance(x, PLAIN) and type(x) is not slice else (type(x), id(x))
-
-
-def _parts(leaves: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors among leaves, the local parts of sharded ones."""
-    return [
-        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
-    ]
-
-
-def _same_memory(leaves: Sequence[Any]) -> Any:
-    """Return for each tensor which one before it shares its memory, and how far apart they are;
-    None if none does.
-    """
-    parts = _parts(leaves)
-    if len(parts) < 2:
-        return None
-    storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
-    if len(set(storages)) == len(storages):
-        return None
-    first = [parts[storages.index(one)] for one in storages]
-    return tuple(
-        (storages.index(one), x.storage_offset() - y.storage_offset())
-        for one, x, y in zip(storages, parts, first, strict=True)
-    )
-
-
-def _modes() -> Any:
-    """Return the modes of torch that decide which operators run."""
-    autocast = (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),)
-    if torch.cuda.is_initialized():
-        autocast += (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),)
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        autocast,
-    )
-
-
 def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     """Return whether the call is part of something that needs its operators one by one: another
     recording, a transform, a mapped function, a backward pass, `accumulate_grads`, or a computation
@@ -496,37 +420,8 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
-    flows = any(x.requires_grad and not x.is_leaf for x in _parts(leaves))
+    flows = any(x.requires_grad and not x.is_leaf for x in local_parts(leaves))
     return flows or engine_hooks.current_backward() != -1
-
-
-def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that tells whether tensors still have their shapes, strides, dtypes and
-    `requires_grad`.
-    """
-    if not tensors:
-        return lambda: True
-    shapes: Any = [list(x.shape) for x in tensors]
-    strides: Any = [list(x.stride()) for x in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-
-
-# -- running ---------------------------------------------------------------------------------------
-
-
-def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
-    """Run a graph, whose operators are those below autograd and autocast."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled("cpu") and not (
-            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
-        ):
-            return runner(*inputs)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return runner(*inputs)
-
-
-def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
-    return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -25,12 +25,13 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
+from ..autograd import engine_hooks
 from ..ops import methods
 from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
-from .errors import at_line, value_read
+from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .program import Exchange, barrier, expect, item
 from .scalars import TracedFloat, among
@@ -63,14 +64,19 @@ class GraphRecorder(TorchDispatchMode):
         builder: the graph so far.
         draws: the random numbers drawn.
         exchanges: how many times the ranks exchanged Python objects.
+        ran_backward: whether a backward pass has run.
+
+    Args:
+        fullgraph: whether what a graph cannot repeat is raised.
     """
 
-    def __init__(self, world: World, abstract: bool = False) -> None:
+    def __init__(self, world: World, abstract: bool = False, fullgraph: bool = True) -> None:
         super().__init__()
         self.abstract, self.world = abstract, world
-        self.builder, self.draws, self.exchanges = GraphBuilder(), Draws(world), 0
+        self.builder, self.draws, self.exchanges = GraphBuilder(fullgraph), Draws(world), 0
+        self.ran_backward = False
         self._stand_ins: dict[int, Any] = {}
-        self._reads = _RefuseReads()
+        self._reads = _RefuseReads(self.builder)
 
     def __enter__(self) -> GraphRecorder:
         thread_context.recorder = self
@@ -99,6 +105,10 @@ class GraphRecorder(TorchDispatchMode):
         """Return the node of a tensor; see `StepRecorder`."""
         return self.builder.node_of(x)
 
+    def refuse(self, error: Any) -> None:
+        """Note that there is no graph, or raise the error; see `StepRecorder`."""
+        self.builder.refuse(error)
+
     # -- operators ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -116,10 +126,13 @@ class GraphRecorder(TorchDispatchMode):
             return self._run_on_stand_ins(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
-        _check_shape_is_static(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.check_generator()
         builder = self.builder
+        refusal = _dynamic_shape(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            refusal = refusal or self.draws.refusal()
+        if refusal is not None:
+            builder.refuse(refusal)
+        self.ran_backward = self.ran_backward or engine_hooks.current_backward() != -1
         doubles, builder.passed_as_double = builder.passed_as_double, []
         traced = among(doubles, func, args, kwargs) if doubles else {}
         operands = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
@@ -185,7 +198,10 @@ class GraphRecorder(TorchDispatchMode):
             node = self.builder.call(item, (self.builder.input_of(x),))
             return TracedFloat.of(self.builder, node, value)
         if not is_ours and (is_method or not is_installed(file)):
-            raise value_read(f"a tensor of dtype {str(x.dtype).removeprefix('torch.')}: it")
+            self.builder.refuse(
+                value_read(f"a tensor of dtype {str(x.dtype).removeprefix('torch.')}: it")
+            )
+            return value
         place = f"{file}:{frame.f_lineno}"
         self.builder.call(expect, (self.builder.input_of(x), value, place))
         return value
@@ -211,10 +227,14 @@ class GraphRecorder(TorchDispatchMode):
             with thread_context.setting(recorder=None):
                 return call(group, *args, **kwargs)
         if name == "direct":
-            raise at_line(
-                "sm.jit records no symmetric memory",
-                "Set mesh.topology = replace(mesh.topology, symmetric=None)",
+            self.builder.refuse(
+                at_line(
+                    "sm.jit records no symmetric memory",
+                    "Set mesh.topology = replace(mesh.topology, symmetric=None)",
+                )
             )
+            with self.hidden():
+                return call(group, *args, **kwargs)
         if name in ("all_gather_object", "barrier"):
             with self.hidden():
                 objects = call(group, *args, **kwargs)
@@ -292,22 +312,26 @@ class _RecordedWork(Work):
 class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
+    def __init__(self, builder: GraphBuilder) -> None:
+        super().__init__()
+        self._builder = builder
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         is_read = func in _READS and thread_context.recorder is not None
         if is_read and (not args[0].is_meta or type(args[0]) is ShardedTensor):
-            raise value_read(name_of(func))
+            self._builder.refuse(value_read(name_of(func)))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
 
 
-def _check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise JitError if the shape of this operator's result depends on the values of its
+def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> JitError | None:
+    """Return an error if the shape of this operator's result depends on the values of its
     operands.
     """
     if torch.Tag.dynamic_output_shape not in func.tags:
-        return
+        return None
     name = func.overloadpacket.__name__
     arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     if name == "index":
@@ -320,12 +344,13 @@ def _check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any
         static = not x.is_meta and int(x.max() if x.numel() else 0) < arguments.get("minlength", 0)
     else:
         static = arguments.get("output_size") is not None  # of repeat_interleave
-    if not static:
-        raise at_line(
-            f"the shape of the result of {name} depends on values, and a graph has one shape",
-            "Keep the shape: torch.where, a product with the mask, nonzero_static(size=...), "
-            "repeat_interleave(output_size=...)",
-        )
+    if static:
+        return None
+    return at_line(
+        f"the shape of the result of {name} depends on values, and a graph has one shape",
+        "Keep the shape: torch.where, a product with the mask, nonzero_static(size=...), "
+        "repeat_interleave(output_size=...)",
+    )
 
 
 def _caller() -> FrameType:

@@ -21,7 +21,8 @@ from ...mesh.comm.world import World
 from ..functional.signature import flatten_tree, unflatten_tree
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .errors import JitError
+from .draws import Position
+from .errors import Break, JitError
 from .graph_builder import Captured
 from .hyperparameters import Hyperparameter, traced
 from .passes.dead_code import clean
@@ -94,6 +95,7 @@ def record(
     world: World,
     first: bool,
     abstract: bool = False,
+    fullgraph: bool = True,
 ) -> tuple[Any, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
 
@@ -102,9 +104,11 @@ def record(
         first: whether no recording of this signature was dropped yet. Then one in which ranks
             exchange Python objects is dropped, since most such exchanges are made once.
         abstract: whether tensors are on "meta" and the program is only inspected.
+        fullgraph: whether to raise for what a graph cannot do; else `f` runs on to its end.
 
-    Returns: its result; the recording, or why there is none; the signatures of the slots before.
-    Raises: JitError for what a graph cannot do; what `f` raises.
+    Returns: its result; the recording, or why there is none, a `Break` if `f` did what a graph
+        cannot; the signatures of the slots before.
+    Raises: JitError with `fullgraph`; what `f` raises.
     """
     slots = list(_slots(leaves, snapshot))
     before = [slot.get(leaves) for slot in slots]
@@ -112,22 +116,34 @@ def record(
     tensors = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)]
     tensors += [x for x in leaves if isinstance(x, Tensor)]
     needs_grad = [x.requires_grad for x in tensors]
-    recorder = GraphRecorder(world, abstract)
-    result = _run(f, leaves, snapshot, hyperparameters, recorder)
+    recorder = GraphRecorder(world, abstract, fullgraph)
+    result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
     flat, tree = flatten_tree(result)
-    finish = _Finish(recorder, leaves, snapshot, slots, before)
+    builder = recorder.builder
+    if builder.refusal is not None:
+        settle(snapshot)
+        result = unflatten_tree(tree, [_known(x) for x in flat])
+        return result, Break(builder.refusal), signatures
+    last = _Finish(recorder, leaves, snapshot, slots, before)
     shown = unflatten_tree(tree, [_shown(x) for x in flat])
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
     elif not abstract:
-        change = snapshot.change({one.place for one in hyperparameters}) or finish.moved()
+        change = snapshot.change({one.place for one in hyperparameters}) or last.moved()
     if change is None and needs_grad != [x.requires_grad for x in tensors]:
         change = "requires_grad of a tensor has changed"
-    return shown, change or finish.recording(flat, tree), signatures
+    if change is not None:
+        settle(snapshot)
+        return shown, change, signatures
+    try:
+        return shown, last.recording(flat, tree, recorder.draws.end()), signatures
+    except JitError as error:
+        builder.refuse(error)
+        return shown, Break(error), signatures
 
 
-def _run(
+def run_recorded(
     f: Callable[[Leaves], Any],
     leaves: Leaves,
     snapshot: Snapshot,
@@ -161,11 +177,24 @@ def _run(
     finally:
         torch.set_autocast_cache_enabled(cached)
     if recorder.draws.host.drew():
-        raise JitError(
-            "a function under sm.jit drew random numbers of Python or NumPy, which would be the "
-            "same in every later call; draw them outside and pass them, or draw tensors"
+        builder.refuse(
+            JitError(
+                "a function under sm.jit drew random numbers of Python or NumPy, which would be "
+                "the same in every later call; draw them outside and pass them, or draw tensors"
+            )
         )
     return result
+
+
+def settle(snapshot: Snapshot) -> None:
+    """Replace the numbers of a dropped recording that the function has stored by their values."""
+    for holder in snapshot.holders:
+        stored = holder.source
+        if isinstance(stored, (dict, list)):
+            pairs = stored.items() if isinstance(stored, dict) else enumerate(stored)
+            for key, value in list(pairs):
+                if isinstance(value, TracedFloat):
+                    stored[key] = value.node.hint
 
 
 def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
@@ -199,6 +228,11 @@ def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
 
 def _local_of(x: Any) -> Any:
     return x._local if isinstance(x, ShardedTensor) else x
+
+
+def _known(x: Any) -> Any:
+    """Return a number in place of a traced one."""
+    return x.node.hint if isinstance(x, TracedFloat) else x
 
 
 def _shown(x: Any) -> Any:
@@ -245,6 +279,27 @@ def _note_memory(node: fx.Node, x: Tensor | None) -> None:
         )
 
 
+def finish(
+    recorder: GraphRecorder,
+    leaves: Leaves,
+    snapshot: Snapshot,
+    flat: list[Any],
+    tree: Any,
+    draws: Position,
+    more: Sequence[fx.Node] = (),
+) -> Recording:
+    """Return the recording of a function whose gradients leave through its results.
+
+    Args:
+        flat, tree: its result.
+        draws: where it left the stream of random numbers.
+        more: nodes that are outputs as well, after those of the results.
+
+    Raises: JitError for what a graph cannot do.
+    """
+    return _Finish(recorder, leaves, snapshot, [], []).recording(flat, tree, draws, more)
+
+
 class _Finish:
     """Make a recording from what a recorder has recorded."""
 
@@ -289,10 +344,13 @@ class _Finish:
                 )
         return None
 
-    def recording(self, flat: list[Any], tree: Any) -> Recording:
+    def recording(
+        self, flat: list[Any], tree: Any, draws: Position, more: Sequence[fx.Node] = ()
+    ) -> Recording:
         pairs = zip(self.slots, self.before, strict=True)
         effects = [effect for slot, old in pairs if (effect := self._effect(slot, old)) is not None]
         results = [self._result(x) for x in flat]
+        self.outputs += more
         recorder = self.recorder
         graph = recorder.builder.finish(self.outputs)
         clean(graph)
@@ -304,7 +362,7 @@ class _Finish:
                 sources.append(used[node][1])
             else:
                 graph.erase_node(node)
-        program = Program(graph, sources, names, recorder.draws.end(), recorder.world.rank)
+        program = Program(graph, sources, names, draws, recorder.world.rank)
         return Recording(
             program,
             self.slots,

@@ -99,20 +99,22 @@ class _ScalarNode:
         rates, which change in every call.
         """
         if self.name == RATE:
-            raise value_read(what)
+            self.builder.refuse(value_read(what))
         return self.constant(what)
 
     def constant(self, what: str) -> float:
         """Return the value, under the condition that it stays."""
         if self.now is None:
-            raise value_read(what)
+            self.builder.refuse(value_read(what))
+            return self.hint
         self.builder.conditions.append(
             Condition(str(self.name), operator.pos, (self.now,), self.hint)
         )
         return self.hint
 
     def str(self) -> str:
-        raise value_read("str()")
+        self.builder.refuse(value_read("str()"))
+        return str(self.hint)
 
     _graph_repr = str
 
@@ -156,7 +158,10 @@ def _compared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return NotImplemented
         args = (self, *others)
         if any(isinstance(x, TracedFloat) and x.node.now is None for x in args):
-            raise value_read(f"{name} of a number that changes from call to call")
+            self.node.builder.refuse(
+                value_read(f"{name} of a number that changes from call to call")
+            )
+            return function(*map(_hint, args))
         answer = function(*map(_hint, args))
         condition = Condition(str(self.node.name), function, tuple(map(_now, args)), answer)
         self.node.builder.conditions.append(condition)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +80,52 @@ def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
             calls_program=calls_program,
         )(f)
     return value
+
+
+# -- calls of modules ------------------------------------------------------------------------------
+
+_COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of `_call_impl`
+
+
+class ModuleCompiler:
+    """The attribute `compile` of a module whose calls are intercepted: what is compiled is the call
+    inside of the interception.
+
+    Args:
+        module: the module.
+        call: what runs in place of its `_call_impl`, None at first.
+    """
+
+    def __init__(self, module: Any, call: Callable[..., Any] | None) -> None:
+        self.module, self.call = module, call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without compiled code, as `nn.Module` does."""
+        return {"module": self.module, "call": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.call = torch.compile(
+            MethodType(type(self.module)._call_impl, self.module), *args, **kwargs
+        )
+
+
+def compiled_call(module: Any) -> Callable[..., Any] | None:
+    """Return what calls of a module run in place of its `_call_impl`, None if they run that."""
+    compiler = module.__dict__.get("compile")
+    if isinstance(compiler, ModuleCompiler):
+        return compiler.call
+    return module.__dict__.get(_COMPILED)
+
+
+def set_compiled_call(module: Any, call: Callable[..., Any] | None) -> None:
+    """Let calls of a module run this in place of its `_call_impl`, inside of interceptions."""
+    compiler = module.__dict__.get("compile")
+    if isinstance(compiler, ModuleCompiler):
+        compiler.call = call
+    elif call is None:
+        module.__dict__.pop(_COMPILED, None)
+    else:
+        module.__dict__[_COMPILED] = call
 
 
 def flattening(x: Any) -> Any:

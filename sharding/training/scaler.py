@@ -54,14 +54,18 @@ class GradScaler(torch.amp.GradScaler):
         others: torch would move the scale to the meta device of the wrappers, where it loses its
         value.
 
-        Raises: JitError inside `sm.jit`: whether the optimizer steps depends on values.
+        Raises: JitError inside `sm.jit(fullgraph=True)`: whether the optimizer steps depends on
+            values.
         """
         if thread_context.recorder is not None:
-            raise at_line(
-                "GradScaler.step reads whether all gradients are finite, and the optimizer steps "
-                "only then",
-                "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of "
-                "sm.jit; scaler.scale(loss).backward() may be inside. bfloat16 needs no scaler",
+            thread_context.recorder.refuse(
+                at_line(
+                    "GradScaler.step reads whether all gradients are finite, and the optimizer "
+                    "steps only then",
+                    "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() "
+                    "outside of sm.jit; scaler.scale(loss).backward() may be inside. bfloat16 "
+                    "needs no scaler",
+                )
             )
         fuses = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
 from ..collectives import OPERATORS
-from ..errors import JitError
+from ..errors import Break, JitError
 
 _FREE = ("all_to_all", "permute")  # each rank may send and receive other sizes
 
@@ -149,12 +149,13 @@ def agree(
         return None if schedules[0] else len(schedules) - 1
     failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
     if failed:
-        rank = min(failed)
-        return (
-            failed[rank]
-            if isinstance(schedules, str)
-            else f"rank {rank} has no graph: {failed[rank]}"
-        )
+        if isinstance(schedules, Break):
+            return schedules
+        rank = next((r for r, why in failed.items() if isinstance(why, Break)), min(failed))
+        why = failed[rank]
+        if isinstance(schedules, str) and not isinstance(why, Break):
+            return schedules
+        return type(why)(f"rank {rank} has no graph: {why}")
     if not all(known.values()):
         return None
     if all(hashes == known[world.rank] for hashes in known.values()):

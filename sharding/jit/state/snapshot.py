@@ -7,7 +7,7 @@ import io
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,16 +58,22 @@ _OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_coun
 class Snapshot:
     """Everything that some objects can reach.
 
+    Args:
+        roots: the objects, and their paths.
+        left_out: ids of objects that are not looked into.
+
     Attributes:
         holders: the dicts, lists, cells and the like.
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
         numbers: hyperparameters, as dicts and keys.
         meshes: the meshes.
+        modules: the modules.
         iterators: iterators, their paths, and where they were.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]]) -> None:
+    def __init__(self, roots: list[tuple[str, Any]], left_out: Sequence[int] = ()) -> None:
+        self._left_out = left_out
         # By which the program's code may reach its own objects.
         self._names: frozenset[str] = frozenset()
         before = -1
@@ -82,10 +88,11 @@ class Snapshot:
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.numbers: list[tuple[dict[Any, Any], str]] = []
         self.meshes: list[DeviceMesh] = []
+        self.modules: list[torch.nn.Module] = []
         self.iterators: list[tuple[str, Any, Any]] = []
         self._functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = dict.fromkeys(self._left_out)
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
             path, x = self._todo.popleft()
@@ -159,6 +166,8 @@ class Snapshot:
         self._note_numbers(x)
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
+        if isinstance(x, torch.nn.Module):
+            self.modules.append(x)
         kind = type(x)
         if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not self._names & _OF_SCHEDULERS:
             return  # it acts through learning rates, which are inputs

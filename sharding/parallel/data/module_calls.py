@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.torch_compile import keep_compiler_out, not_compiled
+from ...ops.torch_compile import ModuleCompiler, keep_compiler_out, not_compiled
 
 _REASON = "fully_shard and data_parallel gather a unit's parameters here, outside of any graph"
 _CALL, _COMPILED, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"  # names of nn.Module
@@ -39,36 +39,24 @@ class CallInterception:
 
     def __init__(self, modules: Iterable[nn.Module], call: Callable[..., Any]) -> None:
         self._modules = tuple(modules)
-        self._compiled = [module.__dict__.get(_COMPILED) for module in self._modules]
         self._calls = [partial(_intercepted, call, module) for module in self._modules]
-        self._compiles = [partial(self._compile, module) for module in self._modules]
+        self._compilers = [ModuleCompiler(x, x.__dict__.get(_COMPILED)) for x in self._modules]
         self.start()
 
     def start(self) -> None:
         """Intercept calls from now on."""
-        for module, call, compile in zip(self._modules, self._calls, self._compiles, strict=True):
+        for module, call, compiler in zip(self._modules, self._calls, self._compilers, strict=True):
             attributes = module.__dict__
-            attributes[_CALL], attributes[_COMPILE] = call, compile
+            attributes[_CALL], attributes[_COMPILE] = call, compiler
             attributes.pop(_COMPILED, None)
 
     def stop(self) -> None:
         """Stop intercepting; restore what `module.compile()` set."""
-        for module, compiled in zip(self._modules, self._compiled, strict=True):
+        for module, compiler in zip(self._modules, self._compilers, strict=True):
             attributes = module.__dict__
             del attributes[_CALL], attributes[_COMPILE]
-            if compiled is not None:
-                attributes[_COMPILED] = compiled
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without compiled code, as `nn.Module` does."""
-        return self.__dict__ | {"_compiled": [None] * len(self._modules)}
-
-    def _compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile a module's call with gathered parameters, as `module.compile` does."""
-        i = next(i for i, other in enumerate(self._modules) if other is module)
-        self._compiled[i] = torch.compile(
-            MethodType(type(module)._call_impl, module), *args, **kwargs
-        )
+            if compiler.call is not None:
+                attributes[_COMPILED] = compiler.call
 
 
 @not_compiled(_REASON, calls_program=True)

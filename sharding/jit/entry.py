@@ -1,0 +1,227 @@
+"""Recorded calls: what tells one from another, whether they still hold, and how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
+
+from ...mesh.comm.world import World
+from ..functional.signature import unflatten_tree
+from ..tensor.sharded_tensor import ShardedTensor
+from .backends.segments import Backend
+from .draws import advance
+from .passes.alias import written_inputs
+from .program import Runner
+from .recording import Recording, seal
+from .state.differences import changed_gradient, changed_tensor, facts_of
+from .state.guard import Guard
+from .state.holders import PLAIN
+from .state.slots import empty_slots, signature
+
+_ALL_NONE = frozenset({type(None)})
+
+
+class Static(NamedTuple):
+    """A static argument: a constant of the graph."""
+
+    value: Any
+
+
+class Entry:
+    """A recorded call of one signature, and the state that must not have changed since.
+
+    Attributes:
+        recording: the program and its inputs and outputs.
+        reason: why it was recorded although there were others; None for the first one.
+        runner: its compiled graph; None before the first call.
+        calls: how often that has run.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        guard: Guard,
+        leaves: Sequence[Any],
+        signatures: list[Any],
+        reason: str | None,
+    ) -> None:
+        self.recording, self.reason, self.calls = recording, reason, 0
+        self.runner: Runner | None = None
+        self._guard, self._signatures = guard, signatures
+        self._overlap = self._overlaps(leaves)
+        self._kept = [x for x, _ in recording.kept]
+        self._addresses = [address for _, address in recording.kept]
+        self._same_tensors = _tensor_guards(self._kept)
+        self._facts = [facts_of(x) for x in self._kept]
+        self._written = written_inputs(recording.program.graph)
+        self._gate: list[Tensor] | None = None
+        self._fixed = empty_slots(recording.slots, signatures)
+
+    def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return for each tensor among the arguments its id if it shares memory with state that the
+        function reaches, else None.
+        """
+        storages = self._guard.storages
+        return [
+            id(x) if x.untyped_storage()._cdata in storages else None for x in local_parts(leaves)
+        ]
+
+    def _same_gradients(self, leaves: Sequence[Any]) -> bool:
+        """Return True if every gradient slot holds the same kind of value as when recorded. Fast
+        path: all were None.
+        """
+        if self._fixed is not None:
+            return all(
+                _ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed
+            )
+        return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
+
+    def change(self, leaves: Sequence[Any]) -> str | None:
+        """Return why the recording does not hold for this call, None if it does."""
+        change = self._guard.change()
+        for condition in self.recording.conditions:
+            change = change or condition.change()
+        if change is not None:
+            return change
+        if not self._same_gradients(leaves):
+            slots = self.recording.slots
+            return changed_gradient(
+                slots, self._signatures, [signature(slot.get(leaves)) for slot in slots]
+            )
+        addresses = list(map(Tensor.data_ptr, self._kept))
+        is_same = self._same_tensors(*self._kept) and addresses == self._addresses
+        # None if only a dispatch mode is active that was not.
+        if not is_same and (change := self._changed_tensor()) is not None:
+            return change
+        if self.recording.derived and self._guard.was_written():
+            return "what the library had made from parameters is outdated"
+        if self._overlaps(leaves) != self._overlap:
+            return "an argument shares memory with other state of the function than before"
+        return None
+
+    def _changed_tensor(self) -> str | None:
+        """Return which tensor that is taken by reference has changed, None if none has."""
+        for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
+            if facts_of(x) != facts or x.data_ptr() != address:
+                name = self._guard.names.get(id(x), "a tensor of the library")
+                return changed_tensor(name, facts, x)
+        return None
+
+    def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the leaves of autograd that results depend on; those that are no arguments behind
+        one tensor, made once.
+        """
+        if self._gate is None:
+            needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
+            self._gate = [seal(needed[0], *needed[1:])] if needed else []
+        return [*self._gate, *(x for x in local_parts(leaves) if x.requires_grad)]
+
+    def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
+        recording = self.recording
+        inputs = [source(leaves) for source in recording.program.sources]
+        if self.runner is None:
+            self.runner = backend(recording.program, inputs)
+        outputs = run_plainly(self.runner, inputs)
+        self.calls += 1
+        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
+        advance(world, recording.program.draws)
+        for slot, number, layout, lineage in recording.effects:
+            gradient = None if number is None else wrapped(outputs[number], layout, lineage)
+            setattr(slot.owner(leaves), slot.name, gradient)
+        results = []
+        for number, layout, lineage, sealed, same in recording.results:
+            value = same(leaves) if number is None else wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
+            results.append(seal(value, *self._differentiable(leaves)) if sealed else value)
+        return unflatten_tree(recording.tree, results)
+
+
+# -- signatures ------------------------------------------------------------------------------------
+
+
+def key_of(leaves: Sequence[Any]) -> Any:
+    """Return what identifies the signature of a call, of its leaves and of torch's modes."""
+    return _modes(), tuple([_key(x) for x in leaves]), _same_memory(leaves)
+
+
+def _key(x: Any) -> Any:
+    """Return what of a leaf belongs to the signature."""
+    if isinstance(x, ShardedTensor):
+        return x._layout, x._local.stride(), x._local.requires_grad
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    if type(x) is float:
+        return float
+    if type(x) is Static:
+        return x
+    return (type(x), x) if isinstance(x, PLAIN) and type(x) is not slice else (type(x), id(x))
+
+
+def local_parts(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among leaves, the local parts of sharded ones."""
+    return [
+        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+    ]
+
+
+def _same_memory(leaves: Sequence[Any]) -> Any:
+    """Return for each tensor which one before it shares its memory, and how far apart they are;
+    None if none does.
+    """
+    parts = local_parts(leaves)
+    if len(parts) < 2:
+        return None
+    storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
+    if len(set(storages)) == len(storages):
+        return None
+    first = [parts[storages.index(one)] for one in storages]
+    return tuple(
+        (storages.index(one), x.storage_offset() - y.storage_offset())
+        for one, x, y in zip(storages, parts, first, strict=True)
+    )
+
+
+def _modes() -> Any:
+    """Return the modes of torch that decide which operators run."""
+    autocast = (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),)
+    if torch.cuda.is_initialized():
+        autocast += (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        autocast,
+    )
+
+
+def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that tells whether tensors still have their shapes, strides, dtypes and
+    `requires_grad`.
+    """
+    if not tensors:
+        return lambda: True
+    shapes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
+    """Run a graph, whose operators are those below autograd and autocast."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled("cpu") and not (
+            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
+        ):
+            return runner(*inputs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return runner(*inputs)
+
+
+def wrapped(x: Any, layout: Any, lineage: int) -> Any:
+    return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)

@@ -1,0 +1,555 @@
+"""A function whose result is differentiated outside, as two programs joined by one node of autograd.
+
+    first call     f runs on stand-ins for its inputs, which have gradient histories of their own:
+                   the forward is recorded
+    backward       the gradients of the stand-ins are computed: the backward is recorded
+    later calls    forward program -> results, and what backward needs -> backward program
+
+                   inputs ──► [ forward program ] ──► results
+                                     │ saved
+                   grads  ◄── [ backward program ] ◄── gradients of the results
+
+Inputs are the arguments, and the parameters and buffers of the modules that f calls, which are read
+anew in every call: under `fully_shard` each call has other tensors. Gradients of parameters leave
+through the node, so that autograd adds them to `.grad`, and calls hooks, as in eager code.
+
+The programs have the collectives of the function in the function's order: no pass changes them, so
+each rank may record in a call of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.thread_context import thread_context
+from ...mesh.comm.world import World
+from ..autograd import engine_hooks
+from ..functional.signature import flatten_tree, unflatten_tree
+from ..tensor.sharded_tensor import ShardedTensor
+from .backends.segments import Backend
+from .draws import advance
+from .entry import Entry, key_of, run_plainly, wrapped
+from .errors import JitError
+from .passes.dead_code import clean
+from .program import Program, Runner
+from .recorder import GraphRecorder
+from .recording import Recording, finish, run_recorded, settle
+from .scalars import TracedFloat
+from .state.guard import Guard
+from .state.snapshot import Snapshot
+
+_RECORDINGS = 8  # of one function; with more it runs eagerly
+_ATTEMPTS = 3  # recordings in a row that were dropped
+
+
+class JoinedFunction:
+    """A function that runs as a forward and a backward program.
+
+    Args:
+        f: the function.
+        modules: those whose parameters and buffers it uses.
+        backend: returns what compiles the programs.
+        name: of the function, for people.
+        fullgraph: whether what a graph cannot repeat is an error.
+
+    Attributes:
+        entries: for each signature the recordings, the newest last.
+        broken: why it has no graph; None as long as it may have one.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        backend: Callable[[], Backend],
+        name: str,
+        fullgraph: bool = False,
+    ) -> None:
+        self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
+        self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
+        self.entries: dict[Any, list[JoinedEntry]] = {}
+        self.broken: str | None = None
+        self._pending: weakref.ref[_RecordedCall] | None = None
+        self._dropped = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        world = current_world()
+        if self.broken is not None or thread_context.needs_each_operator:
+            return self._f(*args, **kwargs)
+        leaves, tree = flatten_tree((args, kwargs))
+        count = len(leaves)
+        leaves = [*leaves, *(holder[name] for holder, name in self._state())]
+        key = tree, key_of(leaves)
+        entries = self.entries.setdefault(key, [])
+        for entry in reversed(entries):
+            if entry.change(leaves) is None:
+                return entry.run(leaves, world, self._backend())
+        if self._pending is not None and self._pending() is not None:
+            return self._f(*args, **kwargs)  # a recording waits for its backward
+        if sum(map(len, self.entries.values())) >= _RECORDINGS:
+            self.broken = (
+                f"{self.name} was recorded {_RECORDINGS} times: its arguments or its state change"
+            )
+            return self._f(*args, **kwargs)
+        return self._record(leaves, count, tree, entries, world)
+
+    def _state(self) -> list[tuple[dict[str, Any], str]]:
+        """Return where the modules hold their parameters and buffers."""
+        return [
+            (holder, name)
+            for module in self._modules
+            for holder in (module._parameters, module._buffers)
+            for name, value in holder.items()
+            if value is not None
+        ]
+
+    def _record(
+        self,
+        leaves: Sequence[Any],
+        count: int,
+        tree: Any,
+        entries: list[JoinedEntry],
+        world: World,
+    ) -> Any:
+        """Call the function and record it; its backward is recorded when that runs."""
+        stand_ins = _stand_ins(leaves)
+        own = [id(d) for module in self._modules for d in (module._parameters, module._buffers)]
+        values = [(f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+        snapshot = Snapshot([("f", self._f), *values], own)
+        guard = Guard(snapshot, set())
+        recorder = GraphRecorder(world, fullgraph=self._fullgraph)
+
+        def call(inputs: Sequence[Any]) -> Any:
+            args, kwargs = unflatten_tree(tree, list(inputs[:count]))
+            return self._f(*args, **kwargs)
+
+        saved = _SavedTensors(recorder)
+        with _swapped(self._state(), stand_ins[count:]), saved.noting():
+            result = run_recorded(call, stand_ins, snapshot, [], recorder)
+        flat, result_tree = flatten_tree(result)
+        recorded = _RecordedCall(self, recorder, leaves, stand_ins, flat, snapshot, guard, entries)
+        recorded.tree, recorded.saved_tensors = result_tree, saved
+        if recorder.builder.refusal is None and (change := snapshot.change(set())) is not None:
+            recorder.builder.refuse(JitError(f"{self.name} changes Python state: {change}"))
+        return recorded.results()
+
+    def give_up(self, reason: str) -> None:
+        """Run the function eagerly from now on."""
+        self.broken = self.broken or reason
+
+    def drop(self, reason: str) -> None:
+        """Note that a recording was of no use; after some of them the function runs eagerly."""
+        self._dropped += 1
+        if self._dropped >= _ATTEMPTS:
+            self.give_up(reason)
+
+
+class _RecordedCall:
+    """The call that is recorded: its results have the history of eager code."""
+
+    def __init__(
+        self,
+        function: JoinedFunction,
+        recorder: GraphRecorder,
+        leaves: Sequence[Any],
+        stand_ins: Sequence[Any],
+        flat: list[Any],
+        snapshot: Snapshot,
+        guard: Guard,
+        entries: list[JoinedEntry],
+    ) -> None:
+        self.function, self.recorder, self.entries = function, recorder, entries
+        self.leaves, self.stand_ins, self.flat = leaves, stand_ins, flat
+        self.snapshot, self.guard = snapshot, guard
+        self.tree: Any = None
+        self.saved_tensors: Any = None
+        pairs = zip(map(_local_of, leaves), map(_local_of, stand_ins), strict=True)
+        # a tensor that is held in several places is one input
+        unique = {id(x): (x, y) for x, y in pairs if x is not y}
+        self.inputs = [x for x, _ in unique.values()]
+        self._inner = [y for _, y in unique.values()]
+        self.end_of_forward = recorder.builder.call(_end_of_forward, ())
+        self.is_recorded, self.draws = False, recorder.draws.end()
+
+    def results(self) -> Any:
+        """Return the results; those with a history are joined to the inputs of the function."""
+        function, builder = self.function, self.recorder.builder
+        flat = [x.node.hint if isinstance(x, TracedFloat) else x for x in self.flat]
+        back = {id(y): x for x, y in zip(self.leaves, self.stand_ins, strict=True)}
+        flat = [back.get(id(x), x) for x in flat]
+        self.differentiable = [
+            i
+            for i, x in enumerate(flat)
+            if isinstance(x, Tensor)
+            and _local_of(x).requires_grad
+            and id(x) not in {id(y) for y in self.leaves}
+        ]
+        if builder.refusal is not None:
+            settle(self.snapshot)
+            function.give_up(str(builder.refusal))
+        if self.differentiable:
+            outputs = [_local_of(flat[i]) for i in self.differentiable]
+            self.outputs = outputs
+            joined = _Join.apply(self, [x.detach() for x in outputs], *self.inputs)
+            for i, x in zip(self.differentiable, joined, strict=True):
+                flat[i] = _like(flat[i], x)
+            if builder.refusal is None:
+                function._pending = weakref.ref(self)
+                check = weakref.finalize(
+                    self, _check_recorded, weakref.ref(function), self.entries, len(self.entries)
+                )
+                check.atexit = False
+        elif builder.refusal is None:
+            self.finish([], [])
+        return unflatten_tree(self.tree, flat)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
+        """Return the gradients of the inputs; record them the first time."""
+        outputs = [x for x, g in zip(self.outputs, grads, strict=True) if g is not None]
+        seeds = [g for g in grads if g is not None]
+        builder = self.recorder.builder
+        if self.is_recorded or builder.refusal is not None:
+            return list(
+                torch.autograd.grad(
+                    outputs, self._inner, seeds, retain_graph=True, allow_unused=True
+                )
+            )
+        self.is_recorded = True
+        for i, g in enumerate(grads):
+            if g is not None:
+                builder.know(g, builder.placeholder(f"gradient_{i}"))
+        self.saved_tensors.load()
+        try:
+            with torch.autograd.set_multithreading_enabled(False), self.recorder:
+                gradients = torch.autograd.grad(
+                    outputs, self._inner, seeds, retain_graph=True, allow_unused=True
+                )
+        finally:
+            self.saved_tensors.unload()
+        if builder.refusal is not None:
+            self.function.give_up(str(builder.refusal))
+        else:
+            self.finish(grads, gradients)
+        return list(gradients)
+
+    def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        """Make the programs."""
+        function = self.function
+        try:
+            self.entries.append(_entry(self, grads, gradients))
+            function._dropped = 0
+        except JitError as error:
+            function.drop(str(error))
+        function._pending = None
+
+
+def _check_recorded(function: Any, entries: list[Any], count: int) -> None:
+    alive = function()
+    if alive is not None and len(entries) == count:
+        alive.drop("no backward ran through its results")
+
+
+def _entry(
+    call: _RecordedCall, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> JoinedEntry:
+    """Return the recording of a call."""
+    builder, leaves = call.recorder.builder, call.stand_ins
+    nodes = list(builder.graph.nodes)
+    middle = nodes.index(call.end_of_forward)
+    second = nodes[middle + 1 :]
+    first = set(nodes[:middle])
+    seeds = {f"gradient_{i}": i for i in range(len(grads))}
+    outer: dict[fx.Node, None] = {}
+    for node in second:
+        outer |= {x: None for x in node.all_input_nodes if x in first}
+    produced = []
+    for g in gradients:
+        node = None if g is None else builder.node_of(g)
+        if g is not None and node is None:
+            raise JitError("a gradient was made without an operator of torch")
+        produced.append(node)
+        if node is not None and node in first:
+            outer[node] = None
+    graph, copies = fx.Graph(), {}
+    saved = [x for x in outer if not (x.op == "placeholder" and x.target in seeds)]
+    for x in [*saved, *(n for n in nodes if n.op == "placeholder" and n.target in seeds)]:
+        copies[x] = graph.placeholder(x.name)
+        copies[x].meta = dict(x.meta)
+    for node in second:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(None if node is None else copies[node] for node in produced))
+    clean(graph)
+    for node in reversed(second):
+        builder.graph.erase_node(node)
+    builder.graph.erase_node(call.end_of_forward)
+    for node in nodes:
+        if node.op == "placeholder" and node.target in seeds:
+            builder.graph.erase_node(node)
+    recording = finish(
+        call.recorder, leaves, call.snapshot, call.flat, call.tree, call.draws, saved
+    )
+    if recording.derived:
+        raise JitError("the library keeps a tensor that was made from parameters")
+    return JoinedEntry(call, recording, graph, saved, grads)
+
+
+class JoinedEntry(Entry):
+    """A recorded call of one signature: its forward program, and that of backward.
+
+    Attributes:
+        backward_program: None where no result has a history.
+        inputs: the leaves that the node of autograd joins to the results.
+    """
+
+    def __init__(
+        self,
+        call: _RecordedCall,
+        recording: Recording,
+        graph: fx.Graph,
+        saved: Sequence[fx.Node],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        super().__init__(recording, call.guard, call.leaves, [], None)
+        recording.program.name = call.function.name
+        self.backward_program: Program | None = None
+        self.backward_runner: Runner | None = None
+        first = {id(_local_of(x)): i for i, x in reversed(list(enumerate(call.leaves)))}
+        self.inputs = [first[id(x)] for x in call.inputs]
+        self._results = len(recording.results)
+        self._differentiable = call.differentiable if grads else []
+        self._seeds = [None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]
+        if grads:
+            names = [
+                *(node.name for node in saved),
+                *(f"gradient {i}" for i, g in enumerate(grads) if g is not None),
+            ]
+            self.backward_program = Program(
+                graph,
+                [],
+                names,
+                recording.program.draws._replace(offset=0, seed=None),
+                recording.program.rank,
+                name=f"backward of {call.function.name}",
+            )
+        self._number_of_saved = len(saved)
+
+    def run(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
+        """Call the forward program; join its results to the inputs."""
+        outputs, saved = self._forward(leaves, world, backend)
+        results = [
+            same(leaves) if number is None else wrapped(outputs[number], layout, lineage)
+            for number, layout, lineage, _, same in self.recording.results
+        ]
+        if self.backward_program is not None:
+            locals_ = [_local_of(results[i]) for i in self._differentiable]
+            inputs = [_local_of(leaves[i]) for i in self.inputs]
+            joined = _Join.apply(_CompiledCall(self, backend, saved), locals_, *inputs)
+            for i, x in zip(self._differentiable, joined, strict=True):
+                results[i] = _like(results[i], x)
+        return unflatten_tree(self.recording.tree, results)
+
+    def _forward(
+        self, leaves: Sequence[Any], world: World, backend: Backend
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        program = self.recording.program
+        inputs = [source(leaves) for source in program.sources]
+        if self.runner is None:
+            self.runner = backend(program, inputs)
+        outputs = run_plainly(self.runner, inputs)
+        self.calls += 1
+        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
+        advance(world, program.draws)
+        end = len(outputs) - self._number_of_saved
+        return outputs[:end], outputs[end:]
+
+    def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+        """Call the backward program."""
+        seeds = [
+            _seed(g, kind, i) for i, (g, kind) in enumerate(zip(grads, self._seeds, strict=True))
+        ]
+        inputs = [*saved, *(g for g in seeds if g is not None)]
+        assert self.backward_program is not None
+        if self.backward_runner is None:
+            self.backward_runner = backend(self.backward_program, inputs)
+        return list(run_plainly(self.backward_runner, inputs))
+
+
+def _seed(g: Tensor | None, kind: Any, i: int) -> Tensor | None:
+    """Return the gradient of a result as it was laid out when backward was recorded."""
+    if kind is None:
+        if g is not None:
+            raise JitError(
+                f"result {i} of a function under sm.jit got a gradient, and had none when its "
+                "backward was recorded; call the function eagerly (f.__wrapped__) for this loss"
+            )
+        return None
+    shape, strides, dtype = kind
+    if g is None:
+        return torch.zeros(1, dtype=dtype).expand(shape)
+    if g.stride() == strides and g.dtype is dtype:
+        return g
+    return torch.empty_strided(shape, strides, dtype=dtype, device=g.device).copy_(g)
+
+
+class _CompiledCall:
+    """A call of the forward program, until its backward."""
+
+    def __init__(self, entry: JoinedEntry, backend: Backend, saved: Sequence[Any]) -> None:
+        self._entry, self._backend = entry, backend
+        self.saved = saved
+
+    def backward(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
+        return self._entry.backward(self._backend, saved, grads)
+
+
+class _Join(torch.autograd.Function):
+    """The node between the inputs of a call and its results."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, results: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.call = call
+        saved = getattr(call, "saved", ())
+        ctx.tensors = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*[saved[i] for i in ctx.tensors])
+        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        if saved:
+            call.saved = None
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+        saved = list(ctx.others)
+        for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            saved[i] = x
+        return (None, None, *ctx.call.backward(saved, grads))
+
+
+# -- the recorded call -----------------------------------------------------------------------------
+
+
+def _end_of_forward() -> None:
+    """Separate forward from backward, as the target of a node."""
+
+
+def _local_of(x: Any) -> Any:
+    return x._local if isinstance(x, ShardedTensor) else x
+
+
+def _like(x: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor with the layout of another, and this local part."""
+    if not isinstance(x, ShardedTensor):
+        return local
+    like = ShardedTensor._make(local, x._layout)
+    like._lineage = x._lineage
+    return like
+
+
+def _stand_ins(leaves: Sequence[Any]) -> list[Any]:
+    """Return in place of each tensor that requires grad one with the same values and no history."""
+    if not torch.is_grad_enabled():
+        return list(leaves)
+    made: dict[int, Any] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and _local_of(x).requires_grad and id(x) not in made:
+            made[id(x)] = _stand_in(x)
+    return [made.get(id(x), x) for x in leaves]
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    local = _local_of(x).detach().requires_grad_()
+    if not isinstance(x, ShardedTensor):
+        if isinstance(x, nn.Parameter):
+            local = nn.Parameter(local.detach())
+        local.__dict__.update(x.__dict__)
+        return local
+    return _like(x, local)
+
+
+@contextmanager
+def _swapped(places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
+    """Hold other values in these places of modules in the block; what the block has set stays."""
+    before = [holder[name] for holder, name in places]
+    for (holder, name), value in zip(places, values, strict=True):
+        holder[name] = value
+    try:
+        yield
+    finally:
+        for (holder, name), old, value in zip(places, before, values, strict=True):
+            if holder.get(name) is value:
+                holder[name] = old
+
+
+class _SavedTensors:
+    """What autograd saves in a recorded forward, and which nodes that is.
+
+    Hooks that were active before, such as those of `fully_shard` and `torch.utils.checkpoint`, get
+    it as well. They run in the program's own backward pass, and nothing that they do is recorded.
+    """
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+        self._tokens: list[_Token] = []
+        hooks = engine_hooks.saved_tensor_hooks() if torch.is_grad_enabled() else None
+        self._pack, self._unpack = hooks if hooks is not None else (None, None)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is saved in the block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._note, self._find):
+            yield
+
+    def load(self) -> None:
+        """Call the hooks that were active before, ahead of the backward pass that is recorded."""
+        if self._unpack is not None:
+            for token in self._tokens:
+                token.value = self._unpack(token.packed)
+
+    def unload(self) -> None:
+        """Drop what `load` has made."""
+        for token in self._tokens:
+            token.value = None
+
+    def _note(self, x: Tensor) -> _Token:
+        recorder = self._recorder
+        if thread_context.recorder is not recorder:
+            return _Token(x if self._pack is None else self._pack(x), None)
+        node = recorder.builder.node_of(x)
+        if self._pack is None:
+            return _Token(x, node)
+        with recorder.hidden():
+            token = _Token(self._pack(x), node)
+        self._tokens.append(token)
+        return token
+
+    def _find(self, token: _Token) -> Tensor:
+        if self._unpack is None:
+            x = token.packed
+        else:
+            x = self._unpack(token.packed) if token.value is None else token.value
+        if token.node is not None:
+            self._recorder.builder.know(x, token.node)
+        return x
+
+
+class _Token:
+    """A saved tensor: what the hooks made of it, its node, and between `load` and `unload` what
+    they returned for it.
+    """
+
+    __slots__ = ("node", "packed", "value")
+
+    def __init__(self, packed: Any, node: fx.Node | None) -> None:
+        self.packed, self.node = packed, node
+        self.value: Tensor | None = None

@@ -1,0 +1,131 @@
+"""Run a function that is no graph as a whole in parts: calls of its modules are graphs, what is
+between them is eager.
+
+    step                eager     reads a value: a break
+    └─ model            eager     has the break in its forward
+       ├─ embed         eager     one operator
+       ├─ blocks[0]     graph     forward and backward joined (`joined.py`)
+       ├─ (the break)   eager
+       └─ blocks[1]     graph
+
+The parts are chosen from above: the outermost modules first; one that breaks is replaced by the
+modules inside of it. A part has the collectives of its module in the module's order, so ranks need
+not agree on the choice, and nothing is in flight between parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+
+from torch import nn
+
+from ..ops.torch_compile import compiled_call, set_compiled_call
+from .backends.segments import Backend
+from .joined import JoinedEntry, JoinedFunction
+
+_LOG = logging.getLogger("shardmesh")
+
+
+class Parts:
+    """The modules whose calls are graphs.
+
+    Args:
+        modules: those that the function reaches.
+        backend: returns what compiles the graphs.
+        is_shown: whether breaks are logged: on one rank.
+        fullgraph: whether a break in a module is an error.
+
+    Attributes:
+        joined: the modules and the programs of their calls.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        backend: Callable[[], Backend],
+        is_shown: bool,
+        fullgraph: bool = False,
+    ) -> None:
+        self._backend, self._is_shown, self._fullgraph = backend, is_shown, fullgraph
+        self.joined: dict[nn.Module, JoinedFunction] = {}
+        for module in _outermost(modules):
+            self._add([module] if _is_whole(module) else _inside(module))
+
+    def _add(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            call = MethodType(type(module)._call_impl, module)
+            name = getattr(module, "_shardmesh_name", "") or type(module).__name__
+            self.joined[module] = JoinedFunction(
+                call, [module], self._backend, name, self._fullgraph
+            )
+
+    def entries(self) -> list[JoinedEntry]:
+        """Return the recordings of all modules."""
+        functions = self.joined.values()
+        return [x for function in functions for group in function.entries.values() for x in group]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In the block calls of the modules are graphs."""
+        installed = [
+            (module, function)
+            for module, function in self.joined.items()
+            if compiled_call(module) is None
+        ]
+        for module, function in installed:
+            set_compiled_call(module, function)
+        try:
+            yield
+        finally:
+            for module, _ in installed:
+                set_compiled_call(module, None)
+            self._split()
+
+    def _split(self) -> None:
+        """Replace modules that break by those inside of them."""
+        for module, function in list(self.joined.items()):
+            if function.broken is not None:
+                del self.joined[module]
+                self._add(inner := list(_inside(module)))
+                rest = f"its {len(inner)} inner modules are parts of their own" if inner else ""
+                if self._is_shown:
+                    log_break(function.name, function.broken, rest)
+
+
+def log_break(name: str, reason: str, rest: str) -> None:
+    """Log that a function or module is no graph as a whole."""
+    _LOG.warning("sm.jit: %s runs eagerly%s: %s", name, f", {rest}" if rest else "", reason)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are inside of no other."""
+    unique = list(dict.fromkeys(modules))
+    inner = {x for module in unique for x in module.modules() if x is not module}
+    return [module for module in unique if module not in inner]
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the largest modules inside of one whose calls can be graphs; not single layers, which
+    are a few operators.
+    """
+    for child in module.children():
+        is_called = type(child).forward is not nn.Module.forward
+        if is_called and _is_whole(child) and next(child.children(), None) is not None:
+            yield child
+        else:
+            yield from _inside(child)
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Return whether a module's call gathers no parameters of modules inside of it: then it is one
+    unit at most.
+    """
+    units = {
+        id(unit)
+        for x in module.modules()
+        if (unit := getattr(x, "_shardmesh_unit", None)) is not None
+    }
+    return len(units) <= 1
