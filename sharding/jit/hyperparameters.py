@@ -90,8 +90,10 @@ def traced(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iter
             if holder.get(key) is not number:
                 was_set.append(key)
             now = holder.get(key)
-            if isinstance(now, TracedFloat):
-                holder[key] = value if now is number or builder.fullgraph else now.node.hint
+            if now is number:
+                holder[key] = value
+            elif isinstance(now, TracedFloat):
+                holder[key] = value if builder.fullgraph else now.node.hint
     if was_set:
         what = "a learning rate" if RATE in was_set else was_set[0]
         builder.refuse(

@@ -96,7 +96,7 @@ class JitFunction:
         world = current_world()
         if _is_inside(leaves, world):
             return self._call(tree, leaves)
-        key = tree, key_of(leaves)
+        key = (tree, *key_of(leaves))
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}

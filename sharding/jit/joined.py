@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -88,9 +88,12 @@ class JoinedFunction:
         leaves = [*leaves, *(holder[name] for holder, name in self._state())]
         key = tree, key_of(leaves)
         entries = self.entries.setdefault(key, [])
+        why = ""
         for entry in reversed(entries):
-            if entry.change(leaves) is None:
+            change = entry.change(leaves)
+            if change is None:
                 return entry.run(leaves, world, self._backend())
+            why = why or change
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
         if sum(map(len, self.entries.values())) >= _RECORDINGS:
@@ -136,8 +139,10 @@ class JoinedFunction:
         flat, result_tree = flatten_tree(result)
         recorded = _RecordedCall(self, recorder, leaves, stand_ins, flat, snapshot, guard, entries)
         recorded.tree, recorded.saved_tensors = result_tree, saved
-        if recorder.builder.refusal is None and (change := snapshot.change(set())) is not None:
-            recorder.builder.refuse(JitError(f"{self.name} changes Python state: {change}"))
+        change = snapshot.change(set()) if recorder.builder.refusal is None else None
+        if change is not None:
+            self.drop(f"{self.name} changes Python state in every call: {change}")
+            recorded.is_recorded = True  # there is nothing to record of its backward
         return recorded.results()
 
     def give_up(self, reason: str) -> None:
@@ -145,9 +150,14 @@ class JoinedFunction:
         self.broken = self.broken or reason
 
     def drop(self, reason: str) -> None:
-        """Note that a recording was of no use; after some of them the function runs eagerly."""
+        """Note that a recording was of no use; after some of them the function runs eagerly.
+
+        Raises: JitError then, with `fullgraph`.
+        """
         self._dropped += 1
         if self._dropped >= _ATTEMPTS:
+            if self._fullgraph:
+                raise JitError(reason)
             self.give_up(reason)
 
 
@@ -200,13 +210,13 @@ class _RecordedCall:
             joined = _Join.apply(self, [x.detach() for x in outputs], *self.inputs)
             for i, x in zip(self.differentiable, joined, strict=True):
                 flat[i] = _like(flat[i], x)
-            if builder.refusal is None:
+            if builder.refusal is None and not self.is_recorded:
                 function._pending = weakref.ref(self)
                 check = weakref.finalize(
                     self, _check_recorded, weakref.ref(function), self.entries, len(self.entries)
                 )
                 check.atexit = False
-        elif builder.refusal is None:
+        elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
         return unflatten_tree(self.tree, flat)
 

@@ -172,14 +172,16 @@ def test_a_rate_may_be_compared_but_not_read() -> None:
     with pytest.raises(
         sm.errors.JitError, match=r"test_hyperparameters.py:\d+: __float__ of a number that changes"
     ):
-        sm.jit(lambda w: w * float(optimizer.param_groups[0]["lr"]), backend="eager")(weight)
+        sm.jit(
+            lambda w: w * float(optimizer.param_groups[0]["lr"]), backend="eager", fullgraph=True
+        )(weight)
 
 
 def test_setting_a_hyperparameter_inside() -> None:
     weight = nn.Parameter(torch.tensor(3.0))
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.1)
 
-    @sm.jit(backend="eager")
+    @sm.jit(backend="eager", fullgraph=True)
     def f(w: Tensor) -> Tensor:
         optimizer.param_groups[0]["weight_decay"] *= 0.5
         return w * 2

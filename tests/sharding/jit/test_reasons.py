@@ -159,17 +159,17 @@ def _shape(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (_depth, "f.depth was 2 and is 3"),
-        (_frozen, "f._parameters.weight.requires_grad was True and is False"),
-        (_gradient, "f._parameters.weight.grad was None and is set"),
-        (_memory, "the memory of f._buffers.mean was replaced"),
-        (_shape, "the shape of f._buffers.mean is [1] and was [3]"),
+        (_depth, "self.depth was 2 and is 3"),
+        (_frozen, "self._parameters.weight.requires_grad was True and is False"),
+        (_gradient, "self._parameters.weight.grad was None and is set"),
+        (_memory, "the memory of self._buffers.mean was replaced"),
+        (_shape, "the shape of self._buffers.mean is [1] and was [3]"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_what_differs_in_what_a_function_reaches(change: Callable[[Any], None], text: str) -> None:
     model = Model()
-    g = sm.jit(model, backend="eager")
+    g = sm.jit(model.forward, backend="eager")
     g(X)
     change(model)
     for _ in range(2):

@@ -60,7 +60,7 @@ READS = [item_of_int, branch, printed, formatted, as_list, as_array, as_float, c
 def test_reading_a_value(f: Any) -> None:
     line = f.__code__.co_firstlineno + 1
     with pytest.raises(JitError, match=rf"{re.escape(__file__)}:{line}: .*inside sm.jit"):
-        sm.jit(f, backend="eager")(X.clone())
+        sm.jit(f, backend="eager", fullgraph=True)(X.clone())
 
 
 @pytest.mark.parametrize("f", [item_of_int, branch, as_list, as_float], ids=lambda f: f.__name__)
@@ -70,13 +70,15 @@ def test_reading_a_value_of_a_sharded_tensor(f: Any) -> None:
         with pytest.raises(
             JitError, match=rf"{re.escape(__file__)}:{f.__code__.co_firstlineno + 1}: "
         ):
-            sm.jit(f, backend="eager")(sm.device_put(X, mesh, P("x")))
+            sm.jit(f, backend="eager", fullgraph=True)(sm.device_put(X, mesh, P("x")))
 
     sm.simulate(2)(main)()
 
 
 def test_a_number_of_a_tensor_that_stays_a_number() -> None:
-    f = sm.jit(lambda x: (x * x.sum().item() ** 2, x.mean().item() + 1), backend="eager")
+    f = sm.jit(
+        lambda x: (x * x.sum().item() ** 2, x.mean().item() + 1), backend="eager", fullgraph=True
+    )
     for scale in (1.0, 1.0, 2.0, -3.0):
         x = X * scale
         found, number = f(x)
@@ -88,7 +90,7 @@ def test_a_number_of_a_tensor_that_stays_a_number() -> None:
 @pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "python"])
 def test_random_numbers_of_python(draw: Any) -> None:
     with pytest.raises(JitError, match=r"random numbers of Python or NumPy"):
-        sm.jit(lambda x: x * torch.tensor(draw()), backend="eager")(X)
+        sm.jit(lambda x: x * torch.tensor(draw()), backend="eager", fullgraph=True)(X)
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "python"])
@@ -100,7 +102,7 @@ def test_random_numbers_of_python_in_a_simulated_world(draw: Any, before: bool) 
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
         x = sm.ones(4, device_mesh=mesh, placements=P("a"))
 
-        @sm.jit(backend="eager", compiler_options=False)
+        @sm.jit(backend="eager", fullgraph=True, compiler_options=False)
         def f(x: Any) -> Any:
             first = draw() if draws and before else 1.0
             y = x.redistribute(P()) * first
@@ -127,7 +129,7 @@ def test_state_that_changes_in_every_call() -> None:
             self.calls += 1
             return x * self.calls
 
-    f = sm.jit(CountsCalls(), backend="eager")
+    f = sm.jit(CountsCalls(), backend="eager", fullgraph=True)
     assert torch.equal(f(X), X)
     assert torch.equal(f(X), X * 2)
     with pytest.raises(JitError, match=r"calls.* was 2 and is 3"):
@@ -137,7 +139,7 @@ def test_state_that_changes_in_every_call() -> None:
 def test_results_collected_in_a_list() -> None:
     kept: list[Tensor] = []
 
-    @sm.jit(backend="eager")
+    @sm.jit(backend="eager", fullgraph=True)
     def f(x: Tensor) -> Tensor:
         kept.append(x + 1)
         return x
@@ -168,7 +170,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_iterator(source: str) -> None:
     batches = SOURCES[source]([torch.ones(3) * i for i in range(9)])
-    f = sm.jit(lambda x: (next(batches), x + 1)[1], backend="eager")
+    f = sm.jit(lambda x: (next(batches), x + 1)[1], backend="eager", fullgraph=True)
     with pytest.raises(
         JitError, match=r"batches is an iterator and was advanced: call next\(\) outside"
     ):
@@ -185,7 +187,7 @@ def test_an_iterator_that_is_only_reached() -> None:
             return x * self.scale + len([self.batches])
 
     trainer = HoldsIterator()
-    f = sm.jit(trainer.step, backend="eager")
+    f = sm.jit(trainer.step, backend="eager", fullgraph=True)
     found = [f(next(trainer.batches)) for _ in range(4)]
     assert all(torch.equal(x, torch.ones(3) * 2) for x in found)
     assert len(f.recorded) == 1
@@ -198,7 +200,7 @@ def test_an_iterator_that_is_only_reached() -> None:
 )
 def test_a_generator_of_random_numbers(kind: Any) -> None:
     generator = kind(3)
-    f = sm.jit(lambda x: x * generator.random(), backend="eager")
+    f = sm.jit(lambda x: x * generator.random(), backend="eager", fullgraph=True)
     with pytest.raises(JitError, match="changes Python state"):
         for _ in range(3):
             f(X)
@@ -225,12 +227,12 @@ def test_a_shape_that_depends_on_values(f: Any) -> None:
             r"value)"
         ),
     ):
-        sm.jit(f, backend="eager")(X)
+        sm.jit(f, backend="eager", fullgraph=True)(X)
 
     def sharded() -> str:
         x = sm.device_put(X, sm.init_device_mesh("cpu", (2,), axis_names=("a",)), sm.P("a"))
         with pytest.raises(JitError) as refused:
-            sm.jit(f, backend="eager")(x)
+            sm.jit(f, backend="eager", fullgraph=True)(x)
         return str(refused.value)
 
     assert len(set(sm.simulate(2)(sharded)())) == 1
@@ -247,14 +249,14 @@ def test_shapes_that_do_not() -> None:
             + x.clone().masked_fill_(x > 0, 1.0)
         )
 
-    compiled = sm.jit(f, backend="eager")
+    compiled = sm.jit(f, backend="eager", fullgraph=True)
     for x in (X, X.flip(0), -X):
         assert torch.equal(compiled(x), f(x))
 
 
 def test_a_static_argument_that_cannot_be_hashed() -> None:
     with pytest.raises(TypeError, match="static arguments must be hashable"):
-        sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
+        sm.jit(lambda x, n: x, static_argnums=1, backend="eager", fullgraph=True)(X, [])
 
 
 def test_a_gradient_scaler() -> None:
@@ -275,7 +277,7 @@ def test_a_gradient_scaler() -> None:
             if where == "inside":
                 finish()
 
-        f = step if where == "eager" else sm.jit(step, backend="eager")
+        f = step if where == "eager" else sm.jit(step, backend="eager", fullgraph=True)
         for i in range(5):
             f(X * (i + 1) if i != 3 else X * float("inf"))
             if where != "inside":
@@ -304,7 +306,7 @@ def test_a_scheduler_inside(kind: str) -> None:
     }
     schedule = getattr(torch.optim.lr_scheduler, kind)(optimizer, *options[kind])
 
-    @sm.jit(backend="eager")
+    @sm.jit(backend="eager", fullgraph=True)
     def step(x: Tensor) -> None:
         model(x).sum().backward()
         optimizer.step()
@@ -319,7 +321,7 @@ def test_a_scheduler_inside(kind: str) -> None:
 def test_the_rate_of_a_scheduler_is_read() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    f = sm.jit(lambda x: x * schedule.get_last_lr()[0], backend="eager")
+    f = sm.jit(lambda x: x * schedule.get_last_lr()[0], backend="eager", fullgraph=True)
     for i in range(4):
         assert torch.equal(f(X), X * 0.5**i)
         optimizer.step()
@@ -334,7 +336,7 @@ def test_code_compiled_by_torch_inside_is_right_or_refused(backend: str) -> None
     def step(x: Tensor) -> Tensor:
         return compiled(x).square().sum() * 2
 
-    f = sm.jit(step, backend="eager")
+    f = sm.jit(step, backend="eager", fullgraph=True)
     for scale in (1.0, 2.0, 3.0):
         try:
             found = f(X * scale)
@@ -344,7 +346,7 @@ def test_code_compiled_by_torch_inside_is_right_or_refused(backend: str) -> None
 
 
 def test_seeding_inside() -> None:
-    @sm.jit(backend="eager")
+    @sm.jit(backend="eager", fullgraph=True)
     def f(x: Tensor) -> Tensor:
         torch.manual_seed(torch.initial_seed() + 1)
         return x + torch.rand(3)
@@ -355,14 +357,14 @@ def test_seeding_inside() -> None:
 
 def test_backward_through_a_result() -> None:
     w = torch.ones(3, requires_grad=True)
-    f = sm.jit(lambda x: (x * w).sum(), backend="eager")
+    f = sm.jit(lambda x: (x * w).sum(), backend="eager", fullgraph=True)
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"call backward\(\) inside the function"):
             f(X).backward()
-    g = sm.jit(lambda x: x * w, backend="eager")
+    g = sm.jit(lambda x: x * w, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=r"call backward\(\) inside the function"):
         (g(X) + w).sum().backward()
-    h = sm.jit(lambda x, y: x * y, backend="eager")
+    h = sm.jit(lambda x, y: x * y, backend="eager", fullgraph=True)
     for f, y in ((g, w), (g, w), (h, X.clone().requires_grad_()), (h, X.clone().requires_grad_())):
         with pytest.raises(RuntimeError, match=r"call backward\(\) inside the function"):
             torch.autograd.grad((f(X) if f is g else f(X, y)).sum(), y, allow_unused=True)
@@ -371,7 +373,7 @@ def test_backward_through_a_result() -> None:
 def test_moving_a_parameter_inside() -> None:
     w = nn.Parameter(torch.ones(3))
 
-    @sm.jit(backend="eager")
+    @sm.jit(backend="eager", fullgraph=True)
     def f(x: Tensor) -> Tensor:
         w.data = w.data * x
         return w.detach() + 0
@@ -390,11 +392,11 @@ def test_what_is_no_function() -> None:
 
 def test_an_object_made_inside() -> None:
     with pytest.raises(JitError, match="returned a Linear that it has made"):
-        sm.jit(lambda x: nn.Linear(3, 3), backend="eager")(X)
+        sm.jit(lambda x: nn.Linear(3, 3), backend="eager", fullgraph=True)(X)
 
 
 def test_many_recordings_warn_once() -> None:
-    f = sm.jit(lambda x: x + 1, backend="eager")
+    f = sm.jit(lambda x: x + 1, backend="eager", fullgraph=True)
     for n in range(7):
         f(torch.ones(n))
     with pytest.warns(UserWarning, match="was recorded 8 times"):
