@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .entry import Entry, Static, key_of, local_parts
 from .errors import Break, JitError
 from .hyperparameters import Hyperparameters
 from .inspection.lowered import CompiledGraph, Lowered, lower
+from .joined import JoinedFunction
 from .parts import Parts, log_break
 from .passes.agreement import announce
 from .passes.options import PassOptions
@@ -78,6 +79,10 @@ class JitFunction:
         self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
             weakref.WeakKeyDictionary()
         )
+        # signatures whose results a backward outside of the function has used
+        self._outside: weakref.WeakKeyDictionary[World, dict[Any, JoinedFunction]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._parts: weakref.WeakKeyDictionary[World, Parts] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
@@ -97,6 +102,9 @@ class JitFunction:
         if _is_inside(leaves, world):
             return self._call(tree, leaves)
         key = (tree, *key_of(leaves))
+        outside = self._outside.get(world)
+        if outside is not None and key in outside:
+            return outside[key](*args, **kwargs)
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}
@@ -132,6 +140,7 @@ class JitFunction:
         self._entries.pop(world, None)
         self._attempts.pop(world, None)
         self._parts.pop(world, None)
+        self._outside.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as this rank, and return the graph for inspection. Nothing
@@ -155,6 +164,8 @@ class JitFunction:
         entries = [*itertools.chain.from_iterable(self._entries.get(world, {}).values())]
         if world in self._parts:
             entries += self._parts[world].entries()
+        for function in self._outside.get(world, {}).values():
+            entries += itertools.chain.from_iterable(function.entries.values())
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
             for entry in entries
@@ -232,11 +243,24 @@ class JitFunction:
         attempts.pop(key, None)
         program.name = name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
+        if recording.is_open:
+            join = functools.partial(self._join, key, snapshot, name, world)
+            result = pytree.tree_map(lambda x: _noting_backward(x, join), result)
         entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
         return result
+
+    def _join(self, key: Any, snapshot: Snapshot, name: str, world: World) -> None:
+        """Run calls of a signature as two programs from now on: a backward outside has used the
+        results.
+        """
+        joined = self._outside.setdefault(world, {})
+        if key not in joined:
+            call = _Placing(self._f, self._out)
+            modules, backend = snapshot.modules, lambda: self.backend
+            joined[key] = JoinedFunction(call, modules, backend, name, self._fullgraph, self._f)
 
     def _break(self, name: str, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
@@ -382,6 +406,42 @@ def jit(
             f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)"
         )
     return JitFunction(f, options)
+
+
+class _NotesBackward(torch.autograd.Function):
+    """The identity; calls a function when backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.call()
+        return grad, None
+
+
+def _noting_backward(x: Any, call: Callable[[], None]) -> Any:
+    """Return a tensor with a history, the same values, and a call in its backward."""
+    if not isinstance(x, Tensor) or x.is_leaf:
+        return x
+    if not isinstance(x, ShardedTensor):
+        return _NotesBackward.apply(x, call)
+    noting = ShardedTensor._make(_NotesBackward.apply(x._local, call), x._layout)
+    noting._lineage = x._lineage
+    return noting
+
+
+class _Placing(NamedTuple):
+    """A function whose result is laid out as `out_shardings` says."""
+
+    f: Callable[..., Any]
+    shardings: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.f(*args, **kwargs)
+        return result if self.shardings is None else _placed(result, self.shardings)
 
 
 # -- signatures ------------------------------------------------------------------------------------

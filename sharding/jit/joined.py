@@ -1,4 +1,4 @@
-"""A function whose result is differentiated outside, as two programs joined by one node of autograd.
+"""A function whose result is differentiated outside: two programs joined by a node of autograd.
 
     first call     f runs on stand-ins for its inputs, which have gradient histories of their own:
                    the forward is recorded
@@ -22,10 +22,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
@@ -49,6 +51,24 @@ _RECORDINGS = 8  # of one function; with more it runs eagerly
 _ATTEMPTS = 3  # recordings in a row that were dropped
 
 
+class _Kind(NamedTuple):
+    """How a result is laid out in memory: by its own strides, or densely if elements share it."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Kind:
+        strides = torch.empty_like(x, device="meta").stride()  # those of x if it is dense
+        return cls(x.shape, strides, x.dtype, x.device)
+
+    def zeros(self) -> Tensor:
+        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return x.zero_()
+
+
 class JoinedFunction:
     """A function that runs as a forward and a backward program.
 
@@ -58,6 +78,7 @@ class JoinedFunction:
         backend: returns what compiles the programs.
         name: of the function, for people.
         fullgraph: whether what a graph cannot repeat is an error.
+        root: the object whose state the function depends on; the function itself by default.
 
     Attributes:
         entries: for each signature the recordings, the newest last.
@@ -71,8 +92,10 @@ class JoinedFunction:
         backend: Callable[[], Backend],
         name: str,
         fullgraph: bool = False,
+        root: Any = None,
     ) -> None:
         self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
+        self._root = f if root is None else root
         self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
         self.entries: dict[Any, list[JoinedEntry]] = {}
         self.broken: str | None = None
@@ -125,7 +148,7 @@ class JoinedFunction:
         stand_ins = _stand_ins(leaves)
         own = [id(d) for module in self._modules for d in (module._parameters, module._buffers)]
         values = [(f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
-        snapshot = Snapshot([("f", self._f), *values], own)
+        snapshot = Snapshot([("f", self._root), *values], own)
         guard = Guard(snapshot, set())
         recorder = GraphRecorder(world, fullgraph=self._fullgraph)
 
@@ -183,8 +206,16 @@ class _RecordedCall:
         pairs = zip(map(_local_of, leaves), map(_local_of, stand_ins), strict=True)
         # a tensor that is held in several places is one input
         unique = {id(x): (x, y) for x, y in pairs if x is not y}
-        self.inputs = [x for x, _ in unique.values()]
-        self._inner = [y for _, y in unique.values()]
+        inner = [y for _, y in unique.values()]
+        # by reference: tensors in closures, and attributes of modules that are no parameters
+        own = {id(y) for y in inner}
+        captured = [one.ref() for one in recorder.builder.captured]
+        self.others = [
+            x for x in captured if x is not None and x.requires_grad and id(x) not in own
+        ]
+        self.leaf_inputs = [x for x, _ in unique.values()]
+        self.inputs = [*self.leaf_inputs, *self.others]
+        self._inner = [*inner, *self.others]
         self.end_of_forward = recorder.builder.call(_end_of_forward, ())
         self.is_recorded, self.draws = False, recorder.draws.end()
 
@@ -224,15 +255,17 @@ class _RecordedCall:
 
     def backward(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
         """Return the gradients of the inputs; record them the first time."""
+        grads = _seeds(grads, [_Kind.of(x) for x in self.outputs])
         outputs = [x for x, g in zip(self.outputs, grads, strict=True) if g is not None]
         seeds = [g for g in grads if g is not None]
         builder = self.recorder.builder
         if self.is_recorded or builder.refusal is not None:
-            return list(
-                torch.autograd.grad(
-                    outputs, self._inner, seeds, retain_graph=True, allow_unused=True
+            with _WithoutTraced():
+                return list(
+                    torch.autograd.grad(
+                        outputs, self._inner, seeds, retain_graph=True, allow_unused=True
+                    )
                 )
-            )
         self.is_recorded = True
         for i, g in enumerate(grads):
             if g is not None:
@@ -331,13 +364,15 @@ class JoinedEntry(Entry):
     ) -> None:
         super().__init__(recording, call.guard, call.leaves, [], None)
         recording.program.name = call.function.name
-        self.backward_program: Program | None = None
+        self.backward_program: Any = None
         self.backward_runner: Runner | None = None
         first = {id(_local_of(x)): i for i, x in reversed(list(enumerate(call.leaves)))}
-        self.inputs = [first[id(x)] for x in call.inputs]
+        self.inputs = [first[id(x)] for x in call.leaf_inputs]
+        self._others = call.others
         self._results = len(recording.results)
         self._differentiable = call.differentiable if grads else []
-        self._seeds = [None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]
+        self._had_grads = [g is not None for g in grads]
+        self._kinds = [_Kind.of(x) for x in call.outputs] if grads else []
         if grads:
             names = [
                 *(node.name for node in saved),
@@ -362,7 +397,7 @@ class JoinedEntry(Entry):
         ]
         if self.backward_program is not None:
             locals_ = [_local_of(results[i]) for i in self._differentiable]
-            inputs = [_local_of(leaves[i]) for i in self.inputs]
+            inputs = [*(_local_of(leaves[i]) for i in self.inputs), *self._others]
             joined = _Join.apply(_CompiledCall(self, backend, saved), locals_, *inputs)
             for i, x in zip(self._differentiable, joined, strict=True):
                 results[i] = _like(results[i], x)
@@ -384,31 +419,39 @@ class JoinedEntry(Entry):
 
     def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Call the backward program."""
+        for i, (g, had) in enumerate(zip(grads, self._had_grads, strict=True)):
+            if g is not None and not had:
+                raise JitError(
+                    f"result {i} of {self.recording.program.name} under sm.jit got a gradient, and "
+                    "had none when its backward was recorded; call the module itself for this loss"
+                )
         seeds = [
-            _seed(g, kind, i) for i, (g, kind) in enumerate(zip(grads, self._seeds, strict=True))
+            kind.zeros() if g is None else g
+            for g, kind, had in zip(
+                _seeds(grads, self._kinds), self._kinds, self._had_grads, strict=True
+            )
+            if had
         ]
-        inputs = [*saved, *(g for g in seeds if g is not None)]
-        assert self.backward_program is not None
+        inputs = [*saved, *seeds]
         if self.backward_runner is None:
             self.backward_runner = backend(self.backward_program, inputs)
         return list(run_plainly(self.backward_runner, inputs))
 
 
-def _seed(g: Tensor | None, kind: Any, i: int) -> Tensor | None:
-    """Return the gradient of a result as it was laid out when backward was recorded."""
-    if kind is None:
-        if g is not None:
-            raise JitError(
-                f"result {i} of a function under sm.jit got a gradient, and had none when its "
-                "backward was recorded; call the function eagerly (f.__wrapped__) for this loss"
-            )
-        return None
-    shape, strides, dtype = kind
-    if g is None:
-        return torch.zeros(1, dtype=dtype).expand(shape)
-    if g.stride() == strides and g.dtype is dtype:
+def _seeds(grads: Sequence[Tensor | None], outputs: Sequence[_Kind]) -> list[Tensor | None]:
+    """Return the gradients of results in the results' own strides, so that backward does not depend
+    on how the program has laid them out.
+    """
+    return [
+        None if g is None else _as_strided_like(g, kind)
+        for g, kind in zip(grads, outputs, strict=True)
+    ]
+
+
+def _as_strided_like(g: Tensor, kind: _Kind) -> Tensor:
+    if g.stride() == kind.strides and g.dtype is kind.dtype:
         return g
-    return torch.empty_strided(shape, strides, dtype=dtype, device=g.device).copy_(g)
+    return torch.empty_strided(g.shape, kind.strides, dtype=kind.dtype, device=g.device).copy_(g)
 
 
 class _CompiledCall:
@@ -444,6 +487,20 @@ class _Join(torch.autograd.Function):
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
             saved[i] = x
         return (None, None, *ctx.call.backward(saved, grads))
+
+
+class _WithoutTraced(TorchDispatchMode):
+    """Pass operators the values of traced numbers, which autograd has saved: outside of the
+    recording they have none.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            torch.SymFloat, lambda x: x.node.hint, (tuple(args), kwargs or {})
+        )
+        return func(*args, **kwargs)
 
 
 # -- the recorded call -----------------------------------------------------------------------------

@@ -35,8 +35,9 @@ from .state.slots import GradSlot, signature, slots_of
 from .state.snapshot import Snapshot
 
 _NO_GRADIENT = (
-    "this tensor was computed inside sm.jit, whose results have no gradient history: call "
-    "backward() inside the function, or compute the gradient there with sm.grad"
+    "this tensor was computed inside sm.jit, by a graph that has no backward: call backward() "
+    "inside the function, compute the gradient there with sm.grad, or call backward() after the "
+    "first call, from which on the function has two graphs"
 )
 Leaves = Sequence[Any]
 
@@ -75,6 +76,8 @@ class Recording(NamedTuple):
         derived: whether one of these is a cache of the library, such as gathered parameters, which
             was made from others.
         conditions: what must hold of hyperparameters.
+        is_open: whether results have a gradient history that a backward outside may use: none ran
+            in the function.
     """
 
     program: Program
@@ -85,6 +88,7 @@ class Recording(NamedTuple):
     kept: list[tuple[Tensor, int]]
     derived: bool
     conditions: list[Condition]
+    is_open: bool = False
 
 
 def record(
@@ -122,7 +126,8 @@ def record(
     builder = recorder.builder
     if builder.refusal is not None:
         settle(snapshot)
-        result = unflatten_tree(tree, [_known(x) for x in flat])
+        as_value = _shown if builder.numbers else _known  # see `is_open` below
+        result = unflatten_tree(tree, [as_value(x) for x in flat])
         return result, Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
     shown = unflatten_tree(tree, [_shown(x) for x in flat])
@@ -136,8 +141,15 @@ def record(
     if change is not None:
         settle(snapshot)
         return shown, change, signatures
+    # autograd has saved traced numbers, which have no values in a later backward
+    is_open = not (recorder.ran_backward or builder.numbers or abstract) and any(
+        isinstance(x, Tensor) and not x.is_leaf for x in flat
+    )
+    if is_open:
+        shown = result
     try:
-        return shown, last.recording(flat, tree, recorder.draws.end()), signatures
+        recording = last.recording(flat, tree, recorder.draws.end())
+        return shown, recording._replace(is_open=is_open), signatures
     except JitError as error:
         builder.refuse(error)
         return shown, Break(error), signatures

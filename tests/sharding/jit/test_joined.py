@@ -1,0 +1,270 @@
+"""`sm.jit` of a module: forward and backward programs, joined by one node of autograd."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.parallel import parallelize
+from tests.device import DEVICE
+from tests.sharding.ranks import every_rank
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+class Net(nn.Module):
+    """Two layers with a buffer that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.down(self.norm(self.up(x)).softmax(-1) * scale) + x
+
+
+def both(make: Callable[[], nn.Module], use: Callable[[nn.Module], list[Any]]) -> nn.Module:
+    """Check that a module under `jit` does what it does in eager mode; return it."""
+    eager, jitted = make().to(DEVICE), sm.jit(make().to(DEVICE), backend="eager")
+    for value, expected in zip(use(jitted), use(eager), strict=True):
+        assert torch.equal(value, expected)
+    for (name, value), (_, expected) in zip(
+        jitted._orig_mod.state_dict().items(), eager.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+    return jitted
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
+def test_gradients_of_arguments_and_parameters_and_buffers() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for i in range(4):
+            x = (X.to(DEVICE) * (i + 1)).requires_grad_()
+            y = model(x * 2)
+            y.square().sum().backward()  # .grad accumulates over the calls
+            found += [y.detach(), x.grad, *gradients(model)]
+        return found
+
+    assert len(both(Net, use).recorded) == 1
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            loss = model(X.to(DEVICE)).sum() * model(X.to(DEVICE) + 1).square().sum()
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    assert len(both(Net, use).recorded) == 1
+
+
+def test_evaluation_between_training() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            model(X.to(DEVICE)).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                found.append(model(X.to(DEVICE)))
+            model.train()
+        return [*found, *gradients(model)]
+
+    assert len(both(Net, use).recorded) == 2
+
+
+def test_backward_twice_and_numbers_as_arguments() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for i in range(3):
+            y = model(X.to(DEVICE), scale=0.5 + i).sum()
+            y.backward(retain_graph=True)
+            y.backward()
+            found += gradients(model)
+        return found
+
+    both(Net, use)
+
+
+def test_frozen_layers_and_another_shape() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for frozen in (False, True, False):
+            model.up.requires_grad_(not frozen)
+            for rows in (4, 2):
+                model.zero_grad()
+                model(X[:rows].to(DEVICE)).square().sum().backward()
+                found += gradients(model)
+        return found
+
+    assert len(both(Net, use).recorded) == 4
+
+
+def test_recomputation_around_it() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            x = X.to(DEVICE).clone().requires_grad_()
+            checkpoint(model, x, use_reentrant=False).square().sum().backward()
+            found += [x.grad, *gradients(model)]
+        return found
+
+    both(Net, use)
+
+
+def test_hooks_of_parameters_run_once_a_backward() -> None:
+    calls: list[int] = []
+
+    def use(model: nn.Module) -> list[Tensor]:
+        calls.clear()
+        handle = model.up.weight.register_hook(lambda g: (calls.append(1), g * 2)[1])
+        for _ in range(3):
+            model(X.to(DEVICE)).sum().backward()
+        handle.remove()
+        assert len(calls) == 3
+        return gradients(model)
+
+    both(Net, use)
+
+
+def test_a_gradient_for_another_result_than_recorded() -> None:
+    class Two(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.up(x)
+            return y, self.down(y)
+
+    model = sm.jit(Two(), backend="eager")
+    model(X)[0].sum().backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(X)[0].sum().backward()
+    expected = Two()
+    expected(X)[0].sum().backward()
+    assert torch.equal(model.up.weight.grad, expected.up.weight.grad)
+    with pytest.raises(sm.errors.JitError, match="result 1 .* got a gradient"):
+        model(X)[1].sum().backward()
+
+
+def test_the_derivative_of_a_gradient_raises() -> None:
+    model = sm.jit(Net(), backend="eager")
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            g.sum().backward()
+
+
+def test_results_that_nobody_differentiates_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model, expected = sm.jit(Net().eval(), backend="eager"), Net().eval()
+    with caplog.at_level(logging.WARNING, "shardmesh"):
+        for _ in range(6):
+            assert torch.equal(model(X), expected(X))
+    assert len([x for x in caplog.records if "no backward ran" in x.message]) == 1
+
+
+def test_attributes_copies_and_checkpoints_are_those_of_the_module() -> None:
+    model = sm.jit(Net(), backend="eager")
+    model(X).sum().backward()
+    assert model.up is model._orig_mod.up
+    assert [name for name, _ in model.named_parameters()][0] == "_orig_mod.up.weight"
+    other = copy.deepcopy(model)
+    assert torch.equal(other(X), model(X))
+    model.eval()
+    assert not model._orig_mod.training
+    assert repr(model.up) in repr(model)
+
+
+@pytest.mark.parametrize("option", [{"donate_argnums": 0}, {"static_argnames": "x"}])
+def test_options_of_functions(option: Any) -> None:
+    with pytest.raises(TypeError, match="option for functions"):
+        sm.jit(Net(), **option)
+
+
+def test_fullgraph_names_the_line() -> None:
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else self.up(x)
+
+    with pytest.raises(sm.errors.JitError, match=r"test_joined.py:\d+: .* reads a value"):
+        sm.jit(Reads(), backend="eager", fullgraph=True)(X)
+
+
+@every_rank(2)
+def test_sharded_arguments_and_parameters(mesh: Any) -> None:
+    """Results keep their layouts; the loss is computed outside."""
+
+    def losses(jit: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).to(DEVICE)
+        parallelize(net, mesh, {"0.weight": P("a"), "0.bias": P("a"), "2.weight": P(None, "a")})
+        model = sm.jit(net, backend="eager") if jit else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        found = []
+        for i in range(4):
+            x = sm.device_put((X + i).to(DEVICE), mesh, P())
+            y = model(x)
+            loss = (y - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.full_tensor(), y.full_tensor()]
+        return [*found, *(p.full_tensor() for p in net.parameters())]
+
+    for value, expected in zip(losses(True), losses(False), strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_a_function_whose_result_is_differentiated_outside() -> None:
+    """The first call is a graph without backward; once a backward has come, two programs."""
+    weight, scale = nn.Parameter(torch.ones(6)), torch.full((6,), 2.0, requires_grad=True)
+    holder = [scale]
+
+    def f(x: Tensor, y: dict[str, Tensor]) -> Tensor:
+        return ((x * weight).tanh() * holder[0] - y["target"]).square().sum()
+
+    def use(f: Callable[..., Tensor]) -> list[Tensor]:
+        found = []
+        weight.grad = scale.grad = None
+        for i in range(5):
+            x = X.clone().requires_grad_()
+            loss = f(x, {"target": X + i})
+            (loss * 2).backward()
+            found += [loss.detach(), x.grad, weight.grad.clone(), scale.grad.clone()]
+        return found
+
+    jitted = sm.jit(f, backend="eager")
+    for value, expected in zip(use(jitted), use(f), strict=True):
+        assert torch.equal(value, expected)
+    assert [type(x).__name__ for x in jitted.recorded] == ["CompiledGraph"] * 2
+
+
+def test_tensors_of_modules_that_are_no_parameters() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.full((6,), 3.0, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for _ in range(3):
+            model(X).sum().backward()
+        return [*gradients(model), model.scale.grad.clone()]
+
+    both(Scaled, use)
