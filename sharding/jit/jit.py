@@ -172,6 +172,14 @@ class JitFunction:
         ]
 
     @property
+    def parts(self) -> dict[nn.Module, str]:
+        """The modules whose calls are graphs of their own, and their names; empty where the whole
+        function is one graph.
+        """
+        parts = self._parts.get(current_world())
+        return {} if parts is None else {m: one.name for m, one in parts.joined.items()}
+
+    @property
     def __wrapped_function__(self) -> Callable[..., Any]:
         """The objects that a snapshot covers."""
         return self._f

@@ -1,0 +1,216 @@
+"""Hugging Face models in training mode, with masks, dropout and their own losses, under `sm.jit`:
+bit for bit what eager code gives, and none is refused.
+
+`python -m tests.models.test_jit` prints the table of docs/jit.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.parallel import fully_shard, parallelize
+from tests.models.tiny import whole
+
+tf = pytest.importorskip("transformers")
+
+VOCABULARY, ROWS, LENGTH, STEPS = 64, 4, 8, 5
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _causal(name: str, **config: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**config))
+
+
+def _gpt2() -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    )
+
+
+def _bert() -> nn.Module:
+    return tf.BertForMaskedLM(tf.BertConfig(**_SIZES, max_position_embeddings=32))
+
+
+def _t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = tf.T5Config(
+        vocab_size=VOCABULARY, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1, **sizes
+    )
+    return tf.T5ForConditionalGeneration(config)
+
+
+def _vit() -> nn.Module:
+    sizes = {k: v for k, v in _SIZES.items() if k not in ("vocab_size", "pad_token_id")}
+    return tf.ViTForImageClassification(
+        tf.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5)
+    )
+
+
+def _whisper() -> nn.Module:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return tf.WhisperForConditionalGeneration(
+        tf.WhisperConfig(
+            vocab_size=VOCABULARY, max_source_positions=8, max_target_positions=16,
+            suppress_tokens=None, begin_suppress_tokens=None, **sizes, **heads, **widths, **tokens,
+        )
+    )  # fmt: skip
+
+
+def _lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(_causal("Llama", **_GROUPED)(), config)
+
+
+_OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 32}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Llama": _causal("Llama", **_GROUPED),
+    "Llama with LoRA": _lora,
+    "Qwen2": _causal("Qwen2", **_GROUPED),
+    "Gemma2": _causal("Gemma2", **_GROUPED, head_dim=8),
+    "GPT-2": _gpt2,
+    "GPT-NeoX": _causal("GPTNeoX", **_SIZES, max_position_embeddings=32),
+    "OPT": _causal("OPT", **{k: v for k, v in _SIZES.items() if k != "intermediate_size"}, **_OPT),
+    "Falcon": _causal("Falcon", **{k: v for k, v in _SIZES.items() if k != "intermediate_size"}),
+    "Phi-3": _causal("Phi3", **_GROUPED),
+    "Bloom": _causal("Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    "OLMo2": _causal("Olmo2", **_GROUPED),
+    "BERT": _bert,
+    "T5": _t5,
+    "ViT": _vit,
+    "Whisper": _whisper,
+    "Mixtral": _causal("Mixtral", **_GROUPED, **_EXPERTS),
+    "Qwen2-MoE": _causal(
+        "Qwen2Moe", **_GROUPED, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        num_experts=4, num_experts_per_tok=2,
+    ),
+    "DeepSeek-V3": _causal(
+        "DeepseekV3", **_SIZES, moe_intermediate_size=16, n_routed_experts=4, n_group=2,
+        topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+    ),
+    "gpt-oss": _causal("GptOss", **_GROUPED, **_EXPERTS, head_dim=8),
+    "Mamba2": _causal(
+        "Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8,
+        head_dim=8, n_groups=1, state_size=8, chunk_size=4, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+def batch(name: str, step: int) -> dict[str, torch.Tensor]:
+    """Return the whole batch of a step; every other one has padding."""
+    generator = torch.Generator().manual_seed(step)
+    if name == "ViT":
+        pixels = torch.randn(ROWS, 3, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 5, (ROWS,), generator=generator)}
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    if name == "Whisper":
+        features = torch.randn(ROWS, 8, 16, generator=generator)
+        return {"input_features": features, "labels": ids}
+    mask = torch.ones_like(ids)
+    if step % 2:
+        mask[::2, LENGTH // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def train(name: str, form: str, inputs: str, jit: bool, backend: str = "eager") -> dict[str, Any]:
+    """Return the losses, the parameters, and the numbers of graphs and of parts."""
+    mesh = sm.init_device_mesh("cpu", (2,), axis_names=("d",))
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if form == "fsdp":
+        fully_shard(model, mesh, units=model._no_split_modules or "auto")
+    else:
+        parallelize(model, mesh, "auto")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def step(values: Any) -> Any:
+        loss = model(**values).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    f, losses = (sm.jit(step, backend=backend) if jit else step), []
+    for i in range(STEPS):
+        values: dict[str, Any] = batch(name, i)
+        if inputs == "sharded":
+            spec = P("d") if form == "fsdp" else P()
+            values = {k: sm.device_put(v, mesh, spec) for k, v in values.items()}
+        elif form == "fsdp":
+            values = {k: v.chunk(2)[mesh.get_rank()] for k, v in values.items()}
+        torch.manual_seed(i)
+        sm.random.manual_seed(i)
+        losses.append(whole(f(values)))
+    parts = getattr(f, "parts", {})
+    return {
+        "losses": losses,
+        "parameters": [whole(p) for p in model.parameters()],
+        "graphs": len(f.recorded) if jit else 0,
+        "parts": len(parts),
+    }
+
+
+CASES = [(form, inputs) for form in ("fsdp", "tp") for inputs in ("sharded", "plain")]
+WITHOUT_PLAN = {"GPT-2", "OPT", "Falcon", "Bloom", "BERT", "T5", "ViT", "Whisper", "Mamba2"} | {
+    "GPT-NeoX",
+    "Llama with LoRA",
+}
+
+
+@pytest.mark.one_in(6, each=["form", "inputs"])
+@pytest.mark.parametrize(("form", "inputs"), CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_five_steps_have_the_bits_of_eager(name: str, form: str, inputs: str) -> None:
+    if form == "tp" and name in WITHOUT_PLAN:
+        pytest.skip("the model has no plan of its own")
+    expected = sm.simulate(2)(train)(name, form, inputs, False)
+    for values, other in zip(
+        sm.simulate(2)(train)(name, form, inputs, True), expected, strict=True
+    ):
+        for key in ("losses", "parameters"):
+            for one, two in zip(values[key], other[key], strict=True):
+                assert torch.equal(one, two), key
+        assert values["graphs"] > 0
+
+
+def table() -> list[str]:
+    """Return the rows of the table: for each model the graphs of two ranks' first."""
+    lines = []
+    for name in MODELS:
+        cells = []
+        for form, inputs in CASES:
+            if form == "tp" and name in WITHOUT_PLAN:
+                cells.append("")
+                continue
+            values = sm.simulate(2)(train)(name, form, inputs, True)[0]
+            whole_step = not values["parts"]
+            what = "whole step" if whole_step else f"{values['parts']} parts"
+            cells.append(f"{what}, {values['graphs']}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(table()) + "\n")
