@@ -19,7 +19,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,10 @@ from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, SpecLike, make_spec
 from ..lineage import root
+from .addressable_shard import AddressableShard
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from ..ops.sliced_from import SlicedFrom
-    from .process_data import AddressableShard
 
 _ONE_PART = (
     "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal "
@@ -43,6 +41,21 @@ _ONE_PART = (
 )
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+
+
+class CopySource(Protocol):
+    """What a copy of a slice was sliced from: `ops/sliced_from.py`."""
+
+    @property
+    def base(self) -> Any:
+        """The tensor, or None if it has been freed."""
+
+    def write(self, copy: ShardedTensor, operator: Callable[..., Any], *args: Any) -> Any:
+        """Run an in-place operator on the copy, and assign the result to the slice of the base."""
+
+    def has_written(self, base: Any, index: Any, copy: ShardedTensor) -> bool:
+        """Return whether `base[index] = copy` would repeat the last `write`, without a change."""
+        ...
 
 
 class ShardedTensor(Tensor):
@@ -61,7 +74,7 @@ class ShardedTensor(Tensor):
     _lineage: int = 0  # see `lineage.py`
     # How often `.data` was read or assigned: values may have been written without dispatch.
     _data_accesses: int = 0
-    _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
+    _sliced_from: CopySource | None = None  # of a copy of a slice
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
     is_sparse = False  # type: ignore[assignment]  # asked of every gradient by torch's optimizers, so without a dispatch

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout.layout import Layout
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from ...layout.spec import Cut, P
 from ...tensor.sharded_tensor import ShardedTensor
 from .. import nonmember
