@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .world import World
 
 
-class StepRecorder(Protocol):
+class GraphRecorder(Protocol):
     """Runs functions that are not torch operators, and records them.
 
     Attributes:
@@ -114,7 +114,7 @@ class ThreadContext(threading.local):
     implicit_replication: bool = False
     plain_attention: Replacement | None = None
 
-    recorder: StepRecorder | None = None
+    recorder: GraphRecorder | None = None
     axis_env: Any = None
     batch: Any = None
     level_count: int = 0

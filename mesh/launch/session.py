@@ -28,7 +28,8 @@ from ..comm.group import Group
 from ..comm.group_backend import DEFAULT, GroupBackend
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
-from ..monitor.termination import ignoring_ctrl_c, keep_groups, torch_groups
+from ..monitor.termination import ignoring_ctrl_c
+from ..monitor.timeouts import keep_groups, torch_groups
 from ..monitor.torch_calls import hooks
 from ..processes.process import ProcessGroup
 from ..settings import settings, watchdog
@@ -100,7 +101,7 @@ class Session:
         self.place = "{}:{}".format(*user_line())
         world = current_world()
         self._before = _Snapshot(world)
-        hooks.monitor_calls(world.monitor)
+        hooks.monitor_calls(monitor_of(world))
         return self
 
     def __exit__(
@@ -130,13 +131,13 @@ class Session:
 
     def _abandon(self, error: BaseException) -> None:
         world = current_world()
-        watch = monitor_of(world)
-        if watch is not None:
-            watch.raised(error)
-            watch.notified = True
+        monitor = monitor_of(world)
+        if monitor is not None:
+            monitor.raised(error)
+            monitor.notified = True
         self._close(world, waiting=False)
-        if watch is not None and not dist.is_initialized():
-            watch.depart()  # no rank waits for this one's started collectives any more
+        if monitor is not None and not dist.is_initialized():
+            monitor.depart()  # no rank waits for this one's started collectives any more
 
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
@@ -144,8 +145,9 @@ class Session:
         groups = self._before.groups_since(world)
         meshes = self._before.meshes_since(world)
         ends_job = self._before.is_job_since()
-        if ends_job and world.monitor is not None:
-            world.monitor.close()
+        monitor = monitor_of(world)
+        if ends_job and monitor is not None:
+            monitor.close()
         if waiting:
             self._before.destroy_since(groups)
         if ends_job:
