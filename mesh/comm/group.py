@@ -88,6 +88,9 @@ class Group(RecordedGroup, ABC):
     work is done when the call returns. A group of one rank moves and records nothing.
 
     Attributes:
+        ranks: global ranks, ascending.
+        rank: index of this rank in `ranks`.
+        size: number of ranks.
         world: the world that the group belongs to.
         shared: memory that the ranks share, by device type, see `symmetric_memory.peers_of`; and
             the stream of what reads it.

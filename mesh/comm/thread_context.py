@@ -11,7 +11,8 @@
 Threads are simulated ranks, the device threads of autograd, and those of the program. Each starts
 from the defaults below. The current mesh is not among them: it is in a context variable
 (`mesh/current_mesh.py`), so that simulated ranks take it over from their caller. What a rank is in
-the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`.
+the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`. What its
+collectives are part of is in a `CommContext` of the world.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -34,9 +34,6 @@ from ..monitor.torch_calls import hooks
 from ..processes.process import ProcessGroup
 from ..settings import settings, watchdog
 from .preemption import ending_in_order, forget
-
-if TYPE_CHECKING:
-    from ..device_mesh import DeviceMesh
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
@@ -157,7 +154,7 @@ class Session:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
 
-    def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
+    def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[WorldMesh]) -> None:
         """Make groups and meshes of the session raise when they communicate, and forget them, so
         that new ones are made.
         """
@@ -171,15 +168,20 @@ class Session:
         for group in groups:
             group.close(self._why(f"the group of ranks {group.ranks}"))
         for mesh in meshes:
-            mesh.world = ClosedWorld(world, self._why(repr(mesh)))
-            mesh._groups = {}
-            mesh._torch = None
+            mesh._leave(ClosedWorld(world, self._why(repr(mesh))))
 
     def _why(self, what: str) -> str:
         return (
             f"{what} belongs to the session that was opened at {self.place} and is closed: make a "
             "new mesh and move the tensors to it."
         )
+
+
+class WorldMesh(Protocol):
+    """What a session needs of a mesh of its world: a `DeviceMesh`."""
+
+    def _leave(self, world: World) -> None:
+        """Forget all groups; new ones are asked of this world, which refuses."""
 
 
 class ClosedWorld(World):
@@ -226,7 +228,7 @@ class _Snapshot:
             new_groups.values(), key=lambda group: (group.size == world.size, group.ranks)
         )
 
-    def meshes_since(self, world: World) -> list[DeviceMesh]:
+    def meshes_since(self, world: World) -> list[WorldMesh]:
         known = self._meshes if world is self._world else []
         return [mesh for mesh in world.meshes.values() if not _is_in(mesh, known)]
 

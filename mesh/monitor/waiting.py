@@ -216,8 +216,8 @@ class Waiting:
                 gone = diagnose.lost(self._job, recorder, sequence)
                 if gone is not None:
                     raise self._job.failed(gone)
-            except WatchError as watch_error:
-                raise watch_error from error
+            except WatchError as diagnosed:
+                raise diagnosed from error
             time.sleep(0.01)
         raise error
 
