@@ -1,6 +1,5 @@
 """Values of hosts, by the names of `jax.experimental.multihost_utils`. A rank is a host."""
 
-from shardmesh.sharding.tensor.addressable_shard import AddressableShard
 from shardmesh.sharding.tensor.multihost import (
     assert_equal,
     broadcast_one_to_all,
@@ -10,6 +9,7 @@ from shardmesh.sharding.tensor.multihost import (
     reached_preemption_sync_point,
     sync_global_devices,
 )
+from shardmesh.sharding.tensor.sharded_tensor import AddressableShard
 
 __all__ = [
     "AddressableShard",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .recording.recorded_group import RecordedGroup
+from .recording.recorder import RecordedGroup
 from .transforms import is_transformed
 
 REDUCTIONS = frozenset({"sum", "max", "min", "product"})

@@ -34,8 +34,7 @@ from .checks import (
 )
 from .dispatch_modes import outside_of_program_modes
 from .recording.buffer_check import Guarded
-from .recording.recorded_group import RecordedGroup
-from .recording.recorder import CommTag, Recorder, route_of
+from .recording.recorder import CommTag, RecordedGroup, Recorder, route_of
 from .recording.thread_check import check_left
 from .thread_context import thread_context
 from .transforms import outside_of_transforms

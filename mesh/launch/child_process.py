@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ..monitor import exit_status
-from ..monitor.exit_hooks import notify_peers
+from ..monitor.process_hooks import notify_peers
 
 RESULT, FAILURE = b"+", b"-"  # the first byte of a child's message
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

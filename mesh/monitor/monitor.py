@@ -13,8 +13,7 @@ import time
 import traceback
 
 from ..comm.comm_context import NO_CONTEXT, CommContext, NoContext
-from ..comm.recording.recorded_group import RecordedGroup
-from ..comm.recording.recorder import Recorder
+from ..comm.recording.recorder import RecordedGroup, Recorder
 from ..comm.recording.trace_buffer import Header, RankState, TraceBuffer
 from ..comm.world import World
 from ..errors import WatchError

@@ -26,7 +26,7 @@ from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
 from ..monitor.monitor import Monitor, monitor_of
-from ..monitor.start import start_monitor
+from ..monitor.process_hooks import start_monitor
 from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
 from ..settings import settings

@@ -24,12 +24,11 @@ from ...mesh.device_mesh import DeviceMesh
 from ..autograd.engine_hooks import is_transformed, transforming
 from ..layout.layout import Layout
 from ..layout.spec import P, SpecLike, as_spec
-from .addressable_shard import AddressableShard, Index
 from .convert import from_local
 from .global_shape import describes
 from .mesh_arguments import is_placement, mesh_and_spec
 from .part_shapes import are_of_one_kind, joined_parts, part_shapes, parts_text
-from .sharded_tensor import ShardedTensor
+from .sharded_tensor import AddressableShard, Index, ShardedTensor
 
 # -- a tensor made of parts ------------------------------------------------------------------------
 

@@ -19,21 +19,22 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
-from ..layout.layout import Layout, make_layout
+from ..layout.layout import Layout, dtype_name, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, SpecLike, make_spec
 from ..lineage import root
-from .addressable_shard import AddressableShard
 
 if TYPE_CHECKING:
     import numpy as np
 
+Index = tuple[slice, ...]
 _ONE_PART = (
     "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal "
     "mesh can read; to save all of it, use sm.checkpoint.save(tree, folder), or on every rank "
@@ -41,6 +42,38 @@ _ONE_PART = (
 )
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class AddressableShard:
+    """The part of a tensor that a rank holds.
+
+    Attributes:
+        index: the slice per dim of the part in the global tensor: `whole[shard.index]` is the part.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this
+            rank's contribution. None for other ranks' parts in `global_shards`.
+        device: the device of the part.
+        replica_id: this rank's index among the ranks with the same part; the parts with replica_id
+            0 make up the tensor. Contributions to a pending tensor are not replicas of each other.
+        rank: the rank, in the world.
+    """
+
+    index: Index
+    data: Any
+    device: torch.device
+    replica_id: int
+    rank: int
+
+    def __repr__(self) -> str:
+        data = (
+            "not here"
+            if self.data is None
+            else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        )
+        index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
+        return (
+            f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
+        )
 
 
 class CopySource(Protocol):

@@ -19,8 +19,8 @@ from typing import Any, Protocol, Self
 
 from ...settings import monotonic_ns
 from ..call_site import user_frame
+from ..comm_context import CommContext, NoContext
 from .call_text import call_text
-from .recorded_group import RecordedGroup
 from .stream_events import Mark, StreamEvents
 from .trace_buffer import (
     MOST_SPLITS,
@@ -91,6 +91,40 @@ class _CachedCall:
         self.depth = self.instruction = self.line = 0
         self.code: CodeType | None = None
         self.user: CodeType | None = None
+
+
+class RecordedGroup:
+    """The ranks of a group, and the place of this one among them.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: index of this rank in `ranks`.
+        size: number of ranks.
+        comm_context: what the collectives that a thread calls on the group are part of.
+    """
+
+    __slots__ = ("comm_context", "rank", "ranks", "size")
+
+    def __init__(
+        self, ranks: tuple[int, ...], global_rank: int, comm_context: CommContext | NoContext
+    ) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(global_rank)
+        self.size = len(ranks)
+        self.comm_context = comm_context
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self.ranks[self.rank]
+
+    def identity(self) -> str:
+        """Return a text that tells the group from others, the same on all of its ranks."""
+        return str(self.ranks)
+
+    def description(self) -> str:
+        """Return what the group is called in messages."""
+        return f"ranks {','.join(map(str, self.ranks))}"
 
 
 class TraceBuffers(Protocol):

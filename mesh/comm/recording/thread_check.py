@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import CollectiveError
 from ..call_site import frame_of_thread, is_inner, user_line
-from .recorded_group import RecordedGroup
+from .recorder import RecordedGroup
 
 
 def check_left(group: RecordedGroup, other: int, op: str, calls: frozenset[CodeType]) -> None:

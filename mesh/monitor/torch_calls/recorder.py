@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...comm.comm_context import CommContext, NoContext
-from ...comm.recording.recorded_group import RecordedGroup
-from ...comm.recording.recorder import Recorder, TraceBuffers
+from ...comm.recording.recorder import RecordedGroup, Recorder, TraceBuffers
 from ...comm.recording.trace_buffer import SLOTS
 from ..diagnosis.diagnose import note_missing
 from ..diagnosis.history import TORCHS_DEFAULT

@@ -1,4 +1,4 @@
-"""The hooks of a process with monitors: uncaught errors, the signal of a verdict, the exit.
+"""Start a process's monitor, with the hooks of the process: errors, a signal, the exit, forks.
 
 uncaught error    the other ranks are told; then it is printed, and the verdict last
 signal            the watchdog sends it when the job has failed: the main thread raises the verdict
@@ -18,22 +18,73 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-from ..comm.recording.trace_buffer import Header, RankState, TraceBuffer
+from ..comm.recording.trace_buffer import BUFFER_BYTES, Header, RankState, TraceBuffer
+from ..comm.world import World
 from ..errors import WatchError
 from ..settings import settings
 from . import termination
+from .agreement import Agreement, warn
 from .exit_status import LastWord
 from .monitor import Monitor
-from .recording.job_directory import Alarm
+from .recording.cleanup import sweep
+from .recording.job_directory import ALARM_BYTES, Alarm, JobDirectory, ranks_here
 from .timeouts import keep_groups
+from .torch_calls import hooks
 from .verdict import Verdict
 
 monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _hooks: list[Any] = []
 _last_word: LastWord | None = None
+_detaches_children = False
 
 
-def install() -> None:
+def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
+    """Start this process's monitor; None if its files cannot be made, which all ranks are told."""
+    try:
+        parent = (
+            None
+            if agreement is None
+            else agreement.folder(ranks_here(world.size) * BUFFER_BYTES + ALARM_BYTES)
+        )
+        directory = JobDirectory(job, world.rank, world.size, parent)
+        if agreement is not None:
+            agreement.join(directory)
+    except OSError as error:
+        reason = f"its files cannot be made: {error}"
+        warn(reason) if agreement is None else agreement.decline(reason)
+        return None
+    sweep(directory.folder.parent)
+    _install()
+    _detach_forked_children()
+    monitor = Monitor(world, directory, agreement)
+    monitors.add(monitor)
+    monitor.watchdog.start()
+    return monitor
+
+
+def _detach_forked_children() -> None:
+    """Detach every child that this process forks from now on.
+
+    A child has the rank's memory and sockets, but none of the threads that communicate: a
+    collective that it called would hang, or take what other ranks have sent to the rank. So the
+    child records into memory of its own, and collectives on the rank's groups raise. It may start a
+    default group of its own.
+    """
+    global _detaches_children
+    if not _detaches_children and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_be_no_rank)
+        _detaches_children = True
+
+
+def _be_no_rank() -> None:
+    for monitor in list(monitors):
+        monitor.detach()
+    hooks.refuse_calls()
+    monitors.clear()
+    keep_groups()  # the child has none of the threads that torch would wait for at exit
+
+
+def _install() -> None:
     """Install the hooks for uncaught errors and exit, and the signal handler, once."""
     if _hooks:
         return
