@@ -222,6 +222,10 @@ class DeviceMesh(AbstractMesh):
     def _coordinate_or_zeros(self) -> tuple[int, ...]:
         return self.coordinate or (0,) * self.ndim
 
+    def _leave(self, world: World) -> None:
+        """Forget all groups; new ones are asked of this world: the session has closed."""
+        self.world, self._groups, self._torch = world, {}, None
+
     def _keep_alive(self) -> None:
         self.world.configured_meshes.add(self)
 

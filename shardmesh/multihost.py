@@ -9,7 +9,7 @@ from shardmesh.sharding.tensor.multihost import (
     reached_preemption_sync_point,
     sync_global_devices,
 )
-from shardmesh.sharding.tensor.process_data import AddressableShard
+from shardmesh.sharding.tensor.sharded_tensor import AddressableShard
 
 __all__ = [
     "AddressableShard",

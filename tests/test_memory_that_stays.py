@@ -19,7 +19,7 @@ from shardmesh.compat import local_map
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.device_mesh import DeviceMesh
 from shardmesh.parallel import colwise, data_parallel, fully_shard, parallelize, rowwise
-from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
+from shardmesh.sharding.layout.layout import MeshLayouts
 from tests.sharding.ranks import every_rank
 
 AXIS = "dp"

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -80,6 +81,19 @@ def frame_of_thread(ident: int | None) -> FrameType | None:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+def main_thread_stack() -> str:
+    """Return the main thread's stack; of the library only the innermost frame."""
+    frame = frame_of_thread(threading.main_thread().ident)
+    if frame is None:
+        return ""
+    summary = traceback.extract_stack(frame)
+    frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
+    shown = [
+        s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
+    ]
+    return "".join(traceback.format_list(shown))
 
 
 def user_line() -> tuple[str, int]:

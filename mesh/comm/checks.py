@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import errors
+from .recording.recorder import RecordedGroup
 from .transforms import is_transformed
-
-if TYPE_CHECKING:
-    from .group import Group
 
 REDUCTIONS = frozenset({"sum", "max", "min", "product"})
 
@@ -59,7 +56,7 @@ def are_indices(size: int, *indices: int | None) -> bool:
 
 
 def check_send_to_self(
-    group: Group, out: Tensor, x: Tensor, dst: int | None, src: int | None
+    group: RecordedGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None
 ) -> None:
     """Raise CollectiveError unless a `permute` that sends to or receives from its own rank does
     both, with buffers of one size.
@@ -72,7 +69,7 @@ def check_send_to_self(
         )
 
 
-def wrong_indices(group: Group, dst: int | None, src: int | None) -> errors.CollectiveError:
+def wrong_indices(group: RecordedGroup, dst: int | None, src: int | None) -> errors.CollectiveError:
     return errors.CollectiveError(
         f"permute with dst={dst}, src={src} on rank {group.rank} of the group {group.ranks}: each "
         f"must be None or an index in the group from 0 to {group.size - 1}, and if one of them is "
@@ -80,7 +77,9 @@ def wrong_indices(group: Group, dst: int | None, src: int | None) -> errors.Coll
     )
 
 
-def wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> errors.CollectiveError:
+def wrong_sizes(
+    op: str, group: RecordedGroup, rule: str, out: Tensor, x: Tensor
+) -> errors.CollectiveError:
     return errors.CollectiveError(
         f"{op} over {group.size} ranks needs {rule}, but out has shape {tuple(out.shape)} "
         f"({out.numel()} elements) and x has shape {tuple(x.shape)} ({x.numel()} elements)."
@@ -88,7 +87,11 @@ def wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> err
 
 
 def check_splits(
-    group: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    group: RecordedGroup,
+    out: Tensor,
+    x: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
 ) -> None:
     """Raise CollectiveError unless both splits have an entry per rank and fill their buffers."""
     if len(out_splits) != group.size or len(in_splits) != group.size:

@@ -34,7 +34,7 @@ from .checks import (
 )
 from .dispatch_modes import outside_of_program_modes
 from .recording.buffer_check import Guarded
-from .recording.recorder import CommTag, Recorder, route_of
+from .recording.recorder import CommTag, RecordedGroup, Recorder, route_of
 from .recording.thread_check import check_left
 from .thread_context import thread_context
 from .transforms import outside_of_transforms
@@ -71,19 +71,18 @@ class CollectiveRecord:
 Observer = Callable[[CollectiveRecord], "Callable[[], None] | None"]
 
 
-# The seat and the number of the record in the ledger, and a function of the observers to call when
-# the collective has completed.
+# (recorder, number of the record, what the observers have returned for the completion)
 _Begun = tuple[Recorder | None, int, "Callable[[], None] | None"]
 
 
-class Group(ABC):
+class Group(RecordedGroup, ABC):
     """The collectives among some ranks of a world, on one of these ranks.
 
     Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of
     `ranks`. A call returns when its result may be used (on CUDA: by the current stream); with
     `async_op=True` it returns at once a `Work` whose `wait()` does that, and the buffers must not
     be touched until then. Each call is recorded in the ledger, compared with the other ranks' calls
-    (`monitor/recording/recorder.py`) and passed to observers. A `tag=` says what the call is for,
+    (`comm/recording/recorder.py`) and passed to observers. A `tag=` says what the call is for,
     in records and messages, and must be the same on all ranks. In simulated and null worlds the
     work is done when the call returns. A group of one rank moves and records nothing.
 
@@ -99,14 +98,11 @@ class Group(ABC):
             them; each caller has its own keys.
     """
 
-    backend_label = ""  # tells groups of the same ranks with other backends apart
-    __slots__ = ("_observers", "agreed", "rank", "ranks", "recorder", "shared", "size", "world")
+    __slots__ = ("_observers", "agreed", "recorder", "shared", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks, world.rank, world.comm_context)
         self.world = world
-        self.ranks = ranks
-        self.rank = ranks.index(world.rank)
-        self.size = len(ranks)
         self._observers = world.observers
         self.shared: dict[str, Any] = {}
         self.recorder: Recorder | None = None
@@ -114,6 +110,12 @@ class Group(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
+
+    def identity(self) -> str:
+        return f"{self.ranks} {self.world.epoch}"
+
+    def description(self) -> str:
+        return self.world.axes_of(self.ranks)
 
     def all_gather(
         self, out: Tensor, x: Tensor, async_op: bool = False, *, tag: CommTag | None = None
@@ -406,19 +408,19 @@ class Group(ABC):
             return None if over is None else (None, 0, over)
         recorder = self.recorder
         if recorder is None:
-            recorder = self.recorder = self._add_recorder()
+            recorder = self.recorder = self._new_recorder()
         thread = get_ident()
         if recorder.caller and recorder.caller != thread:
             check_left(self, recorder.caller, op, _CALLS)
         recorder.caller = thread
         return recorder, recorder.enter(op, how, dtype, size, sent, received, tag, route), over
 
-    def _add_recorder(self) -> Recorder:
-        watch = self.world.monitor
+    def _new_recorder(self) -> Recorder:
+        monitor = self.world.monitor
         return (
             Recorder(self, self.world.trace_buffer, None)
-            if watch is None
-            else watch.add_recorder(self)
+            if monitor is None
+            else monitor.add_recorder(self)
         )
 
     def _notify(

@@ -11,7 +11,8 @@
 Threads are simulated ranks, the device threads of autograd, and those of the program. Each starts
 from the defaults below. The current mesh is not among them: it is in a context variable
 (`mesh/current_mesh.py`), so that simulated ranks take it over from their caller. What a rank is in
-the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`.
+the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`. What its
+collectives are part of is in a `CommContext` of the world.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .world import World
 
 
-class StepRecorder(Protocol):
+class GraphRecorder(Protocol):
     """Runs functions that are not torch operators, and records them.
 
     Attributes:
@@ -117,7 +118,7 @@ class ThreadContext(threading.local):
     implicit_replication: bool = False
     plain_attention: Replacement | None = None
 
-    recorder: StepRecorder | None = None
+    recorder: GraphRecorder | None = None
     axis_env: Any = None
     batch: Any = None
     level_count: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,32 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from .. import errors
+from .comm_context import CommContext
 from .group_backend import DEFAULT, GroupBackend
+from .recording.recorder import CallMonitor
 from .recording.trace_buffer import TraceBuffer
 
 if TYPE_CHECKING:
-    from ..monitor.monitor import Monitor
     from .group import Group, Observer
 
 State = TypeVar("State")
-
-
-class CommContext(threading.local):
-    """What the collectives that this thread calls are part of, set by their callers.
-
-    Attributes:
-        lineage: how the value was computed, see `sharding/lineage.py`; 0 if unknown.
-        origin: (file:line of the program that the monitor records, None for the line on the stack;
-            the bits of the step that this thread has marked, see `step_bits`, 0 for none); None for
-            neither.
-        roots: number of values that have entered the program in this thread, by kind.
-    """
-
-    lineage: int = 0
-    origin: tuple[str | None, int] | None = None
-
-    def __init__(self) -> None:
-        self.roots: dict[Any, Any] = {}
 
 
 class World(ABC):
@@ -73,7 +55,7 @@ class World(ABC):
         self.configured_meshes: set[Any] = set()
         self.dependents: WeakSet[Any] = WeakSet()
         self.current_meshes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self.monitor: Monitor | None = None
+        self.monitor: CallMonitor | None = None
         self.comm_context = CommContext()
         self.epoch = 0
         self.attention: Any = None

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ..monitor import exit_status
-from ..monitor.termination import notify_peers
+from ..monitor.process_hooks import notify_peers
 
 RESULT, FAILURE = b"+", b"-"  # the first byte of a child's message
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -141,7 +141,7 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    threading.Thread(target=_exit_after_parent, name="shardmesh-parent-watch", daemon=True).start()
+    threading.Thread(target=_exit_after_parent, name="shardmesh-parent", daemon=True).start()
 
 
 def _exit_after_parent() -> None:

@@ -268,7 +268,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
-    watch = monitor_of(world)
+    monitor = monitor_of(world)
     # Use a separate connection: the main thread may block in the other one, waiting for ranks that
     # wait for this agreement.
     keys = StoreKeys(
@@ -277,15 +277,15 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
         "shardmesh/preemption/*",
     )
     agreement = _StoreAgreement(
-        keys, world.rank, world.size, _has_notice, partial(_check_job, watch)
+        keys, world.rank, world.size, _has_notice, partial(_check_job, monitor)
     )
     weakref.finalize(world, agreement.stop)
     return agreement
 
 
-def _check_job(watch: Monitor | None) -> None:
+def _check_job(monitor: Monitor | None) -> None:
     """Raise the verdict on the job, a WatchError: the one that stands, or on ranks that died."""
-    verdict = None if watch is None else watch.standing() or watch.verdict_on_lost()
+    verdict = None if monitor is None else monitor.standing() or monitor.verdict_on_lost()
     if verdict is not None:
         raise verdict.error()
 

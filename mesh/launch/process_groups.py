@@ -29,7 +29,7 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
 
     Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use,
         the device does not exist, or the ranks differ in their setup (see
-        `monitor/startup/rendezvous.py`), the same text on every rank that can be reached; MeshError
+        `rendezvous.py`), the same text on every rank that can be reached; MeshError
         when the device type or the backend does not fit the default group that exists already.
     Communication: starting the default group waits for all ranks.
     """

@@ -187,8 +187,8 @@ def _verdict(rank: int, line: str, error: Exception) -> Verdict:
 
 
 def _pause_monitor(world: World) -> Any:
-    watch = monitor_of(world)
-    return nullcontext() if watch is None else watch.paused()
+    monitor = monitor_of(world)
+    return nullcontext() if monitor is None else monitor.paused()
 
 
 # ------------------------------------------------------------------------------------------ regions

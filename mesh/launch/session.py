@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -28,14 +28,12 @@ from ..comm.group import Group
 from ..comm.group_backend import DEFAULT, GroupBackend
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
-from ..monitor.termination import ignoring_ctrl_c, keep_groups, torch_groups
+from ..monitor.termination import ignoring_ctrl_c
+from ..monitor.timeouts import keep_groups, torch_groups
 from ..monitor.torch_calls import hooks
 from ..processes.process import ProcessGroup
 from ..settings import settings, watchdog
 from .preemption import ending_in_order, forget
-
-if TYPE_CHECKING:
-    from ..device_mesh import DeviceMesh
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
@@ -100,7 +98,7 @@ class Session:
         self.place = "{}:{}".format(*user_line())
         world = current_world()
         self._before = _Snapshot(world)
-        hooks.monitor_calls(world.monitor)
+        hooks.monitor_calls(monitor_of(world))
         return self
 
     def __exit__(
@@ -130,13 +128,13 @@ class Session:
 
     def _abandon(self, error: BaseException) -> None:
         world = current_world()
-        watch = monitor_of(world)
-        if watch is not None:
-            watch.raised(error)
-            watch.notified = True
+        monitor = monitor_of(world)
+        if monitor is not None:
+            monitor.raised(error)
+            monitor.notified = True
         self._close(world, waiting=False)
-        if watch is not None and not dist.is_initialized():
-            watch.depart()  # no rank waits for this one's started collectives any more
+        if monitor is not None and not dist.is_initialized():
+            monitor.depart()  # no rank waits for this one's started collectives any more
 
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
@@ -144,8 +142,9 @@ class Session:
         groups = self._before.groups_since(world)
         meshes = self._before.meshes_since(world)
         ends_job = self._before.is_job_since()
-        if ends_job and world.monitor is not None:
-            world.monitor.close()
+        monitor = monitor_of(world)
+        if ends_job and monitor is not None:
+            monitor.close()
         if waiting:
             self._before.destroy_since(groups)
         if ends_job:
@@ -155,7 +154,7 @@ class Session:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
 
-    def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
+    def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[WorldMesh]) -> None:
         """Make groups and meshes of the session raise when they communicate, and forget them, so
         that new ones are made.
         """
@@ -169,15 +168,20 @@ class Session:
         for group in groups:
             group.close(self._why(f"the group of ranks {group.ranks}"))
         for mesh in meshes:
-            mesh.world = ClosedWorld(world, self._why(repr(mesh)))
-            mesh._groups = {}
-            mesh._torch = None
+            mesh._leave(ClosedWorld(world, self._why(repr(mesh))))
 
     def _why(self, what: str) -> str:
         return (
             f"{what} belongs to the session that was opened at {self.place} and is closed: make a "
             "new mesh and move the tensors to it."
         )
+
+
+class WorldMesh(Protocol):
+    """What a session needs of a mesh of its world: a `DeviceMesh`."""
+
+    def _leave(self, world: World) -> None:
+        """Forget all groups; new ones are asked of this world, which refuses."""
 
 
 class ClosedWorld(World):
@@ -224,7 +228,7 @@ class _Snapshot:
             new_groups.values(), key=lambda group: (group.size == world.size, group.ranks)
         )
 
-    def meshes_since(self, world: World) -> list[DeviceMesh]:
+    def meshes_since(self, world: World) -> list[WorldMesh]:
         known = self._meshes if world is self._world else []
         return [mesh for mesh in world.meshes.values() if not _is_in(mesh, known)]
 

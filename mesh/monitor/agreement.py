@@ -3,7 +3,7 @@
     rank 2   No space left on device    -> the store: "without"      trains without the monitor
     rank 0   waits for rank 2's buffer  <- the store, after 0.05 s   does so too, as do 1 and 3
 
-In the store, under "shardmesh/watch/JOB":
+In the store, under "shardmesh/monitor/JOB":
     folder/HOST   the folder that the first rank of a host has chosen
     place/RANK    which files a rank has
     without       why the job is not monitored; the first reason stands, and its rank prints it
@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..text import printable, ranks_text, shortened
 from .recording.files import parent_folder, parent_folders
@@ -29,9 +29,6 @@ from .recording.job_directory import JobDirectory, boot_id
 from .startup.rank_info import machine
 from .store_keys import StoreKeys
 from .store_values import StoreValueError, message
-
-if TYPE_CHECKING:
-    from .monitor import Monitor
 
 _PAUSE_S = 0.1  # seconds between two questions to the store, in a job of up to _FEW ranks
 _FEW = 100
@@ -49,7 +46,7 @@ class Agreement:
     """
 
     def __init__(self, store: Any, job: str, stale: str, rank: int, size: int) -> None:
-        self._keys = StoreKeys(store, f"shardmesh/watch/{job}")
+        self._keys = StoreKeys(store, f"shardmesh/monitor/{job}")
         self._store, self._stale = store, stale
         self._rank, self._pause = rank, _PAUSE_S * max(1.0, size / _FEW)
         self._unseen: list[int] = []
@@ -91,19 +88,32 @@ class Agreement:
                 return
         warn(own)
 
+    def give_up(self, directory: JobDirectory, reason: str) -> None:
+        """Let all ranks go on without the monitor, unless there is a verdict: those of this host at
+        once, others through the store.
+        """
+        if directory.give_up():
+            self.decline(reason)
+
     # -- ranks that wait ---------------------------------------------------------------------------
 
-    def check_visible(self, monitor: Monitor, ranks: Iterable[int]) -> None:
+    def check_visible(self, directory: JobDirectory, ranks: Iterable[int], has_relay: bool) -> None:
         """Ask the store in the background whether those of these ranks that have not been seen can
-        be seen at all. Returns at once.
+        be seen at all; if not, turn the monitor off. Returns at once.
+
+        Args:
+            has_relay: whether ranks of other hosts may become visible later.
         """
-        self._unseen = [rank for rank in ranks if monitor.directory.buffer_of(rank) is None]
+        self._unseen = [rank for rank in ranks if directory.buffer_of(rank) is None]
         if not self._unseen or self._over.is_set():
             return
         self._asked.set()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._run, args=(monitor,), name="shardmesh-agreement", daemon=True
+                target=self._run,
+                args=(directory, has_relay),
+                name="shardmesh-agreement",
+                daemon=True,
             )
             self._thread.start()
 
@@ -111,22 +121,22 @@ class Agreement:
         self._over.set()
         self._asked.set()
 
-    def _run(self, monitor: Monitor) -> None:
+    def _run(self, directory: JobDirectory, has_relay: bool) -> None:
         try:
             store = self._store.clone()
             while self._asked.wait(_IDLE_S) and not self._over.is_set():
                 self._asked.clear()
-                reason = self._reason(monitor, store)
+                reason = self._reason(directory, has_relay, store)
                 if reason:
-                    monitor.give_up(reason)
+                    self.give_up(directory, reason)
                     return
                 self._over.wait(self._pause)
-        except (RuntimeError, ReferenceError):  # the store has ended with the job; the world has
+        except RuntimeError:  # the store has ended with the job
             self._over.set()
         finally:
             self._thread = None
 
-    def _reason(self, monitor: Monitor, store: Any) -> str:
+    def _reason(self, directory: JobDirectory, has_relay: bool, store: Any) -> str:
         """Return why the ranks must go on without the monitor; "" if all is well."""
         keys = self._keys.over(store)
         if keys.has("without"):
@@ -134,23 +144,24 @@ class Agreement:
         if store.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
-        hidden = sorted(rank for rank in asked if self._is_hidden(monitor, keys, rank))
+        hidden = sorted(rank for rank in asked if _is_hidden(directory, has_relay, keys, rank))
         return (
             f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in "
-            f"{monitor.directory.folder}"
+            f"{directory.folder}"
             if hidden
             else ""
         )
 
-    def _is_hidden(self, monitor: Monitor, keys: StoreKeys, rank: int) -> bool:
-        """Return whether a rank has files that this rank cannot see."""
-        if not keys.has(f"place/{rank}"):
-            return False
-        try:
-            is_near = keys.read(f"place/{rank}", message) == _place(monitor.directory)
-        except StoreValueError:
-            is_near = False
-        return monitor.directory.buffer_of(rank) is None and (is_near or monitor.relay is None)
+
+def _is_hidden(directory: JobDirectory, has_relay: bool, keys: StoreKeys, rank: int) -> bool:
+    """Return whether a rank has files that this rank cannot see."""
+    if not keys.has(f"place/{rank}"):
+        return False
+    try:
+        is_near = keys.read(f"place/{rank}", message) == _place(directory)
+    except StoreValueError:
+        is_near = False
+    return directory.buffer_of(rank) is None and (is_near or not has_relay)
 
 
 def _reason_text(keys: StoreKeys) -> str:

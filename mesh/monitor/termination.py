@@ -14,9 +14,7 @@ else.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -24,24 +22,16 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..comm.call_site import frame_of_thread
 from ..comm.recording.trace_buffer import IDLE, Header, RankState, TraceBuffer
-from ..errors import WatchError
 from ..settings import monotonic_ns, settings
-from .exit_status import LastWord
-from .recording.job_directory import Alarm, is_dead, is_local, process_state
-
-if TYPE_CHECKING:
-    from .monitor import Monitor
-    from .verdict import Verdict
+from .job import Job
+from .recording.job_directory import is_dead, is_local, process_state
 
 _ALARM = 11  # which real-time signal: one that nothing else is likely to use
 _TO_PRINT_S = 2.0  # a full pipe must not keep a process from exiting
@@ -62,51 +52,10 @@ SIGNAL_OF_EXIT = {
 }
 
 alarm_signal: int | None = None
-monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
-_hooks: list[Any] = []
-_kept: set[int] = set()
+_deadline_of: Job | None = None
 
 
 # -- before the end --------------------------------------------------------------------------------
-
-
-def install() -> None:
-    """Install the hooks for uncaught errors and exit, and the signal handler, once."""
-    if _hooks:
-        return
-    _hooks.append(sys.excepthook)
-    _take_signal()
-    sys.excepthook = _on_uncaught
-    record_thread_errors(
-        lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()]
-    )
-    atexit.register(_on_exit)
-
-
-def record_thread_errors(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
-    """Write uncaught errors of threads to these trace buffers, to be shown with a stall: they often
-    explain why the main thread waits.
-    """
-    before = threading.excepthook
-
-    def hook(args: Any) -> None:
-        if args.exc_type is not SystemExit:
-            name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
-            text = f"its {name} raised {args.exc_type.__name__}: {args.exc_value}".removesuffix(
-                ": "
-            )
-            for buffer in buffers():
-                buffer.words[Header.THREAD_ERROR] = buffer.text(text)
-        before(args)
-
-    threading.excepthook = hook
-
-
-def notify_peers(error: BaseException) -> None:
-    """Notify the other ranks of this process's jobs that its program ends with an error."""
-    for monitor in list(monitors):
-        with contextlib.suppress(Exception):  # nothing may hide the error itself
-            monitor.raised(error)
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -147,40 +96,15 @@ def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def torch_groups() -> list[dist.ProcessGroup]:
-    """Return all process groups that torch has in this process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    known = getattr(distributed_c10d, "_world", None)
-    return [] if known is None else list(known.pg_map)
-
-
-def keep_groups() -> None:
-    """Keep all of torch's process groups from being destroyed.
-
-    Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
-    """
-    for handle in torch_groups():
-        if id(handle) not in _kept:
-            _kept.add(id(handle))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
-
-
-def _take_signal() -> None:
+def take_alarm_signal(handler: Callable[..., None]) -> None:
     """Install a signal by which the watchdog interrupts the main thread when the job has failed."""
     global alarm_signal
     first_signal = getattr(signal, "SIGRTMIN", None)
     if first_signal is None or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(first_signal + _ALARM) is signal.SIG_DFL:
-        signal.signal(first_signal + _ALARM, _on_alarm)
+        signal.signal(first_signal + _ALARM, handler)
         alarm_signal = first_signal + _ALARM
-
-
-def _on_alarm(*_: Any) -> None:
-    for monitor in list(monitors):
-        if monitor.pid == os.getpid() and not monitor.notified:
-            monitor.check()
 
 
 # -- a program that lives on -----------------------------------------------------------------------
@@ -196,42 +120,43 @@ def is_hosted() -> bool:
     return hasattr(sys, "ps1")
 
 
-def may_end(monitor: Monitor) -> bool:
+def may_end(job: Job) -> bool:
     """Return whether the process exists only for the failed job, and may be ended."""
-    if (
-        monitor.pid != os.getpid()
-        or not settings().exit_s
-        or monitor.buffer.words[Header.PAUSED] % IDLE
-    ):
+    if job.pid != os.getpid() or not settings().exit_s or job.buffer.words[Header.PAUSED] % IDLE:
         return False
     # the program is over, but another thread of it is not
     if not threading.main_thread().is_alive():
         return True
-    return monitor.is_of_this_job() and not is_hosted()
+    return job.is_of_this_job() and not is_hosted()
 
 
-def end(monitor: Monitor, text: str) -> None:
+def end(job: Job, text: str) -> None:
     """Print a message and end this process whatever its main thread does, and those of this host
     that cannot end by themselves.
     """
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
-    _kill_late(monitor, [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)])
+    _kill_late(job, [buffer for buffer in job.near_buffers() if _is_stuck(buffer)])
     _flush()
     os._exit(1)
 
 
-def set_deadline(monitor: Monitor, is_on: bool) -> None:
+def set_deadline(job: Job, is_on: bool) -> None:
     """Set whether the process ends some seconds after its time to exit even if its watchdog thread
     cannot run any more.
     """
     global _deadline_of
     if is_on and _deadline_of is None:
-        _deadline_of = monitor
-        _end_at_the_latest(settings().exit_s + _SPARE_S)
-    elif not is_on and _deadline_of is monitor:
+        _deadline_of = job
+        end_after_exit_time()
+    elif not is_on and _deadline_of is job:
         _deadline_of = None
         faulthandler.cancel_dump_traceback_later()
+
+
+def end_after_exit_time() -> None:
+    """End the process some seconds after its time to exit is over."""
+    _end_at_the_latest(settings().exit_s + _SPARE_S)
 
 
 def _end_at_the_latest(seconds: float) -> None:
@@ -246,94 +171,28 @@ def _flush() -> None:
             stream.flush()
 
 
-# -- the end ---------------------------------------------------------------------------------------
-
-
-def _on_uncaught(
-    kind: type[BaseException], error: BaseException, where: TracebackType | None
-) -> None:
-    if (
-        isinstance(error, KeyboardInterrupt)
-        and threading.current_thread() is threading.main_thread()
-    ):
-        # the process is about to end; torchrun interrupts it once more
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    notify_peers(error)
-    interrupted = _interruption_behind(error)
-    if interrupted is not None:
-        rank, verdict = interrupted
-        if rank in verdict.ranks:  # one line for the whole job
-            print(f"shardmesh: {verdict.text}", file=sys.stderr, flush=True)
-        return
-    _hooks[0](kind, error, where)
-    if isinstance(error, WatchError):
-        return
-    for monitor in list(monitors):  # nothing may hide the error itself
-        with contextlib.suppress(Exception):
-            verdict = monitor.standing()
-            if verdict is not None and not (
-                verdict.kind == "raised" and monitor.directory.rank in verdict.ranks
-            ):
-                print(
-                    f"shardmesh: rank {monitor.directory.rank}: {verdict.text}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
-    """Return (this process's rank, the verdict) where an uncaught error says only that the job was
-    ended from outside, else None.
-    """
-    if not isinstance(error, (KeyboardInterrupt, WatchError)):
-        return None
-    for monitor in list(monitors):
-        with contextlib.suppress(Exception):  # nothing may hide the error itself
-            verdict = monitor.standing()
-            if verdict is not None and verdict.is_interruption and monitor.pid == os.getpid():
-                return monitor.directory.rank, verdict
-    return None
-
-
-def _on_exit() -> None:
-    global _last_word
-    own_monitors = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
-    for monitor in own_monitors:
-        monitor.settle()
-    if any(monitor.abandoned for monitor in own_monitors):
-        keep_groups()
-        _last_word = LastWord()
-        if settings().exit_s:
-            _end_at_the_latest(settings().exit_s + _SPARE_S)
-        for monitor in own_monitors:
-            if monitor.alarm[0] == Alarm.VERDICT:
-                _end_others(monitor)
-    for monitor in own_monitors:
-        monitor.close(RankState.ENDED)
-
-
-def _end_others(monitor: Monitor) -> None:
+def end_others(job: Job) -> None:
     """End ranks of this host that cannot do so themselves: stopped, or holding the interpreter.
 
     Without a launcher nothing else ends them. The lowest of the other ranks does it, once their
     time to exit is over.
     """
-    monitor.buffer.words[Header.AWARE] = 1
-    while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:
+    job.buffer.words[Header.AWARE] = 1
+    while stuck := [buffer for buffer in job.near_buffers() if _is_stuck(buffer)]:
         living = [
-            buffer for buffer in monitor.near_buffers() if is_local(buffer) and not is_dead(buffer)
+            buffer for buffer in job.near_buffers() if is_local(buffer) and not is_dead(buffer)
         ]
         buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
-        if monitor.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
+        if job.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
             return
-        _kill_late(monitor, stuck)
+        _kill_late(job, stuck)
         time.sleep(_PAUSE_S)
 
 
-def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
+def _kill_late(job: Job, stuck: Sequence[TraceBuffer]) -> None:
     """Kill those of these ranks whose time to exit is over."""
     for buffer in stuck:
-        if monotonic_ns() - monitor.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
+        if monotonic_ns() - job.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
             print(
                 f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed",
                 file=sys.stderr,
@@ -353,7 +212,3 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     if state is None or state[0] in "ZXt" or state[1] != words[Header.BORN]:
         return False
     return state[0] == "T" or not words[Header.AWARE]
-
-
-_last_word: LastWord | None = None
-_deadline_of: Monitor | None = None

@@ -12,11 +12,13 @@ torch has one timeout for each backend of a group; a mixed group has two. Those 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from .. import settings as settings_module
 from ..settings import settings
-from .termination import torch_groups
-
-if TYPE_CHECKING:
-    from .monitor import Monitor
 
 ON_HOST = timedelta(days=3650)
 _GRACE_S = 60.0
@@ -36,6 +34,7 @@ _LONGEST_ABORT_S = 5.0  # an abort that takes longer goes on by itself
 # torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of
 # the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_kept: set[int] = set()  # ids of the groups that are never destroyed
 
 
 def group_timeout(backends: str) -> timedelta | None:
@@ -115,6 +114,25 @@ settings_module.on_timeout.append(_update)
 # -- after a verdict -------------------------------------------------------------------------------
 
 
+def torch_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that torch has in this process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    known = getattr(distributed_c10d, "_world", None)
+    return [] if known is None else list(known.pg_map)
+
+
+def keep_groups() -> None:
+    """Keep all of torch's process groups from being destroyed.
+
+    Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
+    """
+    for handle in torch_groups():
+        if id(handle) not in _kept:
+            _kept.add(id(handle))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+
+
 class Communicators:
     """Abort the communicators of accelerators when the job has failed: nothing else ends a kernel
     that waits for other ranks.
@@ -125,23 +143,23 @@ class Communicators:
                                   ends; then it raises the verdict
     """
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self) -> None:
         self._aborts: list[threading.Thread] = []
         self._lock = threading.RLock()
 
-    def abort(self, wait: bool) -> None:
+    def abort(self, is_of_this_job: Callable[[], bool], wait: bool) -> None:
         """Abort them, once. Those for which the host waits, such as gloo's, are left alone.
 
         Each has a thread, since one abort may wait for a kernel that another ends (https://github.com/pytorch/pytorch/issues/119797).
 
         Args:
+            is_of_this_job: returns whether torch's groups are those of the job.
             wait: whether to return when that is done, or has taken long.
         """
         with self._lock:
             handles = [] if self._aborts else torch_groups()
             # asked afterwards: if so, the groups are those of this job
-            if handles and self._monitor.is_of_this_job():
+            if handles and is_of_this_job():
                 backends: dict[int, Any] = {}
                 for handle in handles:
                     backends |= {id(backend): backend for backend in _backends(handle)}

@@ -13,22 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.constants import default_pg_timeout
 
+from ..comm.recording.recorder import Recorder
 from ..comm.recording.trace_buffer import Header
 from ..errors import WatchError
 from ..settings import monotonic_ns
 from .diagnosis import diagnose
 from .diagnosis.members import Member, agree, member, read_members
+from .job import Job
 from .recording.job_directory import Alarm, is_near
-
-if TYPE_CHECKING:
-    from ..comm.recording.recorder import Recorder
-    from .monitor import Monitor
 
 _SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
 _LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
@@ -42,10 +40,10 @@ _wait: Any = getattr(_Work, "wait", None)  # before `torch_calls` wraps it
 
 
 class Waiting:
-    """The waits of one `Monitor`'s process."""
+    """The waits of one process of a job."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     # -- for other ranks ---------------------------------------------------------------------------
 
@@ -58,13 +56,13 @@ class Waiting:
             late = [
                 m
                 for m in members
-                if m.came is False and (m.buffer is not None or self._monitor.sees_all)
+                if m.came is False and (m.buffer is not None or self._job.sees_all)
             ]
             return not late and agree(members)
 
         self._wait_for(recorder, sequence, done)
-        if sequence == 0 and self._monitor.is_on:
-            recorder.find_neighbours(self._monitor.directory)
+        if sequence == 0 and self._job.is_on:
+            recorder.find_neighbours(self._job.directory)
 
     def wait_for_votes(self, recorder: Recorder) -> None:
         """Wait until votes decide which of the ranks that differ are the outliers, and raise that
@@ -72,7 +70,7 @@ class Waiting:
         """
         since = monotonic_ns()
         sequence = recorder.called - 1
-        while not agree(read_members(self._monitor, recorder, sequence)) and self._diagnose(
+        while not agree(read_members(self._job.directory, recorder, sequence)) and self._diagnose(
             recorder, sequence, since
         ):
             time.sleep(_NAP_S)
@@ -88,38 +86,36 @@ class Waiting:
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
         def done(_: Any) -> bool:
-            peers = [member(self._monitor.directory, recorder.key, r, sequence) for r in ranks]
+            peers = [member(self._job.directory, recorder.key, r, sequence) for r in ranks]
             return all(
                 m.came is not False or (m.buffer is not None and not is_near(m.buffer))
                 for m in peers
             )
 
         self._wait_for(recorder, sequence, done)
-        wrong = (
-            diagnose.wrong_route(self._monitor, recorder, sequence) if self._monitor.is_on else None
-        )
+        wrong = diagnose.wrong_route(self._job, recorder, sequence) if self._job.is_on else None
         if wrong is not None:
-            raise self._monitor.failed(wrong)
+            raise self._job.failed(wrong)
 
     def compare_splits(self, recorder: Recorder, sequence: int) -> None:
         """Raise a WatchError where a rank sends another number of elements than its receiver
         expects, as far as ranks have called.
         """
         since = monotonic_ns()
-        while (wrong := diagnose.wrong_splits(self._monitor, recorder, sequence)) is not None:
+        while (wrong := diagnose.wrong_splits(self._job, recorder, sequence)) is not None:
             # the outlier is known once all have shown how much they send
             waited = monotonic_ns() - since
             if not diagnose.may_show_splits(
-                self._monitor, recorder, sequence, waited
+                self._job, recorder, sequence, waited
             ) or not self._diagnose(recorder, sequence, since):
-                raise self._monitor.failed(wrong)
+                raise self._job.failed(wrong)
             time.sleep(_NAP_S)
 
     def _wait_for(
         self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
     ) -> None:
         self.wait_until(
-            recorder, sequence, lambda: done(read_members(self._monitor, recorder, sequence))
+            recorder, sequence, lambda: done(read_members(self._job.directory, recorder, sequence))
         )
 
     def wait_until(
@@ -183,7 +179,7 @@ class Waiting:
                 if not (
                     self._diagnose(recorder, sequence, since)
                     if is_long
-                    else self._monitor.checked() is not None
+                    else self._job.checked() is not None
                 ):
                     work.wait(default_pg_timeout)
                     return
@@ -208,7 +204,7 @@ class Waiting:
         reason, else the error itself.
         """
         since = monotonic_ns()
-        relay = self._monitor.relay
+        relay = self._job.relay
         limit_s = TO_EXPLAIN_S
         if relay is not None and relay.has_others:
             limit_s += relay.lost_after_s
@@ -217,11 +213,11 @@ class Waiting:
                 if not self._diagnose(recorder, sequence, since):
                     break
                 # also a rank that had called this collective
-                gone = diagnose.lost(self._monitor, recorder, sequence)
+                gone = diagnose.lost(self._job, recorder, sequence)
                 if gone is not None:
-                    raise self._monitor.failed(gone)
-            except WatchError as watch_error:
-                raise watch_error from error
+                    raise self._job.failed(gone)
+            except WatchError as diagnosed:
+                raise diagnosed from error
             time.sleep(0.01)
         raise error
 
@@ -231,13 +227,13 @@ class Waiting:
         """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
         job is not monitored any more.
         """
-        if self._monitor.checked() is None:
+        if self._job.checked() is None:
             return False
-        verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
+        verdict = diagnose.diagnose(self._job, recorder, sequence, since)
         if verdict is not None:
-            raise self._monitor.failed(verdict)
-        self._monitor.check_visible(recorder, since)
-        return self._monitor.alarm[0] != Alarm.UNWATCHED
+            raise self._job.failed(verdict)
+        self._job.check_visible(recorder, since)
+        return self._job.alarm[0] != Alarm.UNMONITORED
 
     @contextmanager
     def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
@@ -247,7 +243,7 @@ class Waiting:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        words = self._monitor.buffer.words
+        words = self._job.buffer.words
         words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = since, recorder.record_of(sequence) + 1
         try:
             yield

@@ -9,22 +9,19 @@ import dis
 import signal
 import sys
 import threading
-import traceback
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
 
-from ..comm.call_site import frame_of_thread, is_inner
+from ..comm.call_site import frame_of_thread, is_inner, main_thread_stack
+from ..comm.recording.recorder import Recorder
 from ..comm.recording.trace_buffer import IDLE, MAY_GO_ON, ON_DEVICE, Header
 from ..settings import monotonic_ns, settings
 from . import termination
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import lost_ranks, read_members
+from .job import Job
 from .recording.job_directory import Alarm
-
-if TYPE_CHECKING:
-    from ..comm.recording.recorder import Recorder
-    from .monitor import Monitor
 
 TICK_S = 0.05
 _ALIVE_S = 1.0  # how often to look which ranks are alive
@@ -55,10 +52,14 @@ _WAITING = {
 
 
 class Watchdog:
-    """The watchdog thread of one `Monitor`."""
+    """The watchdog thread of one process of a job.
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    Args:
+        depart: called when the program has left the job, and continues.
+    """
+
+    def __init__(self, job: Job, depart: Callable[[], None]) -> None:
+        self._job, self._depart = job, depart
         self._over = threading.Event()
         self._left_at = 0
         self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
@@ -66,7 +67,7 @@ class Watchdog:
         # what recorders with a lost rank had called, as a stream waited for it
         self._on_stream: dict[Recorder, int] = {}
         self._warned: set[tuple[int, int]] = set()
-        self._device_waits = DeviceWaits(monitor)
+        self._device_waits = DeviceWaits(job)
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -86,20 +87,20 @@ class Watchdog:
                 return
 
     def _tick(self) -> None:
-        monitor = self._monitor
-        words = monitor.buffer.words
+        job = self._job
+        words = job.buffer.words
         words[Header.HEARTBEAT] = monotonic_ns()
         if words[Header.STACK_WANTED] != words[Header.STACK_GIVEN]:
-            monitor.buffer.write_stack(self.stack())
-        if monitor.relay is not None:
-            monitor.relay.look()
-        if monitor.alarm[0] == Alarm.UNWATCHED:
+            job.buffer.write_stack(main_thread_stack())
+        if job.relay is not None:
+            job.relay.look()
+        if job.alarm[0] == Alarm.UNMONITORED:
             return
-        if monitor.alarm[0]:
+        if job.alarm[0]:
             self._see_to_the_end()
         elif settings().mode != "off":
             self._device_waits.look()
-            for recorder in monitor.recorders:
+            for recorder in job.recorders:
                 called = recorder.called
                 # else the program is making progress
                 if recorder.settled < called and self._before.get(recorder) == called:
@@ -113,9 +114,9 @@ class Watchdog:
 
     def _find_cycle(self) -> None:
         """Diagnose devices that wait for each other in collectives that all hosts have called."""
-        verdict = diagnose.device_cycle(self._monitor)
+        verdict = diagnose.device_cycle(self._job)
         if verdict is not None:
-            self._monitor.fail(verdict)
+            self._job.fail(verdict)
 
     def _find_lost(self) -> None:
         """Diagnose ranks that were lost after they had called what others wait for: their hosts had
@@ -125,29 +126,27 @@ class Watchdog:
         looks in a row. The device is asked only once a rank is lost: a query by this thread may
         disturb the capture of a CUDA graph.
         """
-        monitor = self._monitor
+        job = self._job
         # it may wait for as long as nobody else does
-        if monitor.buffer.words[Header.PAUSED] >= IDLE:
-            gone = lost_ranks(monitor.directory)
+        if job.buffer.words[Header.PAUSED] >= IDLE:
+            gone = lost_ranks(job.directory)
             if gone:
-                monitor.fail(verdict_text.died(gone))
+                job.fail(verdict_text.died(gone))
                 return
         on_device = [
-            recorder
-            for recorder in monitor.recorders
-            if recorder.on_device and not recorder.is_channel
+            recorder for recorder in job.recorders if recorder.on_device and not recorder.is_channel
         ]
-        gone = {m.rank for m in lost_ranks(monitor.directory)} if on_device else set()
+        gone = {m.rank for m in lost_ranks(job.directory)} if on_device else set()
         with_gone = [recorder for recorder in on_device if gone.intersection(recorder.group.ranks)]
         waiting = {recorder: recorder.called for recorder in with_gone if recorder.is_on_stream()}
         for recorder, called in waiting.items():
             verdict = (
-                diagnose.lost(monitor, recorder, called - 1)
+                diagnose.lost(job, recorder, called - 1)
                 if self._on_stream.get(recorder) == called
                 else None
             )
             if verdict is not None:
-                monitor.fail(verdict)
+                job.fail(verdict)
                 return
         self._on_stream = waiting
 
@@ -155,37 +154,38 @@ class Watchdog:
         """End this process's part in a failed job: interrupt a main thread that is busy elsewhere,
         end a process that does not exit.
         """
-        monitor = self._monitor
-        verdict = monitor.standing()
-        waited = (monotonic_ns() - monitor.failed_at) / 1e9
+        job = self._job
+        verdict = job.standing()
+        waited = (monotonic_ns() - job.failed_at) / 1e9
         if verdict is None:
             return
-        monitor.buffer.words[Header.AWARE] = 1
+        job.buffer.words[Header.AWARE] = 1
         if self._has_left():
-            monitor.depart()
+            self._depart()
             return
-        termination.set_deadline(monitor, termination.may_end(monitor))
+        termination.set_deadline(job, termination.may_end(job))
         if waited < _POLITE_S:
             return
         if (
-            not monitor.notified
+            not job.notified
             and termination.alarm_signal is not None
             and threading.main_thread().is_alive()
         ):
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
         # what this sets free first runs the handler of the signal
-        monitor.communicators.abort(wait=False)
+        job.communicators.abort(job.is_of_this_job, wait=False)
         if waited > (
-            settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)
-        ) and termination.may_end(monitor):
-            why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
-            termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
+            settings().exit_s if job.notified else min(_DEAF_S, settings().exit_s)
+        ) and termination.may_end(job):
+            why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n"
+            end = f"rank {job.directory.rank} is ended {why}{main_thread_stack()}{verdict.text}"
+            termination.end(job, end)
 
     def _has_left(self) -> bool:
         """Return whether the program has destroyed the job's groups and continues. One that is
         about to exit destroys them, too.
         """
-        if self._monitor.is_of_this_job() or not threading.main_thread().is_alive():
+        if self._job.is_of_this_job() or not threading.main_thread().is_alive():
             self._left_at = 0
         elif not self._left_at:
             self._left_at = monotonic_ns()
@@ -195,20 +195,20 @@ class Watchdog:
         """Diagnose a collective that not all ranks have called; main threads that wait for a GPU
         cannot do so themselves.
         """
-        monitor = self._monitor
+        job = self._job
         sequence = called - 1
-        if monitor.is_settled(recorder) or not recorder.is_open(sequence):
+        if job.is_settled(recorder) or not recorder.is_open(sequence):
             return
-        members = read_members(monitor, recorder, sequence)
-        record = next((m.record for m in members if m.rank == recorder.world.rank), None)
-        if record is None or (not monitor.sees_all and any(m.buffer is None for m in members)):
+        members = read_members(job.directory, recorder, sequence)
+        record = next((m.record for m in members if m.rank == recorder.group.global_rank), None)
+        if record is None or (not job.sees_all and any(m.buffer is None for m in members)):
             return
         waited = monotonic_ns() - record.start
         warn_ns = settings().warn * 1e9
         if (
             waited > warn_ns
             and (recorder.key, sequence) not in self._warned
-            and monitor.ns_since(record.start) > warn_ns
+            and job.ns_since(record.start) > warn_ns
         ):
             self._warned.add((recorder.key, sequence))
             first = diagnose.first_missed(
@@ -216,31 +216,17 @@ class Watchdog:
             )
             self._warn(
                 verdict_text.stall(
-                    monitor, recorder, first, read_members(monitor, recorder, first), waited
+                    job, recorder, first, read_members(job.directory, recorder, first), waited
                 ).text
             )
-        monitor.check_visible(recorder, record.start)
-        is_waiting = not recorder.shows_waits or monitor.buffer.blocked is not None
-        verdict = diagnose.diagnose(monitor, recorder, sequence, record.start, is_waiting)
+        job.check_visible(recorder, record.start)
+        is_waiting = not recorder.shows_waits or job.buffer.blocked is not None
+        verdict = diagnose.diagnose(job, recorder, sequence, record.start, is_waiting)
         if verdict is not None:
-            monitor.fail(verdict)
+            job.fail(verdict)
 
     def _warn(self, text: str) -> None:
-        print(
-            f"shardmesh: rank {self._monitor.directory.rank}: {text}", file=sys.stderr, flush=True
-        )
-
-    def stack(self) -> str:
-        """Return the main thread's stack; of the library only the innermost frame."""
-        frame = frame_of_thread(threading.main_thread().ident)
-        if frame is None:
-            return ""
-        summary = traceback.extract_stack(frame)
-        frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
-        shown = [
-            s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
-        ]
-        return "".join(traceback.format_list(shown))
+        print(f"shardmesh: rank {self._job.directory.rank}: {text}", file=sys.stderr, flush=True)
 
 
 # -- waits for an accelerator ----------------------------------------------------------------------
@@ -265,8 +251,8 @@ class DeviceWaits:
     graph: an event that another thread queries may disturb a capture.
     """
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._records = self._since = self._there_since = self._shown = 0
         self._place: _Place | None = None
         self._number: int | None = None
@@ -275,26 +261,26 @@ class DeviceWaits:
         """Look where the main thread is, and publish what it waits for if it has been there since
         the last look.
         """
-        monitor = self._monitor
+        job = self._job
         now = monotonic_ns()
-        records = monitor.buffer.words[Header.RECORDS]
+        records = job.buffer.words[Header.RECORDS]
         place = None
         waits = False
         if records == self._records and any(
-            recorder.stream_mark is not None for recorder in monitor.recorders
+            recorder.stream_mark is not None for recorder in job.recorders
         ):
             place, waits = place_of(frame_of_thread(threading.main_thread().ident))
         if place is None or place != self._place:
             self._there_since = now
         is_stuck = now - self._there_since >= (1 if waits else _STUCK_NS)
-        number = monitor.stream_events.first_pending() if is_stuck else None
+        number = job.stream_events.first_pending() if is_stuck else None
         if number is None or number != self._number:
             self._since = now
         self._records, self._place, self._number = records, place, number
         self._publish(0 if number is None else number + 1 | ON_DEVICE | (0 if waits else MAY_GO_ON))
 
     def _publish(self, blocked: int) -> None:
-        words = self._monitor.buffer.words
+        words = self._job.buffer.words
         published = words[Header.BLOCKED]
         # the main thread waits on the host, and publishes that itself
         if published not in (0, self._shown):

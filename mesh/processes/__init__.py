@@ -1,1 +1,1 @@
-"""Worlds of processes: groups on torch.distributed, watched by the monitor."""
+"""Worlds of processes: groups on torch.distributed, checked by the monitor."""

@@ -25,13 +25,20 @@ from ..comm.world import World
 from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
-from ..monitor.monitor import Monitor, start_monitor
+from ..monitor.monitor import Monitor, monitor_of
+from ..monitor.process_hooks import start_monitor
 from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
 from ..settings import settings
 from .torch_groups import calls
 from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
-from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
+from .torch_groups.works import (
+    MonitoredMessages,
+    MonitoredWork,
+    PolledWork,
+    TorchWork,
+    mark_stream,
+)
 
 _settings = settings()
 _CPU, _EMPTY = torch.device("cpu"), torch.empty(0, device="cpu")
@@ -63,9 +70,8 @@ class ProcessGroup(Group):
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
         self._channel = None if _is_default(torch_group) else self._torch_group
 
-    @property
-    def backend_label(self) -> str:  # type: ignore[override]
-        return self._label
+    def identity(self) -> str:
+        return super().identity() + self._label
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -181,8 +187,10 @@ class ProcessGroup(Group):
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise the monitor's diagnosis of an error while ranks connect, if there is one."""
-        if self.recorder is not None and self.recorder.monitor is not None:
-            self.recorder.monitor.waiting.explain(self.recorder, self.recorder.called - 1, error)
+        recorder = self.recorder
+        monitor = None if recorder is None else monitor_of(recorder)
+        if recorder is not None and monitor is not None:
+            monitor.waiting.explain(recorder, recorder.called - 1, error)
 
     def _start(
         self,
@@ -190,7 +198,7 @@ class ProcessGroup(Group):
         buffers: tuple[Tensor, ...],
         async_op: bool,
         *args: Any,
-        kind: type[WatchedWork] = WatchedWork,
+        kind: type[MonitoredWork] = MonitoredWork,
     ) -> Work | None:
         """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously,
         then waited for by the monitor.
@@ -204,8 +212,8 @@ class ProcessGroup(Group):
         handle = self._channel_for(buffers[0].device)
         recorder = self.recorder
         call = self._as_ours(call)
-        watch = self._watch_of(buffers[0])
-        if recorder is None or watch is None:
+        monitor = self._monitor_of(buffers[0])
+        if recorder is None or monitor is None:
             work = call(*args, group=handle, async_op=async_op)
             if work is not None:
                 return TorchWork([work], buffers, recorder)
@@ -214,12 +222,12 @@ class ProcessGroup(Group):
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
-            watch.waiting.explain(recorder, recorder.called - 1, error)
+            monitor.waiting.explain(recorder, recorder.called - 1, error)
             raise
         if work is None:
             return DONE if async_op else None
-        watched = kind([work], buffers, recorder, watch)
-        return watched if async_op else watched.wait()
+        monitored_work = kind([work], buffers, recorder, monitor)
+        return monitored_work if async_op else monitored_work.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         if x.dtype not in dtype_encoding.NATIVE:
@@ -307,10 +315,10 @@ class ProcessGroup(Group):
             ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
         recorder = self.recorder
-        watch = self._watch_of(x)
-        if recorder is None or watch is None:
+        monitor = self._monitor_of(x)
+        if recorder is None or monitor is None:
             return TorchWork(works, (out, x), recorder)
-        return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
+        return MonitoredMessages(works, (out, x), recorder, monitor, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls this one of torch, marked as shardmesh's own if the program
@@ -318,13 +326,11 @@ class ProcessGroup(Group):
         """
         return call if self._torch_group is None else partial(hooks.as_ours, call)
 
-    def _watch_of(self, x: Tensor) -> Monitor | None:
-        """Return the monitor if it should watch the wait for a collective on this tensor."""
-        return (
-            self.recorder.monitor
-            if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
-            else None
-        )
+    def _monitor_of(self, x: Tensor) -> Monitor | None:
+        """Return the monitor if it checks other ranks during a collective on this tensor."""
+        if self.recorder is None or x.device.type != "cpu" or _settings.mode == "off":
+            return None
+        return monitor_of(self.recorder)
 
     def _barrier(self) -> None:
         """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses
@@ -336,7 +342,7 @@ class ProcessGroup(Group):
             (_EMPTY,),
             False,
             device,
-            kind=WatchedWork if device.type == "cpu" else PolledWork,
+            kind=MonitoredWork if device.type == "cpu" else PolledWork,
         )
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -395,6 +401,8 @@ class ProcessWorld(World):
             started; "" if it has no store.
     """
 
+    monitor: Monitor | None
+
     def __init__(self, default: dist.ProcessGroup | None, observers: list[Observer]) -> None:
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
@@ -403,9 +411,9 @@ class ProcessWorld(World):
         self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
         if default is not None and size > 1:
-            self._start_watch()
+            self._start_monitor()
 
-    def _start_watch(self) -> None:
+    def _start_monitor(self) -> None:
         store: Any = _default_store()
         name = None if store is None else find_name(store, self.rank)
         if name is None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ from ...mesh.comm.transforms import outside_of_transforms
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from . import engine_hooks
-
-if TYPE_CHECKING:
-    from ..functional.captures import Captures
-    from ..functional.types.type_checker import TypeChecker
 
 AxisName = str | Sequence[str]
 Groups = Sequence[Sequence[int]] | None
@@ -98,29 +94,49 @@ class GroupedAxes(Axes):
         self.sizes = tuple(map(len, groups))
 
 
+class CapturedTensors(Protocol):
+    """The tensors that a mapped function closes over, for what runs inside: `Captures`.
+
+    Attributes:
+        constants: plain tensors without gradient that the function uses.
+    """
+
+    constants: list[weakref.ref[Tensor]]
+
+    def local(self, x: Any) -> Any:
+        """Return the local part of a tensor that is captured; anything else itself."""
+
+    def is_foreign(self, x: Any) -> bool:
+        """Return whether a sharded tensor is not a tensor of the mapped function."""
+        ...
+
+    def check_inside(self, x: Any, what: str) -> None:
+        """Raise ShardingTypeError if `what` may not be called on a captured tensor."""
+
+    def replaced(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]] | None:
+        """Return an operator's arguments with local parts for captured tensors; None if none is."""
+
+    def replaying(self) -> AbstractContextManager[Any]:
+        """Return a context in which a recomputation gets the local parts again."""
+        ...
+
+
 class AxisEnv:
-    """The manual axes of a mapped function, and the state that collectives and gradients inside
-    need (JAX: axis environment).
+    """The manual axes of a mapped function (JAX: axis environment).
 
     Attributes:
         root: the mesh of all manual axes; that of the outermost mapped function if it contains the
             inner one's.
         names: the manual axes, outer functions' first.
-        checker: the type checker, in a tracked call.
         captures: the tensors that the function closes over, in a tracked call.
-        type_log: the types that calls of `grad`, `typeof` and `custom_vjp` inside have found in a
-            tracked call, for later calls.
-        cursor: the entry of the log that comes next.
-        recording: whether entries are appended.
     """
 
     def __init__(self, root: DeviceMesh, names: tuple[str, ...]) -> None:
         first_block.begin()
         self.root, self.names = root, names
-        self.checker: TypeChecker | None = None
-        self.captures: Captures | None = None
-        self.type_log: list[Any] = []
-        self.cursor, self.recording = 0, False
+        self.captures: CapturedTensors | None = None
         self._axes: dict[Any, Axes] = {}
         root.world.state(_LiveEnvs).envs.add(self)
 
@@ -179,7 +195,7 @@ class AxisEnv:
             )
         return names
 
-    def inside(self, mesh: DeviceMesh, names: tuple[str, ...]) -> AxisEnv:
+    def inside(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Self:
         """Return the environment of a function that is mapped over `mesh` inside this one.
 
         Raises: ValueError if one of its axes is manual already.
@@ -193,7 +209,7 @@ class AxisEnv:
         part = (
             set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
         )
-        return AxisEnv(self.root, (*self.names, *names)) if part else AxisEnv(mesh, names)
+        return type(self)(self.root, (*self.names, *names)) if part else type(self)(mesh, names)
 
     def size(self, names: Sequence[str]) -> int:
         """Return the number of ranks along these axes."""
@@ -225,7 +241,7 @@ def current_axis_env() -> AxisEnv | None:
     return thread_context.axis_env
 
 
-def current_captures() -> Captures | None:
+def current_captures() -> CapturedTensors | None:
     """Return the captured tensors of the mapped function in this thread, in a tracked call."""
     env = thread_context.axis_env
     return None if env is None else env.captures

@@ -13,8 +13,7 @@ from ...mesh.comm.thread_context import thread_context
 from ...mesh.device_mesh import DeviceMesh
 from ..functional.shard_map import Mapped
 from ..layout.bounded_cache import HEAVY_LIMIT, keep
-from ..layout.layout import Layout
-from ..layout.mesh_layouts import MeshLayouts
+from ..layout.layout import Layout, MeshLayouts
 from ..layout.spec import P, SpecLike
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.convert import with_grad_layout

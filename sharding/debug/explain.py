@@ -172,7 +172,7 @@ class Explanation:
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
         """Draw every rank's boxes before and after each of the steps: `picture.plan_picture`."""
-        return plan_picture(self, path)
+        return plan_picture(self.plan, [cost.bytes_received for cost in self.costs], path)
 
     def __str__(self) -> str:
         title = f"{self.plan.src}\n  -> {self.plan.dst.spec}"

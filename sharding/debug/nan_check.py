@@ -112,7 +112,7 @@ class debug_nans(TorchFunctionMode):
         for x in outputs:
             _check_result(call, x, args, kwargs)
         if ends is not None:
-            _watch_backward(call, outputs, ends)
+            _check_backward(call, outputs, ends)
         return result
 
 
@@ -268,9 +268,9 @@ def _error(
 
 def _notify_peers(error: BadValueError) -> BadValueError:
     """Return the error after notifying the other ranks of it."""
-    watch = monitor_of(current_world())
-    if watch is not None:
-        watch.raised(error)
+    monitor = monitor_of(current_world())
+    if monitor is not None:
+        monitor.raised(error)
     return error
 
 
@@ -310,7 +310,7 @@ class _Ends:
         )
 
 
-def _watch_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) -> None:
+def _check_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) -> None:
     """Register hooks on the nodes between the results of an operator and its arguments."""
     todo = [getattr(x, "_local", x).grad_fn for x in outputs]
     while todo:

@@ -21,12 +21,12 @@ from ...mesh.abstract_mesh import AbstractMesh, axes_text
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import page_title, pages, shown_dims, title
 from ..parallel.rank_table import colour
+from ..redistribute.plan import Plan, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .explain import Explanation, StepCost
 
 MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
@@ -117,14 +117,13 @@ def _check_few_ranks(mesh: AbstractMesh, instead: str) -> None:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def plan_panels(explanation: Explanation) -> list[Panel]:
+def plan_panels(plan: Plan) -> list[Panel]:
     """Return panels of the layouts before, after each step and at the end, in two dims that are
     split in one of them.
 
     Raises:
         ValueError: a mesh of more than `MAX_RANKS` ranks.
     """
-    plan = explanation.plan
     layouts = [plan.src, *[step.dst for step in plan.steps[:-1]], *[plan.dst] * bool(plan.steps)]
     for mesh in (plan.src.mesh, plan.dst.mesh):
         _check_few_ranks(
@@ -136,14 +135,16 @@ def plan_panels(explanation: Explanation) -> list[Panel]:
     return [Panel(layout, dims) for layout in layouts]
 
 
-def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = None) -> Figure:
-    """plan_picture(explanation, path) -> Figure: the boxes of every rank before, after each step
-    and at the end.
+def plan_picture(
+    plan: Plan, received: Sequence[int], path: str | PathLike[str] | None = None
+) -> Figure:
+    """Return a figure of the boxes of every rank before, after each step and at the end.
 
     Pending values are hatched. Of a tensor with more than two dims, two that are split are shown,
     at index 0 of the others; the title says which. The same plan gives the same file.
 
     Args:
+        received: bytes that the busiest rank receives in each step.
         path: a file to write as well: .png, .svg, .pdf or another format of matplotlib.
 
     Raises:
@@ -158,12 +159,12 @@ def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = No
         >>> len(figure.axes)  # before and after one step
         2
     """
-    panels = plan_panels(explanation)
-    return drawn(lambda figure_type: _draw_plan(figure_type, explanation, panels), path)
+    panels = plan_panels(plan)
+    return drawn(lambda figure_type: _draw_plan(figure_type, plan, received, panels), path)
 
 
 def _draw_plan(
-    figure_type: type[Figure], explanation: Explanation, panels: Sequence[Panel]
+    figure_type: type[Figure], plan: Plan, received: Sequence[int], panels: Sequence[Panel]
 ) -> Figure:
     side = _panel_side(panels)
     width = 2 * EDGE + len(panels) * side + (len(panels) - 1) * GAP
@@ -185,24 +186,23 @@ def _draw_plan(
         if i:
             _draw_step(
                 figure,
-                explanation.costs[i - 1],
+                plan.steps[i - 1],
+                received[i - 1],
                 (left - GAP / 2 - 0.1) / width,
                 (BOTTOM + side / 2) / height,
             )
     return figure
 
 
-def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
+def _draw_step(figure: Figure, step: Step, received: int, x: float, y: float) -> None:
     """Draw an arrow between two panels, with collective, axes and bytes received by a rank."""
-    rounds = f" x{cost.launches}" if cost.launches > 2 else ""
+    rounds = f" x{step.launches}" if step.launches > 2 else ""
     # on two lines, since the gap is narrow
-    name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
-    lines = [name, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
+    name = step.op.replace("hierarchical_", "hierarchical_\n") + rounds
+    lines = [name, *[f"over {', '.join(step.axes)}"] * bool(step.axes)]
     figure.text(x, y, "\n".join([*lines, ""]), ha="center", va="bottom", fontsize=8)
     figure.text(x, y, "\N{RIGHTWARDS ARROW}", ha="center", va="center", fontsize=16)
-    figure.text(
-        x, y, f"\n{cost.bytes_received:,} bytes\ninto a rank", ha="center", va="top", fontsize=7
-    )
+    figure.text(x, y, f"\n{received:,} bytes\ninto a rank", ha="center", va="top", fontsize=7)
 
 
 # -- layouts ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ is tracked at every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
 from ..autograd import engine_hooks
-from ..autograd.named_axes import AxisEnv
+from ..autograd.named_axes import AxisEnv, CapturedTensors
 from ..layout.layout import dtype_name
 from ..ops.plain_operands import tensors_in
 from ..ops.rules.registry import writes_first_operand
@@ -167,6 +168,10 @@ class Captures:
             )
         return new, named
 
+    def replaying(self) -> AbstractContextManager[Any]:
+        """Return a context in which a recomputation gets the local parts again."""
+        return ReplayCaptures(self)
+
 
 class ReplayCaptures(TorchFunctionMode):
     """Replace captured tensors by their local parts while backward recomputes a piece of a mapped
@@ -193,7 +198,7 @@ class ReplayCaptures(TorchFunctionMode):
         return x if captured is None else captured[2]
 
 
-def replace_captures(tree: Any, captures: Captures | None) -> Any:
+def replace_captures(tree: Any, captures: CapturedTensors | None) -> Any:
     """Return the tree with local parts in place of tensors that the running mapped function closes
     over.
     """

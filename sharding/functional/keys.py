@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autograd.named_axes import current_axis_env
 from ..tensor.random import fork_rng, manual_seed
+from .mapped_env import current_mapped_env
 from .types.type_checker import untracked
 from .types.types import Type
 
@@ -53,7 +53,7 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
     Communication: none.
     """
-    varying, env = key.varying, current_axis_env()
+    varying, env = key.varying, current_mapped_env()
     if env is not None and env.checker is not None:
         tag = env.checker.join_all(
             iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag
@@ -98,7 +98,7 @@ def seeded(key: Key) -> Iterator[None]:
 @contextmanager
 def _random_type(type_: Type) -> Iterator[None]:
     """Give the results of random operators in the block this type."""
-    env = current_axis_env()
+    env = current_mapped_env()
     if env is None or env.checker is None:
         yield
         return

@@ -30,9 +30,9 @@ from torch.utils import _pytree as pytree
 from ...mesh import context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..autograd.engine_hooks import transforms_active
-from ..autograd.named_axes import AxisEnv, current_axis_env, swap
+from ..autograd.named_axes import swap
 from ..layout.bounded_cache import HEAVY_LIMIT, keep
-from ..layout.mesh_layouts import MeshLayouts
+from ..layout.layout import MeshLayouts
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
 from ..ops.torch_compile import keep_compiler_out, not_compiled
@@ -48,6 +48,7 @@ from .inputs import (
     make_input_spec,
     prepare_inputs,
 )
+from .mapped_env import MappedEnv, current_mapped_env
 from .outputs import (
     OutputSpec,
     check_type,
@@ -168,7 +169,7 @@ class CachedCall:
         fast: whether calls are trusted and arguments are passed unchanged.
     """
 
-    env: AxisEnv
+    env: MappedEnv
     manual_mesh: DeviceMesh
     auto_mesh: DeviceMesh | None
     mesh: DeviceMesh
@@ -232,7 +233,7 @@ class Mapped:
         """Run a known signature of `ShardedTensor`s on the shortest path; leave everything else to
         `_call`.
         """
-        outer = current_axis_env()
+        outer = current_mapped_env()
         key: list[Any] = [outer, is_grad_enabled()]
         parts: list[Any] = []
         for x in args:
@@ -271,7 +272,7 @@ class Mapped:
     # -- any call ----------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer = current_axis_env()
+        outer = current_mapped_env()
         if outer is not None and outer.captures is not None:
             args = replace_captures(args, outer.captures)
         leaves, tree = leaves_of(args)
@@ -300,7 +301,7 @@ class Mapped:
     def _cached_for(
         self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]
     ) -> CachedCall:
-        mesh, outer = self._mesh_for(leaves), current_axis_env()
+        mesh, outer = self._mesh_for(leaves), current_mapped_env()
         # The world, since meshes of two ranks of a simulated world are equal, and the grad mode,
         # since gradients need types.
         situation = mesh.world, outer, is_grad_enabled()
@@ -342,7 +343,7 @@ class Mapped:
     def _new_call(
         self,
         mesh: DeviceMesh,
-        outer: AxisEnv | None,
+        outer: MappedEnv | None,
         args: Any,
         leaves: Sequence[Any],
         kwargs: dict[str, Any],
@@ -375,7 +376,7 @@ class Mapped:
         paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
         triples = zip(paths, leaves, specs, strict=True)
         inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in triples]
-        env = AxisEnv(mesh, names) if outer is None else outer.inside(mesh, names)
+        env = MappedEnv(mesh, names) if outer is None else outer.inside(mesh, names)
         passes_through = all(spec.passes_through for spec in inputs)
         uneven = any(spec.uneven for spec in inputs)
         return CachedCall(env, mesh[names], auto_mesh, mesh, inputs, passes_through, uneven=uneven)
@@ -391,7 +392,7 @@ class Mapped:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a call whose types are tracked, or whose results are not known yet."""
-        outer = current_axis_env()
+        outer = current_mapped_env()
         outer_checker = None if outer is None else outer.checker
         captures_only = outer_checker is None and self.check is False
         make = CaptureTracker if captures_only else TypeChecker

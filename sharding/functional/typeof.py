@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..autograd import engine_hooks
-from ..autograd.named_axes import AxisEnv, current_axis_env, current_captures
+from ..autograd.named_axes import current_captures
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from ..tensor.sharded_tensor import typeof as layout_of
+from .mapped_env import MappedEnv, current_mapped_env
 from .types.types import Type
 
 
@@ -101,7 +102,7 @@ def typeof(x: Any) -> Any:
         ... )(x)
         f32[2, 3]{V:x}
     """
-    env = current_axis_env()
+    env = current_mapped_env()
     if env is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
         return layout_of(x)  # type: ignore[arg-type]
     captures = current_captures()
@@ -111,7 +112,7 @@ def typeof(x: Any) -> Any:
     )
 
 
-def _type_of(env: AxisEnv, x: Tensor) -> Type | None:
+def _type_of(env: MappedEnv, x: Tensor) -> Type | None:
     """Return the type of a value, from the checker or from the log; None if it is not known."""
     if engine_hooks.current_backward() >= 0:  # a piece that runs again
         return None

@@ -102,7 +102,7 @@ class GraphRecorder(TorchDispatchMode):
             thread_context.recorder = self
 
     def node_of(self, x: Tensor) -> fx.Node | None:
-        """Return the node of a tensor; see `StepRecorder`."""
+        """Return the node of a tensor; see `GraphRecorder`."""
         return self.builder.node_of(x)
 
     def refuse(self, error: Any) -> None:
@@ -211,7 +211,7 @@ class GraphRecorder(TorchDispatchMode):
     def draw(
         self, part: Callable[..., Tensor], seed: int, stream: int, parameters: Sequence[Any]
     ) -> Tensor:
-        """Return a random tensor and record that it is drawn; see `StepRecorder`."""
+        """Return a random tensor and record that it is drawn; see `GraphRecorder`."""
         builder = self.builder
         operands = [builder.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
         with self.hidden():

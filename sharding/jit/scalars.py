@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from .errors import value_read
-
-if TYPE_CHECKING:
-    from .graph_builder import GraphBuilder
 
 RATE = "lr"
 _ARGUMENTS = "python_arg_parser.h"  # where torch reads what an operator takes as a C++ double
@@ -46,6 +43,22 @@ class Condition(NamedTuple):
         return None if now == self.answer else f"{self.name} has changed"
 
 
+class NumberGraph(Protocol):
+    """What traced numbers need of the graph that they are recorded in, a `GraphBuilder`.
+
+    Attributes:
+        conditions: what the program has found out about numbers that are known before a call.
+        passed_as_double: traced numbers that an operator is about to get as C++ doubles.
+    """
+
+    conditions: list[Condition]
+    passed_as_double: list[_ScalarNode]
+
+    def call(self, target: Callable[..., Any], args: Any) -> fx.Node:
+        """Append a node."""
+        ...
+
+
 class _ScalarNode:
     """What torch's C++ code asks of a symbolic number.
 
@@ -59,7 +72,7 @@ class _ScalarNode:
 
     def __init__(
         self,
-        builder: GraphBuilder,
+        builder: NumberGraph,
         node: fx.Node,
         hint: float,
         now: Callable[[], float] | None = None,
@@ -126,7 +139,7 @@ class TracedFloat(torch.SymFloat):
 
     @staticmethod
     def of(
-        builder: GraphBuilder,
+        builder: NumberGraph,
         node: fx.Node,
         hint: float,
         now: Callable[[], float] | None = None,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from .layout import Layout
+from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -28,6 +25,16 @@ def keep(cache: dict[Key, Value], key: Key, value: Value, limit: int | None = No
             cache.pop(old, None)  # another thread may have dropped it
     cache[key] = value
     return value
+
+
+class CacheOwner(Protocol):
+    """What caches live on: a `Layout`.
+
+    Attributes:
+        caches: the values of each cache.
+    """
+
+    caches: dict[LayoutCache[Any, Any], dict[Any, Any]]
 
 
 class LayoutCache(Generic[Key, Value]):
@@ -54,12 +61,12 @@ class LayoutCache(Generic[Key, Value]):
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
 
-    def get(self, layout: Layout, key: Key) -> Value | None:
+    def get(self, layout: CacheOwner, key: Key) -> Value | None:
         """Return the value of a key on this layout, None if there is none."""
         values = layout.caches.get(self)
         return None if values is None else values.get(key)
 
-    def keep(self, layout: Layout, key: Key, value: Value) -> Value:
+    def keep(self, layout: CacheOwner, key: Key, value: Value) -> Value:
         """Put a value on this layout and return it."""
         values = layout.caches.get(self)
         if values is None:

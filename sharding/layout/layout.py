@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -17,7 +19,6 @@ from ...mesh.comm.dispatch_modes import outside_of_program_modes
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import LayoutCache, keep
-from .mesh_layouts import MeshLayouts
 from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
@@ -39,6 +40,7 @@ _DTYPE_NAMES = {
 # recent layouts of a mesh, one entry for each spelling; with its operators' strategies one weighs
 # about 10 KiB
 _LIMIT = 2048
+_lock = threading.Lock()  # held where a mesh gets its `MeshLayouts`
 
 
 class Layout:
@@ -362,6 +364,46 @@ def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, st
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype: `f32`, `bf16`, `i64`."""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+# -- the layouts of a mesh -------------------------------------------------------------------------
+
+
+class MeshLayouts:
+    """The layouts of one mesh, and data computed once for all of them.
+
+    Attributes:
+        recent: the last two thousand, by the spelling in which they were asked for and by their
+            normal one.
+        alive: all that something refers to, by spec, shape and dtype.
+        answers: function -> its answers by arguments, see `cached_on_mesh`.
+        functions: mapped functions of the program -> what their calls on this mesh have in common.
+        unmoved: operators that need no communication for any shape -> their results, filled by
+            `ops/rules/propagation.py`.
+    """
+
+    __slots__ = ("alive", "answers", "functions", "recent", "unmoved")
+
+    def __init__(self) -> None:
+        self.recent: dict[Any, Layout] = {}
+        self.alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()
+        self.answers: dict[Any, dict[Any, Any]] = {}
+        self.functions: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.unmoved: dict[Any, Any] = {}
+
+    @staticmethod
+    def of(mesh: AbstractMesh) -> MeshLayouts:
+        """Return the layouts of a mesh, the same object at every call and in every thread."""
+        layouts: Any = mesh.cache
+        if layouts is None:
+            with _lock:
+                layouts = mesh.cache = mesh.cache or MeshLayouts()
+        return layouts
+
+    def forget_plans(self) -> None:
+        """Drop what was computed from layouts and the mesh's topology, above all compiled plans."""
+        for layout in (*self.recent.values(), *self.alive.values()):
+            layout.caches.clear()
 
 
 def _interned(

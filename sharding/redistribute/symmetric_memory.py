@@ -1,4 +1,4 @@
-"""Collectives by kernels that read the memory of the group's ranks, see `kernels/symmetric.py`.
+"""Collectives by kernels that read the memory of the group's ranks, see `kernels/symmetric/`.
 
     stage      boxes of the tensors -> this rank's shared memory, each box once, however many ranks
                want it

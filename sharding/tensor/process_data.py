@@ -13,7 +13,6 @@ device's part" are the same, and lists have one element.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,13 @@ from torch import Tensor
 from ...kernels.box import slices
 from ...mesh.device_mesh import DeviceMesh
 from ..autograd.engine_hooks import is_transformed, transforming
-from ..layout.layout import Layout, dtype_name
+from ..layout.layout import Layout
 from ..layout.spec import P, SpecLike, as_spec
 from .convert import from_local
 from .global_shape import describes
 from .mesh_arguments import is_placement, mesh_and_spec
 from .part_shapes import are_of_one_kind, joined_parts, part_shapes, parts_text
-from .sharded_tensor import ShardedTensor
-
-Index = tuple[slice, ...]
+from .sharded_tensor import AddressableShard, Index, ShardedTensor
 
 # -- a tensor made of parts ------------------------------------------------------------------------
 
@@ -197,38 +194,6 @@ def make_array_from_single_device_arrays(
 
 
 # -- the parts of a tensor -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class AddressableShard:
-    """The part of a tensor that a rank holds.
-
-    Attributes:
-        index: the slice per dim of the part in the global tensor: `whole[shard.index]` is the part.
-        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this
-            rank's contribution. None for other ranks' parts in `global_shards`.
-        device: the device of the part.
-        replica_id: this rank's index among the ranks with the same part; the parts with replica_id
-            0 make up the tensor. Contributions to a pending tensor are not replicas of each other.
-        rank: the rank, in the world.
-    """
-
-    index: Index
-    data: Any
-    device: torch.device
-    replica_id: int
-    rank: int
-
-    def __repr__(self) -> str:
-        data = (
-            "not here"
-            if self.data is None
-            else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
-        )
-        index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
-        return (
-            f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
-        )
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:

@@ -19,13 +19,14 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
-from ..layout.layout import Layout, make_layout
+from ..layout.layout import Layout, dtype_name, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, SpecLike, make_spec
 from ..lineage import root
@@ -33,9 +34,7 @@ from ..lineage import root
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..ops.sliced_from import SlicedFrom
-    from .process_data import AddressableShard
-
+Index = tuple[slice, ...]
 _ONE_PART = (
     "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal "
     "mesh can read; to save all of it, use sm.checkpoint.save(tree, folder), or on every rank "
@@ -43,6 +42,53 @@ _ONE_PART = (
 )
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class AddressableShard:
+    """The part of a tensor that a rank holds.
+
+    Attributes:
+        index: the slice per dim of the part in the global tensor: `whole[shard.index]` is the part.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this
+            rank's contribution. None for other ranks' parts in `global_shards`.
+        device: the device of the part.
+        replica_id: this rank's index among the ranks with the same part; the parts with replica_id
+            0 make up the tensor. Contributions to a pending tensor are not replicas of each other.
+        rank: the rank, in the world.
+    """
+
+    index: Index
+    data: Any
+    device: torch.device
+    replica_id: int
+    rank: int
+
+    def __repr__(self) -> str:
+        data = (
+            "not here"
+            if self.data is None
+            else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        )
+        index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
+        return (
+            f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
+        )
+
+
+class CopySource(Protocol):
+    """What a copy of a slice was sliced from: `ops/sliced_from.py`."""
+
+    @property
+    def base(self) -> Any:
+        """The tensor, or None if it has been freed."""
+
+    def write(self, copy: ShardedTensor, operator: Callable[..., Any], *args: Any) -> Any:
+        """Run an in-place operator on the copy, and assign the result to the slice of the base."""
+
+    def has_written(self, base: Any, index: Any, copy: ShardedTensor) -> bool:
+        """Return whether `base[index] = copy` would repeat the last `write`, without a change."""
+        ...
 
 
 class ShardedTensor(Tensor):
@@ -61,7 +107,7 @@ class ShardedTensor(Tensor):
     _lineage: int = 0  # see `lineage.py`
     # How often `.data` was read or assigned: values may have been written without dispatch.
     _data_accesses: int = 0
-    _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
+    _sliced_from: CopySource | None = None  # of a copy of a slice
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
     is_sparse = False  # type: ignore[assignment]  # asked of every gradient by torch's optimizers, so without a dispatch

@@ -3,7 +3,6 @@
     enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in
             the group's row; then read the rows of other ranks: publish before reading, so that on a
             mismatch at least one rank detects it before moving data
-            least one rank detects it before moving data
     leave   the record gets its end time
 
 In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two
@@ -16,12 +15,13 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 from ...settings import monotonic_ns
 from ..call_site import user_frame
+from ..comm_context import CommContext, NoContext
 from .call_text import call_text
-from .stream_events import Mark
+from .stream_events import Mark, StreamEvents
 from .trace_buffer import (
     MOST_SPLITS,
     RECORD_WORDS,
@@ -36,11 +36,6 @@ from .trace_buffer import (
     slots_of,
     stable_hash,
 )
-
-if TYPE_CHECKING:
-    from ...monitor.monitor import Monitor
-    from ...monitor.recording.job_directory import JobDirectory
-    from ..group import Group
 
 NO_GROUP = 0xFFFF  # group number in the records of groups without a row
 _SMALL = 8  # up to so many ranks, each reads the rows of all others
@@ -98,6 +93,95 @@ class _CachedCall:
         self.user: CodeType | None = None
 
 
+class RecordedGroup:
+    """The ranks of a group, and the place of this one among them.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: index of this rank in `ranks`.
+        size: number of ranks.
+        comm_context: what the collectives that a thread calls on the group are part of.
+    """
+
+    __slots__ = ("comm_context", "rank", "ranks", "size")
+
+    def __init__(
+        self, ranks: tuple[int, ...], global_rank: int, comm_context: CommContext | NoContext
+    ) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(global_rank)
+        self.size = len(ranks)
+        self.comm_context = comm_context
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self.ranks[self.rank]
+
+    def identity(self) -> str:
+        """Return a text that tells the group from others, the same on all of its ranks."""
+        return str(self.ranks)
+
+    def description(self) -> str:
+        """Return what the group is called in messages."""
+        return f"ranks {','.join(map(str, self.ranks))}"
+
+
+class TraceBuffers(Protocol):
+    """The trace buffers of a job's ranks: `JobDirectory`."""
+
+    def buffer_of(self, rank: int) -> TraceBuffer | None:
+        """Return the trace buffer of a rank; None as long as there is none."""
+
+
+class CallWaits(Protocol):
+    """How a rank waits for others that call the same or something else: `Waiting`.
+
+    Raises: WatchError when the job fails meanwhile.
+    """
+
+    def wait_for_votes(self, recorder: Recorder) -> None:
+        """Wait until votes decide which of the ranks that differ are the outliers."""
+
+    def rendezvous(self, recorder: Recorder, sequence: int) -> None:
+        """Wait until all ranks call the same."""
+
+    def compare_splits(self, recorder: Recorder, sequence: int) -> None:
+        """Compare how much each rank sends with what its receiver expects."""
+
+
+class CallMonitor(Protocol):
+    """What groups and recorders need of the monitor of their job: `Monitor`.
+
+    Attributes:
+        alarm: one word; not 0 when there is a verdict, or when the job is not monitored.
+        buffer: this rank's trace buffer.
+        stream_events: where streams of accelerators wait for its collectives.
+    """
+
+    alarm: Any
+    buffer: TraceBuffer
+    stream_events: StreamEvents
+
+    @property
+    def directory(self) -> TraceBuffers: ...
+
+    @property
+    def waiting(self) -> CallWaits: ...
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether ranks wait for each other in every collective."""
+        ...
+
+    def checked(self) -> Self | None:
+        """Return this monitor, or None if the ranks go on without one. Raises: WatchError."""
+
+    def add_recorder(self, group: RecordedGroup) -> Recorder:
+        """Return a new recorder of a group, of whose collectives the monitor knows from now on."""
+        ...
+
+
 class Recorder:
     """What one rank records of one group.
 
@@ -142,21 +226,20 @@ class Recorder:
         "stream_mark",
         "tag",
         "words",
-        "world",
     )
     needs_rendezvous = True
     is_channel = False
     shows_waits = True
 
-    def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
-        self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
+    def __init__(
+        self, group: RecordedGroup, buffer: TraceBuffer, monitor: CallMonitor | None
+    ) -> None:
+        self.group, self.buffer, self.monitor = group, buffer, monitor
         self.words: Any = buffer.words
         self._data = buffer.data
         self._numbers = buffer.numbers
-        self._comm_context = group.world.comm_context
-        self.key = stable_hash(
-            f"{group.ranks} {group.world.epoch}{getattr(group, 'backend_label', '')}"
-        )
+        self._comm_context = group.comm_context
+        self.key = stable_hash(group.identity())
         self._calls: dict[Any, _CachedCall] = {}
         self.number = self._number_bits = self._last = self._called_at = 0
         self.tag: CommTag | None = None
@@ -313,7 +396,7 @@ class Recorder:
         if words[_COUNT] - number < RECORDS:  # else its slot belongs to a newer record
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
-    def find_neighbours(self, directory: JobDirectory) -> None:
+    def find_neighbours(self, directory: TraceBuffers) -> None:
         """Find the rows of the ranks to compare with, as far as they have called something: all in
         a small group, else both neighbours.
         """
@@ -360,12 +443,8 @@ class Recorder:
 
     def _find_row(self) -> int | None:
         return self.buffer.add_group(
-            self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}"
+            self.key, f"{self.group.description()}\t{','.join(map(str, self.group.ranks))}"
         )
-
-    def _name(self) -> str:
-        """Return what the group is called in messages."""
-        return self.world.axes_of(self.group.ranks)
 
     def _find_line(self, call: _CachedCall) -> int:
         """Find the line of the user's program that calls, and remember it in `call`; return the

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import threading
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import CollectiveError
 from ..call_site import frame_of_thread, is_inner, user_line
-
-if TYPE_CHECKING:
-    from ..group import Group
+from .recorder import RecordedGroup
 
 
-def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) -> None:
+def check_left(group: RecordedGroup, other: int, op: str, calls: frozenset[CodeType]) -> None:
     """Check that another thread is no longer inside a collective of this group.
 
     Args:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from ...comm.recording.recorder import Recorder
 from ...comm.recording.trace_buffer import ON_DEVICE, Header, RankState
 from ...settings import monotonic_ns, settings
-from ..recording.job_directory import is_dead
+from ..job import Job
+from ..recording.job_directory import JobDirectory, is_dead
 from ..verdict import Verdict
 from . import verdict_text
 from .members import (
@@ -36,19 +37,17 @@ from .members import (
 )
 from .votes import minority, worst_correspondent
 
-if TYPE_CHECKING:
-    from ...comm.recording.recorder import Recorder
-    from ..monitor import Monitor
-
 _LOW32 = (1 << 32) - 1
 # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
 _TO_COME_NS = 10_000_000_000
 # how long to wait, after one has ended its program, for others to end or arrive
 _TO_END_NS = 500_000_000
+# an attribute of errors of torch's: the recorder, and the number of the call that ranks missed
+_MISSED = "_shardmesh_missed"
 
 
 def diagnose(
-    monitor: Monitor, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True
+    job: Job, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True
 ) -> Verdict | None:
     """Return the verdict on a collective that this rank has called at the time `since`; None if
     nothing is known to be wrong.
@@ -57,7 +56,7 @@ def diagnose(
         is_waiting: whether this rank waits for it; False if it may call other collectives
             meanwhile.
     """
-    members = read_members(monitor, recorder, sequence)
+    members = read_members(job.directory, recorder, sequence)
     waited = monotonic_ns() - since
     if not agree(members):
         return (
@@ -69,14 +68,14 @@ def diagnose(
     if any(
         m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in members
     ):
-        return lost(monitor, recorder, sequence)
-    missing = [m for m in members if m.came is False and (m.buffer is not None or monitor.sees_all)]
+        return lost(job, recorder, sequence)
+    missing = [m for m in members if m.came is False and (m.buffer is not None or job.sees_all)]
     if not missing:
         return None
     return (
-        _gone(monitor, recorder, sequence, members, missing, waited)
-        or (_wait_cycle(monitor, members, waited) if is_waiting else None)
-        or _stall(monitor, recorder, sequence, missing, since)
+        _gone(job, recorder, sequence, members, missing, waited)
+        or (_wait_cycle(job, members, waited) if is_waiting else None)
+        or _stall(job, recorder, sequence, missing, since)
     )
 
 
@@ -113,7 +112,7 @@ def _may_come(m: Member) -> bool:
 
 
 def _gone(
-    monitor: Monitor,
+    job: Job,
     recorder: Recorder,
     sequence: int,
     members: Sequence[Member],
@@ -122,34 +121,34 @@ def _gone(
 ) -> Verdict | None:
     """Return the verdict on members that will never arrive."""
     if any(map(is_lost, missing)):
-        return lost(monitor, recorder, first_missed(recorder, sequence, filter(is_lost, missing)))
+        return lost(job, recorder, first_missed(recorder, sequence, filter(is_lost, missing)))
     left = [m for m in missing if has_ended(m)]
     undecided = len(missing) > len(left)
     if not left or (undecided and waited < _TO_END_NS):
         return None
     sequence = first_missed(recorder, sequence, left)
-    members = read_members(monitor, recorder, sequence)
+    members = read_members(job.directory, recorder, sequence)
     waiting = [m.rank for m in members if m.came]
     return verdict_text.left(
         recorder, sequence, members, left, minority([waiting, [m.rank for m in left]])
     )
 
 
-def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
+def lost(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
     """Return the verdict on all ranks that died or cannot be reached, if there are any."""
-    gone = lost_ranks(monitor.directory)
+    gone = lost_ranks(job.directory)
     return (
-        verdict_text.lost(recorder, sequence, read_members(monitor, recorder, sequence), gone)
+        verdict_text.lost(recorder, sequence, read_members(job.directory, recorder, sequence), gone)
         if gone
         else None
     )
 
 
-def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
+def wrong_route(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
     """Return the verdict on messages of this collective that have no sender or no receiver, among
     the ranks that have arrived.
     """
-    members = read_members(monitor, recorder, sequence)
+    members = read_members(job.directory, recorder, sequence)
     messages = [(src, dst, _fits(members, src, dst)) for src, dst in _messages(members)]
     if all(fits for *_, fits in messages):
         return None
@@ -158,11 +157,11 @@ def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict 
     )
 
 
-def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
+def wrong_splits(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
     """Return the verdict on ranks of this all_to_all that send what others do not expect, among
     those that have arrived.
     """
-    members = read_members(monitor, recorder, sequence)
+    members = read_members(job.directory, recorder, sequence)
     shown = {
         place: m.buffer.splits(m.number, len(members))
         for place, m in enumerate(members)
@@ -180,11 +179,11 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
     )
 
 
-def may_show_splits(monitor: Monitor, recorder: Recorder, sequence: int, waited: int) -> bool:
+def may_show_splits(job: Job, recorder: Recorder, sequence: int, waited: int) -> bool:
     """Return whether a rank that has not shown yet how much it sends in this all_to_all may do so
     before the grace period expires.
     """
-    members = read_members(monitor, recorder, sequence)
+    members = read_members(job.directory, recorder, sequence)
     silent = [m for m in members if not m.route]
     return waited <= _TO_COME_NS and agree(members) and any(m.came or _may_come(m) for m in silent)
 
@@ -209,26 +208,26 @@ def _fits(members: Sequence[Member], src: int, dst: int) -> bool:
     return sent is None or expected is None or sent.sent == expected.received
 
 
-def _wait_cycle(monitor: Monitor, members: Sequence[Member], waited: int) -> Verdict | None:
+def _wait_cycle(job: Job, members: Sequence[Member], waited: int) -> Verdict | None:
     """Return the verdict on a deadlock: all missing ranks are blocked, in the end on this one."""
-    return None if waited < STABLE_NS else _cycle(monitor, [m for m in members if m.came is False])
+    return None if waited < STABLE_NS else _cycle(job, [m for m in members if m.came is False])
 
 
-def device_cycle(monitor: Monitor) -> Verdict | None:
+def device_cycle(job: Job) -> Verdict | None:
     """Return the verdict on devices that wait for each other, in collectives that the hosts have
     called in different orders.
     """
-    if not monitor.buffer.words[Header.BLOCKED] & ON_DEVICE:
+    if not job.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return None
-    ahead = awaited(monitor.directory, monitor.directory.rank)
-    return _cycle(monitor, ahead) if ahead else None
+    ahead = awaited(job.directory, job.directory.rank)
+    return _cycle(job, ahead) if ahead else None
 
 
-def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
+def _cycle(job: Job, ahead: list[Member]) -> Verdict | None:
     """Return the verdict on a deadlock if these ranks, which this one waits for, all wait
     themselves, and so do those they wait for.
     """
-    reached = {monitor.directory.rank}
+    reached = {job.directory.rank}
     while ahead:
         m = ahead.pop()
         if m.came is False and may_go_on(m.buffer):
@@ -236,31 +235,58 @@ def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
         if m.rank in reached:
             continue
         reached.add(m.rank)
-        awaited_members = awaited(monitor.directory, m.rank)
+        awaited_members = awaited(job.directory, m.rank)
         if not awaited_members:
             return None  # it still runs, or nothing is known of it
         ahead += awaited_members
     stuck = [
         (rank, buffer.stuck)
         for rank in sorted(reached)
-        if (buffer := monitor.directory.buffer_of(rank)) is not None
+        if (buffer := job.directory.buffer_of(rank)) is not None
     ]
     return verdict_text.deadlock(
-        monitor.directory, [(rank, record) for rank, record in stuck if record is not None]
+        job.directory, [(rank, record) for rank, record in stuck if record is not None]
     )
 
 
 def _stall(
-    monitor: Monitor, recorder: Recorder, sequence: int, missing: Sequence[Member], since: int
+    job: Job, recorder: Recorder, sequence: int, missing: Sequence[Member], since: int
 ) -> Verdict | None:
     timeout_ns = settings().timeout * 1e9
-    if monotonic_ns() - since < timeout_ns or monitor.ns_since(since) < timeout_ns:
+    if monotonic_ns() - since < timeout_ns or job.ns_since(since) < timeout_ns:
         return None
     sequence = first_missed(recorder, sequence, missing)
     return verdict_text.stall(
-        monitor,
+        job,
         recorder,
         sequence,
-        read_members(monitor, recorder, sequence),
+        read_members(job.directory, recorder, sequence),
         monotonic_ns() - since,
     )
+
+
+# -- torch's own timeouts --------------------------------------------------------------------------
+
+
+def note_missing(
+    directory: JobDirectory, recorder: Recorder, sequence: int, error: BaseException
+) -> None:
+    """Record on an error of torch's, such as a timeout, that ranks had not called a collective."""
+    if any(m.came is False for m in read_members(directory, recorder, sequence)):
+        error.__dict__[_MISSED] = recorder, sequence
+
+
+def out_of_time(job: Job, error: BaseException | None) -> Verdict | None:
+    """Return the verdict on missing ranks, where torch's own time for a call ran out and this
+    error, or one of its causes, says so.
+    """
+    while error is not None and _MISSED not in error.__dict__:
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    recorder, sequence = error.__dict__[_MISSED]
+    members = read_members(job.directory, recorder, sequence)
+    record = next((m.record for m in members if m.rank == job.directory.rank), None)
+    if record is None or have_all_come(members):
+        return None
+    return verdict_text.stall(job, recorder, sequence, members, monotonic_ns() - record.start)

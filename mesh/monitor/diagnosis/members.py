@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...comm.recording.call_text import fields_of
 from ...comm.recording.recorder import STEP_MARKED, Recorder, differ, same_call, step_of, unlike
@@ -25,9 +25,6 @@ from ...settings import monotonic_ns
 from ...text import whole_number
 from ..recording.job_directory import JobDirectory, is_dead
 from .votes import connected_components, is_divided, minority
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
 
 # A device completes one of these only together with those of all ranks of the group.
 _OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
@@ -82,11 +79,9 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
     return Member(rank, buffer, None if sequence < called else False)
 
 
-def read_members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
+def read_members(directory: JobDirectory, recorder: Recorder, sequence: int) -> list[Member]:
     """Return the state of each rank of the group, in order, in the collective `sequence`."""
-    return [
-        member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
-    ]
+    return [member(directory, recorder.key, rank, sequence) for rank in recorder.group.ranks]
 
 
 def have_all_come(members: Iterable[Member]) -> bool:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...comm.recording.call_text import call_text, fields_of
+from ...comm.recording.recorder import Recorder
 from ...comm.recording.trace_buffer import Header, RankState, Record, TraceBuffer
 from ...settings import monotonic_ns
 from ...text import ranks_text
+from ..job import Job
 from ..recording.job_directory import JobDirectory, is_local, is_stopped
 from ..verdict import INTERRUPTIONS, Observation, Verdict, composed
 from .history import MESSAGES, left_the_order
 from .members import Member, awaited_ranks
 from .votes import minority, parties_by
-
-if TYPE_CHECKING:
-    from ...comm.recording.recorder import Recorder
-    from ..monitor import Monitor
 
 # The fields of a record's call, in order; a broadcast has its source in place of the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
@@ -362,13 +359,13 @@ def _route_text(recorder: Recorder, m: Member) -> str:
 
 
 def stall(
-    monitor: Monitor, recorder: Recorder, sequence: int, members: Sequence[Member], waited: int
+    job: Job, recorder: Recorder, sequence: int, members: Sequence[Member], waited: int
 ) -> Verdict:
     """Return the verdict on ranks that keep the others waiting: those at the end of the chain,
     which do not wait.
     """
     missing = tuple(m.rank for m in members if m.came is False)
-    blamed = _roots(monitor.directory, missing)
+    blamed = _roots(job.directory, missing)
     waiting = _waiting(members)
     have = "has" if len(waiting) == 1 else "have"
     call = f"number {sequence} of {group_text(recorder)}"
@@ -380,14 +377,14 @@ def stall(
     advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
     seen = [_seen(m.rank, m.record) for m in members if m.came]
     seen += [
-        _last_seen(rank, monitor.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})
+        _last_seen(rank, job.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})
     ]
     seen = _blamed_first(seen, blamed)
     lines = _table(seen, blamed)
     for rank in blamed:
         lines += [
-            f"rank {rank} is {how_it_is(monitor.directory.buffer_of(rank))}",
-            *monitor.stack_of(rank),
+            f"rank {rank} is {how_it_is(job.directory.buffer_of(rank))}",
+            *job.stack_of(rank),
         ]
     return Verdict("stall", blamed, "", tuple(seen), composed(said, advice, lines))
 

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -41,8 +41,9 @@ from ...comm.recording.trace_buffer import (
 from ...settings import _seconds
 from ...text import ranks_text, shortened
 from ..diagnosis import diagnose
+from ..job import Job
 from ..recording.files import folder_prefix
-from ..recording.job_directory import JobDirectory, boot_id
+from ..recording.job_directory import JobDirectory, boot_id, may_span_hosts
 from ..store_values import (
     StoreValueError,
     bad_value,
@@ -58,9 +59,6 @@ from ..store_values import (
 )
 from ..verdict import Verdict
 from .mirror import BufferCopy, BufferSource, checked_header, is_part, make_copy
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
 
 _LOST_S = 10.0  # a host that is silent for so long counts as lost
 _TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
@@ -104,12 +102,7 @@ class Host:
         return f"{self.name} ({ranks_text(self.ranks)})"
 
 
-def is_needed(env: Mapping[str, str], size: int) -> bool:
-    """Return whether ranks may be on other hosts."""
-    return env.get("LOCAL_WORLD_SIZE") != str(size)
-
-
-def start_relay(monitor: Monitor, store: Any) -> Relay | None:
+def start_relay(job: Job, store: Any) -> Relay | None:
     """Start the relay of this rank; None if there is one host, or no store that hosts share.
 
     Args:
@@ -119,12 +112,12 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
+    if not isinstance(inner, TCPStore) or not may_span_hosts(os.environ, job.directory.size):
         return None
-    job = monitor.directory.folder.name.removeprefix(folder_prefix())
+    name = job.directory.folder.name.removeprefix(folder_prefix())
     relay = Relay(
-        monitor,
-        PrefixStore(f"shardmesh/relay/{job}", store),
+        job,
+        PrefixStore(f"shardmesh/relay/{name}", store),
         f"{inner.host}:{inner.port}",
         shares_store=True,
     )
@@ -135,10 +128,8 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 class Relay:
     """Publish for this host when this rank has to, and compare with neighbours elsewhere."""
 
-    def __init__(
-        self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
-    ) -> None:
-        self._monitor, self._directory, self._address = monitor, monitor.directory, address
+    def __init__(self, job: Job, store: Any, address: str, shares_store: bool = False) -> None:
+        self._job, self._directory, self._address = job, job.directory, address
         # the thread makes a connection of its own, which takes long where names are not resolved
         self._shares_store = shares_store
         self._store: Any = store
@@ -186,7 +177,7 @@ class Relay:
                 self._try_to(self._exchange)
             else:
                 self._answered = self._felt
-        if self._others and (self._monitor.standing() is not None or not self._living()):
+        if self._others and (self._job.standing() is not None or not self._living()):
             self._try_to(self._publish_last)
         self._store = None  # it may keep a server alive
 
@@ -195,7 +186,7 @@ class Relay:
             act()
         except StoreValueError as error:
             self._over.set()
-            self._monitor.give_up(str(error))
+            self._job.give_up(str(error))
         except (RuntimeError, OSError):  # the connection broke, or the folder is gone
             self._sources.clear()  # which parts have arrived is not known
             if not self._over.wait(_TICK_S):
@@ -262,9 +253,7 @@ class Relay:
         """
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
-        while (
-            self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline
-        ):
+        while self._job.standing() is not None and self._unaware() and time.monotonic() < deadline:
             time.sleep(_EAGER_S)
             self._exchange()
 
@@ -294,7 +283,7 @@ class Relay:
             source = self._sources.setdefault(rank, BufferSource(buffer))
             entries |= {f"page/{rank}/{start}": data for start, data in source.changed().items()}
             said["pages"][rank] = list(source.versions.items())
-        verdict = self._monitor.standing()
+        verdict = self._job.standing()
         said["verdict"] = None if verdict is None else verdict.to_json()
         entries[f"head/{self._own_ranks[0]}"] = json.dumps(said).encode()
         self._store.multi_set(list(entries), list(entries.values()))
@@ -346,7 +335,7 @@ class Relay:
             try:
                 copy = host.copies[rank] = make_copy(self._directory.path(rank))
             except OSError as error:
-                self._monitor.give_up(f"no copies of the files of other hosts can be made: {error}")
+                self._job.give_up(f"no copies of the files of other hosts can be made: {error}")
                 raise
         return copy
 
@@ -381,8 +370,8 @@ class Relay:
             if int(rank) in host.copies:
                 host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = count
         host.is_notified = said["verdict"] is not None
-        if host.is_notified and self._monitor.standing() is None:
-            self._monitor.fail(said["verdict"])
+        if host.is_notified and self._job.standing() is None:
+            self._job.fail(said["verdict"])
 
     # -- questions for stacks ----------------------------------------------------------------------
 
@@ -429,8 +418,8 @@ class Relay:
         self._looked = now
         if self._others and self._is_speaker():
             self._note_silence()
-        for recorder in self._monitor.recorders:
-            if not self._monitor.alarm[0]:
+        for recorder in self._job.recorders:
+            if not self._job.alarm[0]:
                 self._compare(recorder)
 
     def _note_silence(self) -> None:
@@ -475,9 +464,9 @@ class Relay:
                 self._compared[key] = both
                 continue
             since = self._suspicion.setdefault((recorder.key, sequence), time.monotonic_ns())
-            verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
+            verdict = diagnose.diagnose(self._job, recorder, sequence, since)
             if verdict is not None:
-                self._monitor.fail(verdict)
+                self._job.fail(verdict)
 
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:

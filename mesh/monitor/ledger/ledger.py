@@ -21,6 +21,7 @@ from ...comm.recording.call_text import fields_of
 from ...comm.recording.recorder import step_bits
 from ...comm.recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
 from ...text import shortened, whole_number
+from ..monitor import monitor_of
 from ..recording.files import trace_files
 from ..recording.job_directory import (
     is_dead,
@@ -171,7 +172,7 @@ def ledger() -> Ledger:
     ('all_reduce', 'tp', 'sum', 'float32', 10)
     """
     world = current_world()
-    monitor = world.monitor
+    monitor = monitor_of(world)
     if monitor is None:
         return Ledger({world.rank: world.trace_buffer}, world.rank)
     buffers = {
@@ -218,8 +219,9 @@ def mark_step(step: int | None = None, *, compare: bool = True) -> None:
     words[at + 1], words[at + 2] = words[Header.RECORDS], time.monotonic_ns()
     origin = (None, step_bits(number)) if compare else None
     world.comm_context.origin = origin
-    if world.monitor is not None:
-        torch_recorder.mark_step(world.monitor, origin)
+    monitor = monitor_of(world)
+    if monitor is not None:
+        torch_recorder.mark_step(monitor, origin)
 
 
 # -- reading a trace buffer ------------------------------------------------------------------------

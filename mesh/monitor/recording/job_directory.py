@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,7 @@ _MOST_VERDICT = 1 << 24  # bytes
 class Alarm:
     """The first word of the alarm file."""
 
-    NONE, VERDICT, UNWATCHED = range(3)
+    NONE, VERDICT, UNMONITORED = range(3)
 
 
 class JobDirectory:
@@ -172,7 +172,7 @@ class JobDirectory:
         with self._locked():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
-                self.alarm[0] = Alarm.UNWATCHED
+                self.alarm[0] = Alarm.UNMONITORED
         return is_first
 
     @contextlib.contextmanager
@@ -221,6 +221,11 @@ def ranks_here(size: int) -> int:
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return whole_number(told) or size
+
+
+def may_span_hosts(env: Mapping[str, str], size: int) -> bool:
+    """Return whether ranks of a job of this size may be on other hosts."""
+    return env.get("LOCAL_WORLD_SIZE") != str(size)
 
 
 def open_buffer(path: Path) -> TraceBuffer | None:

@@ -7,13 +7,11 @@ all_to_all, what a rank that is not the root passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .recorder import TorchRecorder
-
+from .recorder import TorchRecorder
 
 Enter = Callable[..., int]
 

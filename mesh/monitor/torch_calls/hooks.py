@@ -20,7 +20,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -30,16 +31,15 @@ from ...comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ...comm.thread_context import thread_context
 from ...errors import CollectiveError
 from ...settings import monotonic_ns, settings
-from ..termination import is_broken_connection, torch_groups
+from ..monitor import Monitor
+from ..termination import is_broken_connection
+from ..timeouts import torch_groups
 from ..waiting import is_done_now
 from . import cpp_calls
 from .entries import ENTER, Enter
 from .new_groups import CreationRecorders, waiting_for_members
 from .point_to_point import MessageRecorder
-from .recorder import _LAST, TorchRecorder
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
+from .recorder import _LAST, TorchGroup, TorchRecorder
 
 OWN_PREFIX = "shardmesh_"  # prefix of the names of the library's groups
 _OFTEN = 1023  # forget works that were dropped after so many calls, plus 1
@@ -167,8 +167,10 @@ class _Installed:
                 and self.monitor.directory.rank in ranks
                 and not name.startswith(OWN_PREFIX)
             )
-            recorder = TorchRecorder(handle, ranks, self.monitor) if is_known else None
-            if recorder is not None:
+            recorder = None
+            if is_known:
+                group = TorchGroup.of(handle, ranks, self.monitor)
+                recorder = TorchRecorder(handle, group, self.monitor)
                 self.monitor.recorders.append(recorder)
             self.recorders[id(handle)] = _ref(handle), recorder
             return recorder
@@ -176,14 +178,14 @@ class _Installed:
     def channel(
         self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int
     ) -> MessageRecorder:
-        own_rank, peer_rank = recorder.world.rank, recorder.group.ranks[peer]
+        own_rank, peer_rank = recorder.group.global_rank, recorder.group.ranks[peer]
         src, dst = (own_rank, peer_rank) if is_sending else (peer_rank, own_rank)
         key = id(recorder), src, dst, tag
         channel = self._channels.get(key)
         if channel is None:
             with self._lock:
                 channel = self._channels[key] = MessageRecorder(
-                    handle, recorder.label, src, dst, tag, self.monitor
+                    handle, recorder.group.description(), src, dst, tag, self.monitor
                 )
                 self.monitor.recorders.append(channel)
         return channel
@@ -192,6 +194,7 @@ class _Installed:
 def _install(monitor: Monitor) -> None:
     global _installed
     installed = _installed = _Installed(monitor)
+    monitor.at_stop.append(partial(stop, monitor))
     for name, enter in ENTER.items():
         installed.put(
             dist.ProcessGroup,

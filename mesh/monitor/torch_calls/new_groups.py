@@ -11,16 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.recording.trace_buffer import stable_hash
 from ...settings import settings
-from .recorder import TorchRecorder
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
+from ..monitor import Monitor
+from .recorder import TorchGroup, TorchRecorder
 
 _settings = settings()
 
@@ -31,9 +28,14 @@ class CreationRecorder(TorchRecorder):
     __slots__ = ()
 
     def __init__(self, ranks: tuple[int, ...], monitor: Monitor) -> None:
-        super().__init__(dist.group.WORLD, ranks, monitor)
-        self.key = stable_hash(f"torch new_group {ranks}")
-        self.label = f"torch's groups of {len(ranks)} ranks"
+        group = TorchGroup(
+            f"torch new_group {ranks}",
+            f"torch's groups of {len(ranks)} ranks",
+            ranks,
+            monitor,
+            monitor.torch_context,
+        )
+        super().__init__(dist.group.WORLD, group, monitor)
 
 
 class CreationRecorders:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...comm.comm_context import NO_CONTEXT
 from ...comm.recording.recorder import CommTag, Recorder, _CachedCall
-from ...comm.recording.trace_buffer import Header, stable_hash
+from ...comm.recording.trace_buffer import Header
 from ..diagnosis import verdict_text
 from ..diagnosis.members import member, read_members
+from ..monitor import Monitor
 from ..recording.job_directory import is_near
-from .recorder import _SOON, UNMARKED, TorchRecorder
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
+from .recorder import _SOON, TorchGroup, TorchRecorder, name_of
 
 _MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
 # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
@@ -29,6 +28,9 @@ _ALIKE = 3
 class MessageRecorder(TorchRecorder):
     """One rank's end of a channel.
 
+    Args:
+        group: what the group is called in messages.
+
     Attributes:
         src, dst: global ranks.
     """
@@ -37,17 +39,21 @@ class MessageRecorder(TorchRecorder):
     is_channel = True
 
     def __init__(
-        self, handle: Any, label: str, src: int, dst: int, tag: int, monitor: Monitor
+        self, handle: Any, group: str, src: int, dst: int, tag: int, monitor: Monitor
     ) -> None:
-        super().__init__(handle, tuple(sorted((src, dst))), monitor)
-        self._comm_context = UNMARKED  # a sender may be steps ahead
+        channel = TorchGroup(
+            f"torch {name_of(handle)} {src} {dst} {tag}",
+            f"messages from rank {src} to rank {dst} in {group}",
+            tuple(sorted((src, dst))),
+            monitor,
+            NO_CONTEXT,  # a sender may be steps ahead
+        )
+        super().__init__(handle, channel, monitor)
         self.src, self.dst = src, dst
-        self.key = stable_hash(f"{self.key} {src} {dst} {tag}")
-        self.label = f"messages from rank {src} to rank {dst} in {label}"
 
     @property
     def peer(self) -> int:
-        return self.src if self.world.rank == self.dst else self.dst
+        return self.src if self.group.global_rank == self.dst else self.dst
 
     def is_open(self, sequence: int) -> bool:
         return super().is_open(sequence) and not self._is_unmatched()
@@ -99,7 +105,7 @@ class MessageRecorder(TorchRecorder):
         monitor = self.monitor
         if monitor is None or self._is_unmatched():
             return
-        members = read_members(monitor, self, sequence)
+        members = read_members(monitor.directory, self, sequence)
         said = {m.rank: m.record for m in members if m.came}
         sent, expected = said.get(self.src), said.get(self.dst)
         if sent is not None and expected is not None and sent.sent > expected.received:

@@ -7,55 +7,75 @@ scattered long before the others ask for their parts.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ...comm.recording.recorder import Recorder
-from ...comm.recording.trace_buffer import SLOTS, stable_hash
-from ...settings import monotonic_ns
-from ..diagnosis import verdict_text
+from ...comm.comm_context import CommContext, NoContext
+from ...comm.recording.recorder import RecordedGroup, Recorder, TraceBuffers
+from ...comm.recording.trace_buffer import SLOTS
+from ..diagnosis.diagnose import note_missing
 from ..diagnosis.history import TORCHS_DEFAULT
 from ..diagnosis.members import agree, have_all_come, read_members
+from ..monitor import Monitor
 from ..waiting import is_done
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
-    from ..recording.job_directory import JobDirectory
-    from ..verdict import Verdict
 
 _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to report by itself that its time has run out
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
-# an attribute of errors: the recorder, and the number of the call
-_NOT_COME = "_shardmesh_not_come"
-
-
-class MarkedContext(threading.local):
-    """The `CommContext` of the program's own calls, once a thread has marked a step."""
-
-    lineage = 0
-    origin: tuple[None, int] | None = None
-
-
-UNMARKED = SimpleNamespace(lineage=0, origin=None)  # the same before that, and faster
 
 
 def mark_step(monitor: Monitor, origin: tuple[None, int] | None) -> None:
     """Let the collectives that this thread calls on torch's groups belong to a step from now on."""
-    if monitor.torch_context is UNMARKED:
-        monitor.torch_context = MarkedContext()
+    context = monitor.torch_context
+    if not isinstance(context, CommContext):
+        context = monitor.torch_context = CommContext()
         for recorder in monitor.recorders:
             if isinstance(recorder, TorchRecorder) and not recorder.is_channel:
-                recorder._comm_context = monitor.torch_context
-    monitor.torch_context.origin = origin
+                recorder._comm_context = context
+    context.origin = origin
+
+
+class TorchGroup(RecordedGroup):
+    """What is recorded of one of torch's groups.
+
+    Args:
+        identity: tells it from others.
+        description: what it is called in messages.
+    """
+
+    __slots__ = ("_description", "_identity")
+
+    def __init__(
+        self,
+        identity: str,
+        description: str,
+        ranks: tuple[int, ...],
+        monitor: Monitor,
+        comm_context: CommContext | NoContext,
+    ) -> None:
+        super().__init__(ranks, monitor.directory.rank, comm_context)
+        self._identity, self._description = identity, description
+
+    @staticmethod
+    def of(handle: Any, ranks: tuple[int, ...], monitor: Monitor) -> TorchGroup:
+        """Return the group of a handle of torch's."""
+        name = name_of(handle)
+        description = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
+        return TorchGroup(
+            f"torch {name} {ranks}", description, ranks, monitor, monitor.torch_context
+        )
+
+    def identity(self) -> str:
+        return self._identity
+
+    def description(self) -> str:
+        return self._description
 
 
 class TorchRecorder(Recorder):
@@ -63,7 +83,6 @@ class TorchRecorder(Recorder):
 
     Attributes:
         size: of the group.
-        label: what the group is called in messages.
         on_cpu: whether its calls can be waited for in slices: those of gloo, which the host waits
             for.
         timeout_ns: torch's own timeout of the group.
@@ -71,15 +90,13 @@ class TorchRecorder(Recorder):
             recorder; number of the record) of the last calls.
     """
 
-    __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
+    __slots__ = ("on_cpu", "size", "timeout_ns", "under_way")
     needs_rendezvous = shows_waits = False  # C++ waits without it
+    monitor: Monitor | None
 
-    def __init__(self, handle: Any, ranks: tuple[int, ...], monitor: Monitor) -> None:
-        super().__init__(_stand_in(ranks, monitor), monitor.buffer, monitor)
-        self.size = len(ranks)
-        name = distributed_c10d._world.pg_names.get(handle, "")
-        self.key = stable_hash(f"torch {name} {ranks}")
-        self.label = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
+    def __init__(self, handle: Any, group: TorchGroup, monitor: Monitor) -> None:
+        super().__init__(group, monitor.buffer, monitor)
+        self.size = group.size
         self.on_cpu = all(
             handle._get_backend(device).name() == "gloo" for device in handle._device_types
         )
@@ -147,7 +164,7 @@ class TorchRecorder(Recorder):
         return monitor is None or monitor.waiting.wait_until(
             self,
             sequence,
-            lambda: have_all_come(read_members(monitor, self, sequence)),
+            lambda: have_all_come(read_members(monitor.directory, self, sequence)),
             timeout.total_seconds() * 1e9,
         )
 
@@ -159,50 +176,26 @@ class TorchRecorder(Recorder):
 
     def mark(self, error: BaseException, sequence: int) -> None:
         """Record on an error of torch's, such as a timeout, that other ranks had not arrived."""
-        if self.monitor is not None and any(
-            m.came is False for m in read_members(self.monitor, self, sequence)
-        ):
-            error.__dict__[_NOT_COME] = self, sequence
+        if self.monitor is not None:
+            note_missing(self.monitor.directory, self, sequence, error)
 
     # -- the row -----------------------------------------------------------------------------------
 
-    def find_neighbours(self, directory: JobDirectory) -> None:
+    def find_neighbours(self, directory: TraceBuffers) -> None:
         """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier
         when this one called.
         """
         super().find_neighbours(directory)
         monitor = self.monitor
-        if monitor is not None and not agree(read_members(monitor, self, self.called - 1)):
+        if monitor is not None and not agree(
+            read_members(monitor.directory, self, self.called - 1)
+        ):
             monitor.waiting.wait_for_votes(self)
 
-    def _name(self) -> str:
-        return self.label
 
-
-def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None:
-    """Return the verdict on missing ranks, where torch's own time for a call ran out and this
-    error, or one of its causes, says so.
-    """
-    while error is not None and _NOT_COME not in error.__dict__:
-        error = error.__cause__ or error.__context__
-    if error is None:
-        return None
-    recorder, sequence = error.__dict__[_NOT_COME]
-    members = read_members(monitor, recorder, sequence)
-    record = next((m.record for m in members if m.rank == monitor.directory.rank), None)
-    if record is None or have_all_come(members):
-        return None
-    return verdict_text.stall(monitor, recorder, sequence, members, monotonic_ns() - record.start)
-
-
-def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
-    """Return the data of a group and its world that a recorder needs."""
-    world = SimpleNamespace(
-        rank=monitor.directory.rank, epoch=0, comm_context=monitor.torch_context
-    )
-    return SimpleNamespace(
-        ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world
-    )
+def name_of(handle: Any) -> str:
+    """Return the name that torch has given to a group, the same on all of its ranks."""
+    return distributed_c10d._world.pg_names.get(handle, "")
 
 
 def _timeout_ns(handle: Any) -> int:

@@ -58,7 +58,7 @@ class TorchWork(Work):
         return all(work.is_completed() for work in self._works)
 
 
-class WatchedWork(TorchWork):
+class MonitoredWork(TorchWork):
     """A collective on the CPU; while it waits, the monitor checks the other ranks."""
 
     __slots__ = ("_own_recorder", "_sequence", "_waiting")
@@ -75,7 +75,7 @@ class WatchedWork(TorchWork):
         self._waiting.wait_for_work(self._own_recorder, self._sequence, work)
 
 
-class PolledWork(WatchedWork):
+class PolledWork(MonitoredWork):
     """A collective on an accelerator that the host waits for, as for a barrier: NCCL aborts its
     communicator if a timed wait expires.
     """
@@ -86,7 +86,7 @@ class PolledWork(WatchedWork):
         self._waiting.poll(self._own_recorder, self._sequence, work)
 
 
-class WatchedMessages(WatchedWork):
+class MonitoredMessages(MonitoredWork):
     """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first
     wait, monitored, for the other ranks.
     """

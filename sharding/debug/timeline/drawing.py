@@ -3,54 +3,66 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from ..picture import drawn
+from .event import TimelineEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .timeline import Timeline, TimelineEvent
 
 WIDTH, ROW, EDGES = 11.0, 0.55, 1.35  # inches
 COLOURS = {"operator": "#4878a8", "collective": "#e1812c", "wait": "#d0d0d0"}
 _LEAST_SHARE = 0.004  # of the width per letter: a label that does not fit is left out
 
 
-def timeline_picture(timeline: Timeline, path: str | PathLike[str] | None = None) -> Figure:
-    """timeline_picture(timeline, path) -> Figure: a row for each lane, bars for events, labels
-    where they fit.
+def timeline_picture(
+    events: Sequence[TimelineEvent],
+    lanes: Sequence[str],
+    seconds: float,
+    heading: str,
+    path: str | PathLike[str] | None = None,
+) -> Figure:
+    """Return a figure with a row for each lane, bars for events, and labels where they fit.
+
+    Args:
+        seconds: the length of the step.
+        path: a file to write as well.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a file format that matplotlib does not know.
     """
-    return drawn(lambda figure_type: _draw(figure_type, timeline), path)
+    return drawn(lambda figure_type: _draw(figure_type, events, lanes, seconds, heading), path)
 
 
-def _draw(figure_type: type[Figure], timeline: Timeline) -> Figure:
-    lanes = timeline.lanes
+def _draw(
+    figure_type: type[Figure],
+    events: Sequence[TimelineEvent],
+    lanes: Sequence[str],
+    seconds: float,
+    heading: str,
+) -> Figure:
     figure = figure_type(figsize=(WIDTH, EDGES + ROW * len(lanes)))
     axes = figure.add_subplot()
-    unit, scale = _unit(timeline.seconds)
+    unit, scale = _unit(seconds)
     for row, lane in enumerate(lanes):
         for kind, colour in COLOURS.items():
-            events = [
-                event for event in timeline.events if event.lane == lane and event.kind == kind
-            ]
-            bars = [(event.start * scale, event.duration * scale) for event in events]
+            shown = [event for event in events if event.lane == lane and event.kind == kind]
+            bars = [(event.start * scale, event.duration * scale) for event in shown]
             axes.broken_barh(
                 bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3
             )
-            for event in events:
-                _label(axes, event, row, scale, timeline.seconds)
+            for event in shown:
+                _label(axes, event, row, scale, seconds)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlim(0, timeline.seconds * scale or 1)
+    axes.set_xlim(0, seconds * scale or 1)
     axes.set_xlabel(unit)
-    axes.set_title(str(timeline).splitlines()[0], fontsize=9)
+    axes.set_title(heading, fontsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

@@ -22,38 +22,12 @@ from ...jit.inspection.step_graph import StepGraph, flops_of
 from ...jit.jit import JitFunction
 from .drawing import timeline_picture
 from .durations import Durations, measured_times, moved_bytes
+from .event import COMPUTE, TimelineEvent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COMPUTE = "compute"
 Times = Callable[[fx.Node], float]
-
-
-@dataclass(frozen=True)
-class TimelineEvent:
-    """One operator, one collective, or the time in which operators wait for one.
-
-    Attributes:
-        name: the operator.
-        kind: "operator", "collective" or "wait".
-        lane: "compute", or the mesh axes of a collective.
-        start, duration: in seconds since the start of the step.
-        node: the name of the node in `as_text()`.
-        details: bytes, flops, ranks, what it is for.
-    """
-
-    name: str
-    kind: str
-    lane: str
-    start: float
-    duration: float
-    node: str
-    details: dict[str, Any] = field(repr=False)
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +121,8 @@ class Timeline:
         Raises: ImportError without matplotlib; ValueError for a file format that matplotlib does
         not know.
         """
-        return timeline_picture(self, path)
+        heading = str(self).splitlines()[0]
+        return timeline_picture(self.events, self.lanes, self.seconds, heading, path)
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "predicted"

@@ -27,12 +27,12 @@ from ...autograd.named_axes import (
     Groups,
     bound_axes,
     bound_groups,
-    current_axis_env,
     current_captures,
 )
 from ...layout.bounded_cache import keep
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
+from ..mapped_env import current_mapped_env
 from ..signature import flatten_tree, unflatten_tree
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location
@@ -275,7 +275,7 @@ def current_checker() -> Any:
     """Return the type checker; None in a backward pass, which recomputes pieces, except in the
     backward of a custom function.
     """
-    env = current_axis_env()
+    env = current_mapped_env()
     if (
         env is None
         or env.checker is None

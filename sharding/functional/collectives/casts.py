@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...autograd.named_axes import AxisName, bound_axes, current_axis_env
+from ...autograd.named_axes import AxisName, bound_axes
+from ..mapped_env import current_mapped_env
 from ..types.type_checker import untracked
 from ..types.types import Type, TypeOrigin, user_location
 from .apply import CollectiveCall, Prepared, TypingRule, map_collective
@@ -31,7 +32,7 @@ def axis_index(axis_name: AxisName) -> Tensor:
     Communication: none.
     """
     axes = bound_axes(axis_name)
-    env = current_axis_env()
+    env = current_mapped_env()
     if env is None or env.checker is None:
         return axes.index_tensor.clone()
     with untracked():

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...autograd import engine_hooks
-from ...autograd.named_axes import AxisEnv, current_axis_env
 from ...layout.spec import P
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...redistribute.autograd import redistribute_local
@@ -35,6 +34,7 @@ from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
 from ..collectives.apply import current_checker
 from ..collectives.linear_maps import KeepFirstMap, apply
+from ..mapped_env import MappedEnv, current_mapped_env
 from ..signature import paths_of
 
 
@@ -223,7 +223,7 @@ class _CustomVJPCall:
         self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
         self.inputs = _Tree(differentiated, current_checker())
         self.result: Any = None
-        self.env = current_axis_env()
+        self.env = current_mapped_env()
         self.replicated_grads = None if self.env is None else _replicated_grads(self.env)
         self.replay = replay_random()[1]
 
@@ -412,7 +412,7 @@ class _CustomVJP(torch.autograd.Function):
         return None, *call.backward(residuals, cotangents)
 
 
-def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
+def _replicated_grads(env: MappedEnv) -> ReplicatedGrads | None:
     """Return the findings of the tracked call of the mapped function; None if nothing was
     tracked.
     """

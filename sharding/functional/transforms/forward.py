@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import forward_mode, innermost, transforms_active
-from ...autograd.named_axes import current_axis_env
 from ...autograd.transforms import on_own_level
 from ...tensor.autograd import backward
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
+from ..mapped_env import current_mapped_env
 from ..trees import flatten_without_none
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
@@ -198,7 +198,7 @@ class _Linear:
         ]
         linked = [outs[i] for i in self._linked]
         self._cotangents = [torch.zeros_like(out).requires_grad_() for out in linked]
-        env = current_axis_env()
+        env = current_mapped_env()
         if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
                 tag = env.checker.grad_tag(env.checker.tag_of(out).type)

@@ -17,10 +17,14 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ....mesh.comm.call_site import DESCRIBERS
 from ....mesh.comm.thread_context import thread_context
-from ...autograd.named_axes import AxisEnv, current_axis_env, current_captures
+from ...autograd.named_axes import (
+    AxisEnv,
+    CapturedTensors,
+    current_axis_env,
+    current_captures,
+)
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.random import replay_random
-from ..captures import Captures, ReplayCaptures
 from ..trees import flatten_without_none
 from .parts import replace_args
 from .pullback import Pullback, detached, differentiating
@@ -192,7 +196,7 @@ def _contexts() -> tuple[Any, Any]:
 class _ReplayContexts:
     """The contexts of a recomputed piece, as one that can be entered repeatedly."""
 
-    def __init__(self, replay: Any, env: Any, captures: Captures | None) -> None:
+    def __init__(self, replay: Any, env: Any, captures: CapturedTensors | None) -> None:
         self.replay, self.env, self.captures = replay, env, captures
         self.stacks: list[ExitStack] = []
 
@@ -201,7 +205,7 @@ class _ReplayContexts:
         stack.enter_context(self.replay)
         stack.enter_context(self.env.entered() if isinstance(self.env, AxisEnv) else self.env)
         if self.captures is not None:
-            stack.enter_context(ReplayCaptures(self.captures))
+            stack.enter_context(self.captures.replaying())
         self.stacks.append(stack)
 
     def __exit__(self, *error: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...autograd.named_axes import current_axis_env
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
+from ..mapped_env import current_mapped_env
 from ..types.type_checker import untracked
 
 
@@ -27,7 +27,7 @@ def with_part(x: Any, part: Tensor) -> Any:
 
 def same_type(out: Any, *sources: Any) -> Any:
     """Set the type of a tensor to that of a value computed from the sources, and return it."""
-    env = current_axis_env()
+    env = current_mapped_env()
     if env is not None and env.checker is not None:
         checker = env.checker
         with untracked():

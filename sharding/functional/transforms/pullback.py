@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 
 from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import transforms_active
-from ...autograd.named_axes import AxisEnv, current_axis_env
 from ...autograd.transforms import on_own_level
 from ...tensor.autograd import backward
 from ...tensor.sharded_tensor import ShardedTensor
 from ..collectives.collectives import psum
 from ..collectives.linear_maps import KeepFirstMap
+from ..mapped_env import MappedEnv, current_mapped_env
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type
 from .parts import Results, with_part
@@ -60,7 +60,7 @@ class Pullback:
 
         def typed(fresh: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
             outs, value = run(fresh)
-            if (env := current_axis_env()) is not None:
+            if (env := current_mapped_env()) is not None:
                 self._types = _grad_types(env, outs, fresh, is_loss)
             return outs, value
 
@@ -95,7 +95,7 @@ class Pullback:
             cotangents: for each of `outs`; None for the default seed of a scalar, which frees the
                 graph.
         """
-        env, types = current_axis_env(), self._types
+        env, types = current_mapped_env(), self._types
         if env is None:
             return self._gradients(cotangents or [None] * len(self.outs), cotangents is not None)
         if types is None:
@@ -163,7 +163,7 @@ def _copy_with_type(x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a new tensor with the same values and type; its gradient is reduced as that type
     says.
     """
-    env = current_axis_env()
+    env = current_mapped_env()
     if env is None or env.checker is None:
         return copy(x)
     x = env.checker.replace_capture(x)
@@ -207,7 +207,7 @@ class GradTypes(NamedTuple):
 
 
 def _grad_types(
-    env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool
+    env: MappedEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool
 ) -> GradTypes:
     """Return the types of results and inputs, from the checker or from the log.
 
@@ -228,11 +228,11 @@ def _grad_types(
     return record
 
 
-def _replicated(env: AxisEnv, type_: Type) -> tuple[str, ...]:
+def _replicated(env: MappedEnv, type_: Type) -> tuple[str, ...]:
     return tuple(a for a in env.names if a not in type_.varying and a not in type_.pending)
 
 
-def _logged_types(env: AxisEnv, *counts: int) -> GradTypes:
+def _logged_types(env: MappedEnv, *counts: int) -> GradTypes:
     if env.cursor < len(env.type_log):
         record = env.type_log[env.cursor]
         env.cursor += 1
@@ -270,7 +270,7 @@ def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
 
 
 def _seeds(
-    env: AxisEnv, types: GradTypes, outs: Sequence[Tensor], cotangents: Sequence[Any] | None
+    env: MappedEnv, types: GradTypes, outs: Sequence[Tensor], cotangents: Sequence[Any] | None
 ) -> list[Any]:
     """Return the seeds of backward on this rank: shares of those that are replicated."""
     if cotangents is None:
@@ -285,7 +285,7 @@ def _seed(loss: Tensor, share: float) -> Any:
     return ShardedTensor._make(backward.seed(loss, None) * share, loss._layout.dual)
 
 
-def _reduced(env: AxisEnv, types: GradTypes, gradients: list[Tensor]) -> list[Tensor]:
+def _reduced(env: MappedEnv, types: GradTypes, gradients: list[Tensor]) -> list[Tensor]:
     """Return the gradients with those that are pending over manual axes summed, in buckets."""
     if env.checker is not None:
         for g, type_ in zip(gradients, types.types, strict=True):

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from ...autograd.named_axes import AxisEnv
 from .types import ShardingTypeError, Tag, Type
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ class CustomFunctionCall:
         checker = self.make_checker()
         with ExitStack() as stack:
             stack.enter_context(torch._C._EnableTorchFunction())
-            stack.enter_context(_entered(self.env, checker))
+            stack.enter_context(self.env.tracked_by(checker))
             tracked = [checker.track_grad(g, self.outs.get(i)) for i, g in enumerate(grads)]
             with checker:
                 out = type(node).apply(node, *tracked)
@@ -228,15 +227,3 @@ def _describe_type(type_: Type, axis: str) -> str:
     if axis in type_.varying:
         return f"varies over {axis!r}"
     return f"is {'pending' if axis in type_.pending else 'replicated'} over {axis!r}"
-
-
-@contextmanager
-def _entered(env: AxisEnv, checker: Any) -> Iterator[None]:
-    """Make `env` the current environment in the block, in which `checker` tracks types."""
-    before = env.checker, env.recording
-    with env.entered():
-        env.checker, env.recording = checker, False
-        try:
-            yield
-        finally:
-            env.checker, env.recording = before

@@ -3,7 +3,7 @@
 A decomposition (see `registry.decomposition`) computes an operator over a split dim without
 gathering it. Most are made of other operators on `ShardedTensor`s and need only `is_split` and
 `reduce_pending`. Those that work on this rank's part use `from_parts`, `part_sizes` and
-`interval_exchange.Fetch`.
+`IntervalExchange`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout.layout import Layout
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from ...layout.spec import Cut, P
 from ...tensor.sharded_tensor import ShardedTensor
 from .. import nonmember

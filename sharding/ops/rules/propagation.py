@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...layout.bounded_cache import keep
-from ...layout.layout import Layout
-from ...layout.mesh_layouts import MeshLayouts
+from ...layout.layout import Layout, MeshLayouts
 from ...layout.spec import Cut, P
 from ...redistribute.plan import without_trivial_axes
 from .notation import Dim, Rule

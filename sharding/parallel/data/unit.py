@@ -417,7 +417,7 @@ class UnitStep:
         self.still_to_run: set[nn.Module] = set()
         self.wait: Callable[[], Grads] | None = None
         self._scale, self._factors = 1.0, ()  # for all gradients; further ones per parameter
-        self._with_hook: set[int] = set()  # the gradients that `write_grad` has had
+        self._with_hook: set[int] = set()  # the gradients that `_write_grad` has had
         half = None if unit.controls.allows_unused else unit.schedule.at_half_of_backward
         self.writer = GradWriter(
             unit.grad_places.sources(unit.plan.parameters),

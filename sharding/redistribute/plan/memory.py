@@ -9,7 +9,7 @@ import numpy as np
 from ....kernels.box import Box, box_size, intersect, overlap
 from ....mesh.abstract_mesh import AbstractMesh
 from ...layout.layout import Layout
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from .overlap import Coordinate
 from .routes import routes
 from .steps import RING_OPS, Step

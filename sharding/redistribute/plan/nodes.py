@@ -13,7 +13,7 @@ import numpy as np
 from ....kernels.box import box_size, overlap
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from .overlap import Coordinate
 from .routes import (
     elements_received,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ....kernels.box import Box, box_size, intersect, overlap
 from ...layout.layout import Layout, chunk
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from .overlap import Coordinate, ranks_overlapping
 from .steps import Step
 

@@ -21,7 +21,7 @@ from ....kernels.box import Box, box_size
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
 from ...layout.layout import Layout
-from ...layout.mesh_layouts import cached_on_mesh
+from ...layout.mesh_answers import cached_on_mesh
 from .bounds import numels
 from .nodes import EXACT_RANKS, across_nodes
 from .overlap import Coordinate

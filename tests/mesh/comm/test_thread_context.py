@@ -143,8 +143,7 @@ def test_state_by_thread_is_kept_nowhere_else() -> None:
         for _ in re.finditer(r"threading\.local|_thread\._local", path.read_text())
     ]
     assert uses == [
+        "mesh/comm/comm_context.py",
         "mesh/comm/thread_context.py",
-        "mesh/comm/world.py",
-        "mesh/monitor/torch_calls/recorder.py",
         "kernels/backend.py",
     ]

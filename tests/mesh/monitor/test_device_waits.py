@@ -22,7 +22,7 @@ from shardmesh.mesh import errors
 from shardmesh.mesh.comm.call_site import frame_of_thread
 from shardmesh.mesh.comm.recording import stream_events
 from shardmesh.mesh.comm.recording.trace_buffer import Header
-from shardmesh.mesh.monitor import termination, timeouts, watchdog
+from shardmesh.mesh.monitor import process_hooks, termination, timeouts, watchdog
 from shardmesh.mesh.monitor.verdict import Verdict
 from shardmesh.mesh.monitor.watchdog import place_of
 from shardmesh.mesh.settings import settings
@@ -442,10 +442,10 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     monkeypatch.setattr(timeouts, "torch_groups", lambda: [handle])
     monkeypatch.setattr(type(three[0].monitor), "is_of_this_job", lambda _: True)
     monkeypatch.setattr(watchdog, "place_of", place_of)
-    monkeypatch.setattr(termination, "monitors", [three[0].monitor])
+    monkeypatch.setattr(process_hooks, "monitors", [three[0].monitor])
     number = signal.SIGRTMIN + 12
     monkeypatch.setattr(termination, "alarm_signal", number)
-    before = signal.signal(number, termination._on_alarm)
+    before = signal.signal(number, process_hooks._on_alarm)
     x = SimpleNamespace(item=libc.pthread_mutex_lock)
     at_the_latest = threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,))
     launch(three[0], PAIR, ALL)

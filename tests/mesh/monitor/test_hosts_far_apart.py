@@ -121,7 +121,7 @@ def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(
     directory = four[0].monitor.directory
     directory._buffers[1] = copy.buffer
     came = [
-        read_members(four[0].monitor, four[0].recorder(), sequence)[1].came
+        read_members(four[0].monitor.directory, four[0].recorder(), sequence)[1].came
         for sequence in range(1001)
     ]
     assert False not in came[:1000]

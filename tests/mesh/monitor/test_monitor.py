@@ -19,9 +19,8 @@ from shardmesh.mesh import settings as settings_module
 from shardmesh.mesh.comm.null import NullWorld
 from shardmesh.mesh.comm.recording.recorder import route_of
 from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, Header, RankState
-from shardmesh.mesh.monitor import termination, waiting
-from shardmesh.mesh.monitor.monitor import start_monitor
-from shardmesh.mesh.monitor.termination import notify_peers
+from shardmesh.mesh.monitor import process_hooks, waiting
+from shardmesh.mesh.monitor.process_hooks import notify_peers, start_monitor
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
 from shardmesh.mesh.settings import collective_check, from_environment, settings, watchdog
 from shardmesh.mesh.text import ranks_text
@@ -259,7 +258,7 @@ def test_verdict_is_not_published_as_an_exception(two: list[DrivenRank]) -> None
 def test_tell_of_reaches_every_monitor_of_the_process(
     two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(termination, "monitors", {two[0].monitor})
+    monkeypatch.setattr(process_hooks, "monitors", {two[0].monitor})
     notify_peers(RuntimeError("out of memory"))
     found = two[1].monitor.standing()
     assert found is not None

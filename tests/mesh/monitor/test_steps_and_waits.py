@@ -65,7 +65,7 @@ def mark(rank: DrivenRank, step: int) -> None:
 
 def last_agree(ranks: list[DrivenRank]) -> bool:
     recorder = ranks[0].recorder()
-    return agree(read_members(ranks[0].monitor, recorder, recorder.called - 1))
+    return agree(read_members(ranks[0].monitor.directory, recorder, recorder.called - 1))
 
 
 @pytest.mark.parametrize("step", [0, 1, 40_000, 1 << 40])
@@ -74,7 +74,7 @@ def test_steps_of_members(four: list[DrivenRank], step: int) -> None:
         if own is not None:
             mark(rank, own)
         rank.call()
-    found = read_members(four[0].monitor, four[0].recorder(), 0)
+    found = read_members(four[0].monitor.directory, four[0].recorder(), 0)
     assert [m.step for m in found] == [step, step + 1, None, step]
     verdict = four[0].diagnosed()
     assert verdict is not None
@@ -92,7 +92,12 @@ def test_host_that_has_run_ahead(four: list[DrivenRank]) -> None:
         mark(rank, 5 if rank.rank else 4)
         rank.call()
         rank.buffer.words[Header.STEP] = 900
-    assert [m.step for m in read_members(four[0].monitor, four[0].recorder(), 0)] == [4, 5, 5, 5]
+    assert [m.step for m in read_members(four[0].monitor.directory, four[0].recorder(), 0)] == [
+        4,
+        5,
+        5,
+        5,
+    ]
 
 
 def test_other_call_without_a_step(four: list[DrivenRank]) -> None:

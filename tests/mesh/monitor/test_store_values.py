@@ -275,7 +275,7 @@ def test_a_folder_of_strangers_is_not_used(
 ) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     store = HashStore()
-    PrefixStore("shardmesh/watch/abc", store).set(f"folder/{rank_info.machine()}", named)
+    PrefixStore("shardmesh/monitor/abc", store).set(f"folder/{rank_info.machine()}", named)
     agreement = Agreement(store, "abc", "stale", 0, 2)
     if not named:  # as if nobody had chosen yet
         assert agreement.folder(0) == tmp_path

@@ -74,7 +74,7 @@ def test_every_holder_is_named_once(move):
             shape[:2],
             *[_first_dims(spec) for spec in (src, dst)],
             (mesh_shape, AXES[: len(mesh_shape)]),
-        )
+        ).plan
     ):
         holders = {
             c: box for c, box in panel.layout.boxes() if all(start < stop for start, stop in box)
@@ -120,7 +120,7 @@ def test_dims_that_are_not_shown_are_named():
 
 def test_of_hidden_dims_the_first_index_is_drawn():
     mesh = ((2, 2, 2), ("a", "b", "c"))
-    (panel,) = plan_panels(explained((4, 4, 4), P("a", "b", "c"), P("a", "b", "c"), mesh))
+    (panel,) = plan_panels(explained((4, 4, 4), P("a", "b", "c"), P("a", "b", "c"), mesh).plan)
     assert [part.box[2] for part in panel.parts] == [(0, 2)] * 4
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.sharding.layout import layout as layout_module
-from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
+from shardmesh.sharding.layout.layout import MeshLayouts
 from shardmesh.sharding.layout.spec import KINDS
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh

@@ -11,7 +11,7 @@ import torch
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.sharding.layout.bounded_cache import LayoutCache
-from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
+from shardmesh.sharding.layout.layout import MeshLayouts
 from shardmesh.sharding.redistribute.executor import executor
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ....layout.mesh_layouts import cached_on_mesh
+from ....layout.mesh_answers import cached_on_mesh
 from ....layout.spec import P
 from ....lineage import mixed, seed_of
 from ....tensor.autograd.local_part import known_local

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .....mesh.comm.recording.recorder import CommTag
 from ....layout.layout import Layout
-from ....layout.mesh_layouts import cached_on_mesh
+from ....layout.mesh_answers import cached_on_mesh
 from ....lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor

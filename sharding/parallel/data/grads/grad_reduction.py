@@ -128,7 +128,7 @@ class Bucket:
         torch._foreach_add_([x for x, _ in pairs], [grad.to(self.sum_dtype) for _, grad in pairs])
         self.used.update(i for i, grad in enumerate(grads) if grad is not None)
 
-    def take_deferred(self) -> tuple[Grads, GradBuffer | None]:
+    def pop_deferred(self) -> tuple[Grads, GradBuffer | None]:
         """Return the deferred gradients and their buffer, and forget them."""
         whole, used = self.deferred, self.used
         self.drop_deferred()

@@ -50,7 +50,7 @@ class HeldGrads:
         """Add the deferred gradients to `.grad`. Communication: one reduce_scatter per dtype."""
         with torch.no_grad(), self._plan.summing_grads():
             for bucket in self._plan.buckets:
-                grads, buffer = bucket.take_deferred()
+                grads, buffer = bucket.pop_deferred()
                 parts = bucket.start(grads, scale, buffer, self._controls)()
                 accumulate_later(bucket.parameters, parts)
 
@@ -83,7 +83,7 @@ class HeldGrads:
         _refuse_recording()
         del self._buckets[bucket]
         bucket.defer(grads)
-        return bucket.take_deferred()
+        return bucket.pop_deferred()
 
     def exchange(self, parts: Grads) -> Grads:
         """Return reduced gradients with the held ones added.

@@ -48,7 +48,7 @@ def test_rank_that_is_far_ahead_has_arrived(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     for _ in range(LONG_SLOTS + 6):
         four[3].call()
-    found = read_members(four[0].monitor, four[0].recorder(), 0)
+    found = read_members(four[0].monitor.directory, four[0].recorder(), 0)
     assert [m.came for m in found] == [True, True, True, None]
     assert four[0].diagnosed(waited=LONG_S) is None
 
@@ -61,12 +61,12 @@ def test_fingerprint_numbers_wrap(four: list[DrivenRank], ahead: int) -> None:
     for _ in range(4):
         call_on(four, 0, 1, 2, 3)
     assert four[0].diagnosed((1 << 16) + 1, waited=LONG_S) is None
-    assert have_all_come(read_members(four[0].monitor, four[0].recorder(), (1 << 16) + 1))
+    assert have_all_come(read_members(four[0].monitor.directory, four[0].recorder(), (1 << 16) + 1))
     for _ in range(ahead):
         four[0].call()
     (late,) = {
         m.came
-        for m in read_members(four[0].monitor, four[0].recorder(), (1 << 16) + 1 + ahead)
+        for m in read_members(four[0].monitor.directory, four[0].recorder(), (1 << 16) + 1 + ahead)
         if m.rank
     }
     assert late is False
@@ -77,7 +77,9 @@ def test_row_of_an_earlier_round_is_ignored(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     for _ in range(LONG_SLOTS):
         four[0].call("all_gather")
-    assert [m.came for m in read_members(four[0].monitor, four[0].recorder(), LONG_SLOTS)] == [
+    assert [
+        m.came for m in read_members(four[0].monitor.directory, four[0].recorder(), LONG_SLOTS)
+    ] == [
         True,
         False,
         False,

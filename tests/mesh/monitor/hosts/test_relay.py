@@ -28,9 +28,9 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
 )
 from shardmesh.mesh.monitor.hosts import relay as relay_module
 from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_copy
-from shardmesh.mesh.monitor.hosts.relay import Relay, is_needed, start_relay
+from shardmesh.mesh.monitor.hosts.relay import Relay, start_relay
 from shardmesh.mesh.monitor.monitor import Monitor
-from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, may_span_hosts
 from shardmesh.mesh.monitor.verdict import Verdict
 
 LIMIT_S = 60.0
@@ -327,9 +327,9 @@ def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     monitor = Monitor(SimpleWorld(0), JobDirectory("job", 0, 1))
     assert start_relay(monitor, HashStore()) is None
-    assert is_needed({}, 4)
-    assert is_needed({"LOCAL_WORLD_SIZE": "2"}, 4)
-    assert not is_needed({"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert may_span_hosts({}, 4)
+    assert may_span_hosts({"LOCAL_WORLD_SIZE": "2"}, 4)
+    assert not may_span_hosts({"LOCAL_WORLD_SIZE": "4"}, 4)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     found = start_relay(monitor, PrefixStore("default", server))

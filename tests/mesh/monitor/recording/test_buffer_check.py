@@ -18,7 +18,7 @@ from shardmesh.mesh import null_world
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.recording.trace_buffer import TraceBuffer
 from shardmesh.mesh.errors import CollectiveError
-from shardmesh.mesh.monitor import termination
+from shardmesh.mesh.monitor import process_hooks
 from shardmesh.mesh.monitor.diagnosis import verdict_text
 from shardmesh.mesh.settings import collective_check, settings
 from tests.sharding.ranks import every_rank, on_mesh
@@ -199,7 +199,7 @@ def test_a_thread_whose_collective_failed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_exceptions_of_threads_are_shown_with_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, seen = TraceBuffer.private(0, 2), []
     monkeypatch.setattr(threading, "excepthook", seen.append)
-    termination.record_thread_errors(lambda: [buffer])
+    process_hooks.record_thread_errors(lambda: [buffer])
 
     def run(error: BaseException) -> None:
         thread = threading.Thread(target=_raised, args=(error,), name="loader")

@@ -243,7 +243,7 @@ def test_verdict_is_raised_after_the_folder_is_deleted(two: list[DrivenRank]) ->
 
 def test_rank_that_has_seen_all_does_not_poll(two: list[DrivenRank]) -> None:
     asking = Agreement(HashStore(), "job", "stale", 0, 2)
-    asking.check_visible(two[0].monitor, (0, 1))
+    asking.check_visible(two[0].monitor.directory, (0, 1), has_relay=False)
     assert asking._thread is None
 
 
@@ -258,7 +258,7 @@ def test_giving_up_does_not_block_with_the_main_thread(capsys: pytest.CaptureFix
     other.set("soon", "1")
     waiting.join()
     Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
-    assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
+    assert other.get("shardmesh/monitor/job/without") == b"rank 0: the folder is full"
     assert (
         capsys.readouterr().err
         == "shardmesh: this job is not monitored: rank 0: the folder is full\n"

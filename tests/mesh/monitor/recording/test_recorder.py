@@ -134,14 +134,19 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
     records = list(buffer.records())
     assert [record.sequence for record in records] == list(range(count - RECORDS, count))
     for sequence in (count - 1, count - LONG_SLOTS):
-        found = read_members(ranks[0].monitor, ranks[0].recorder(), sequence)
+        found = read_members(ranks[0].monitor.directory, ranks[0].recorder(), sequence)
         assert all(m.came for m in found)
         assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
     assert [
-        m.came for m in read_members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)
+        m.came
+        for m in read_members(
+            ranks[0].monitor.directory, ranks[0].recorder(), count - LONG_SLOTS - 1
+        )
     ] == [None, None]
-    assert [m.came for m in read_members(ranks[0].monitor, ranks[0].recorder(), count)] == [
+    assert [
+        m.came for m in read_members(ranks[0].monitor.directory, ranks[0].recorder(), count)
+    ] == [
         False,
         False,
     ]

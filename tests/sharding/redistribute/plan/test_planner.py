@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.kernels.box import box_size
-from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
+from shardmesh.sharding.layout.layout import MeshLayouts
 from shardmesh.sharding.layout.spec import KINDS
 from shardmesh.sharding.redistribute.plan.traffic import plan_bytes_received
 from tests.sharding.ranks import AXES, on_mesh
