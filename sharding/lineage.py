@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..mesh.comm.call_site import user_frame
+from ..mesh.comm.call_site import user_lines
 from ..mesh.comm.recording.trace_buffer import Header
 from ..mesh.comm.thread_context import thread_context
 from ..mesh.settings import settings
@@ -36,7 +36,7 @@ from .layout.layout import Layout
 
 # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
 _FACTOR = 0x01000193
-_CALLERS = 3
+_LINES = 3
 _HASHES, _ONE = 4, (1 << 32) - 1
 _KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
 _settings = settings()
@@ -117,7 +117,8 @@ def root(layout: Layout) -> int:
     world: Any = getattr(layout.mesh, "world", None)
     if world is None or _settings.mode == "off":
         return 0
-    line = " ".join(_lines())
+    # the lines that called it as well, since many programs make all tensors in one function
+    line = " ".join(_line(*known) for known in user_lines(_LINES))
     stamp, collectives = layout.fingerprint, world.trace_buffer.words[Header.RECORDS]
     roots = world.comm_context.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
@@ -134,17 +135,6 @@ def root(layout: Layout) -> int:
             )
         )
     )
-
-
-def _lines() -> Iterator[str]:
-    """Yield the line of the program and the lines that called it, since many programs make all
-    tensors in one function.
-    """
-    frame: Any = user_frame()[0]
-    for _ in range(_CALLERS):
-        if frame is not None:
-            yield _line(frame.f_code.co_filename, frame.f_lineno)
-            frame = frame.f_back
 
 
 @functools.lru_cache(4096)

@@ -5,7 +5,9 @@
     shardmesh      torch_function        the outermost frame of shardmesh: what the line called
     shardmesh      ... all_gather        user_call() is called here
 
-Everything is read from the stack when it is needed, so programs pay nothing for it otherwise.
+Everything is read from the stack when it is needed, so programs pay nothing for it otherwise. Other
+modules do not walk frames, but for the few that `docs/architecture.md` lists, as it lists what
+depends on the stack beyond messages.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -96,10 +99,41 @@ def main_thread_stack() -> str:
     return "".join(traceback.format_list(shown))
 
 
+def frames_of_thread(ident: int | None) -> Iterator[FrameType]:
+    """Yield the frames of another thread, the innermost first; none if it has ended."""
+    return _outward(frame_of_thread(ident))
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_line() -> tuple[str, int]:
     """Return the file name and line number in the user's program."""
     frame, _ = user_frame()
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def user_lines(count: int) -> list[tuple[str, int]]:
+    """Return `user_line` and those of the frames that called it, at most so many."""
+    frames = islice(_outward(user_frame()[0]), count)
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+
+
+def operator_line() -> tuple[str, int] | None:
+    """Return the user's line that runs an operator, for a torch function mode that sees it; None if
+    the library runs it, unless a mode of the library passes it on.
+    """
+    is_ours, frame = False, sys._getframe(2)
+    while frame.f_back is not None:
+        if frame.f_code.co_filename.startswith(_OURS):
+            is_ours = frame.f_code.co_name != "__torch_function__"
+        elif not frame.f_code.co_filename.startswith(_TORCH):
+            break
+        frame = frame.f_back
+    return None if is_ours else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def call_path() -> int:
@@ -107,11 +141,50 @@ def call_path() -> int:
     through the same lines.
     """
     lines: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _outward(sys._getframe(1)):
         lines += frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
     return hash(tuple(lines))
+
+
+# -- what torch and other libraries do not pass ----------------------------------------------------
+
+
+def is_called_by(func: Any) -> bool:
+    """Return True if the caller was called by `func`, or by a comprehension in it."""
+    frames = islice(_outward(sys._getframe(2)), 2)
+    return func is not None and any(frame.f_code is func.__code__ for frame in frames)
+
+
+def argument_of_caller(func: Any, name: str) -> Any:
+    """Return an argument of the call that called the caller, None if that is not one of `func`."""
+    frame = sys._getframe(2)
+    return _variables(frame, (name,))[0] if frame.f_code is func.__code__ else None
+
+
+def arguments_of_calls(func: Any, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Yield these arguments of each running call of a Python function, the innermost first."""
+    for frame in _outward(sys._getframe(1)):
+        if frame.f_code is func.__code__:
+            yield _variables(frame, names)
+
+
+def owners_of_methods() -> Iterator[Any]:
+    """Yield the `self` of each method that is running, the innermost first."""
+    for frame in _outward(sys._getframe(1)):
+        if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
+            yield from _variables(frame, ("self",))
+
+
+def _variables(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
+    variables = frame.f_locals
+    values = tuple(variables.get(name) for name in names)
+    # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
+    if type(variables) is dict:
+        variables.clear()
+    return values
+
+
+# -- the call that is running ----------------------------------------------------------------------
 
 
 class OperatorCall(NamedTuple):

@@ -23,11 +23,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 
 import torch.distributed as dist
 
-from ..comm.call_site import frame_of_thread
+from ..comm.call_site import frames_of_thread
 from ..comm.recording.trace_buffer import IDLE, Header, RankState, TraceBuffer
 from ..settings import monotonic_ns, settings
 from .job import Job
@@ -112,12 +111,9 @@ def take_alarm_signal(handler: Callable[..., None]) -> None:
 
 def is_hosted() -> bool:
     """Return whether a test runner, a notebook or a debugger runs the main thread's program."""
-    frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
-            return True
-        frame = frame.f_back
-    return hasattr(sys, "ps1")
+    frames = frames_of_thread(threading.main_thread().ident)
+    modules = (str(frame.f_globals.get("__name__", "")) for frame in frames)
+    return any(name.partition(".")[0] in _HOSTS for name in modules) or hasattr(sys, "ps1")
 
 
 def may_end(job: Job) -> bool:

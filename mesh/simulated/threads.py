@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..comm.call_site import _INNER, frame_of_thread
+from ..comm.call_site import frames_of_thread, is_inner
 
 
 class RankEnded(BaseException):
@@ -51,9 +51,8 @@ class Worker(threading.Thread):
 
     def line(self) -> str | None:
         """Return file:line of the program where this thread is, or None. For error messages."""
-        frame = frame_of_thread(self.ident)
-        while frame is not None and frame.f_code.co_filename.startswith(_INNER):
-            frame = frame.f_back
+        outer = (frame for frame in frames_of_thread(self.ident) if not is_inner(frame.f_code))
+        frame = next(outer, None)
         if frame is None or frame.f_code.co_filename == threading.__file__:
             return None
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"

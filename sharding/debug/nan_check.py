@@ -8,7 +8,6 @@ not checked: their buffers may be uninitialised.
 from __future__ import annotations
 
 import cmath
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...mesh.comm.call_site import _OURS, _TORCH
+from ...mesh.comm.call_site import operator_line
 from ...mesh.comm.current_world import current_world
 from ...mesh.monitor.monitor import monitor_of
 from ..autograd.engine_hooks import innermost
@@ -100,9 +99,10 @@ class debug_nans(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        place = None if func in _UNSET or name_of(func) == "__get__" else _users_place()
-        if place is None:
+        line = None if func in _UNSET or name_of(func) == "__get__" else operator_line()
+        if line is None:
             return func(*args, **kwargs)
+        place = "{}:{}".format(*line)
         ends = _Ends.of(args, kwargs) if torch.is_grad_enabled() else None
         result = func(*args, **kwargs)
         call = _OperatorCall(name_of(func).removeprefix("__").removesuffix("__"), place, self.infs)
@@ -137,22 +137,6 @@ class _OperatorCall:
         if _is_finite(x):
             return False
         return _has_nan(x) or (self.infs and all(map(_is_finite, arguments())))
-
-
-def _users_place() -> str | None:
-    """Return the program's line that calls a torch function; None if the library calls it, except
-    in a mode that passes it on.
-    """
-    frame: Any = sys._getframe(2)
-    is_ours = False
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OURS):
-            is_ours = frame.f_code.co_name != "__torch_function__"
-        elif not file.startswith(_TORCH):
-            break
-        frame = frame.f_back
-    return None if is_ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 # -- values ----------------------------------------------------------------------------------------

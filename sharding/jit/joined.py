@@ -592,7 +592,7 @@ class _SavedTensors:
         recorder = self._recorder
         if thread_context.recorder is not recorder:
             return _Token(x if self._pack is None else self._pack(x), None)
-        node = recorder.builder.node_of(x)
+        node = None if isinstance(x, ShardedTensor) else recorder.builder.node_of(x)
         if self._pack is None:
             return _Token(x, node)
         with recorder.hidden():

@@ -167,7 +167,7 @@ class GraphRecorder(TorchDispatchMode):
         one and has no values.
         """
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        if any(type(x) is ShardedTensor for x in tensors):
+        if any(isinstance(x, ShardedTensor) for x in tensors):
             return True
         if self.abstract:
             known = tensors and all(x.is_meta and storage_of(x) in self._stand_ins for x in tensors)

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...mesh.comm.call_site import is_called_by
 from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
 from ..layout.layout import Layout, dtype_name, make_layout
 from ..layout.named_sharding import NamedSharding
@@ -336,7 +337,7 @@ class ShardedTensor(Tensor):
         Raises:
             RuntimeError: always, except inside these two.
         """
-        if _called_by(torch.nn.RNNBase.flatten_parameters) or _called_by(_offload_of_stager()):
+        if is_called_by(nn.RNNBase.flatten_parameters) or is_called_by(_offload_of_stager()):
             return 0
         raise RuntimeError(
             "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To "
@@ -376,7 +377,7 @@ class ShardedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = getattr(self, "_is_param", False)
-        if self._local.shape != self._layout.shape and _called_by(torch.save):
+        if self._local.shape != self._layout.shape and is_called_by(torch.save):
             warnings.warn(_ONE_PART, stacklevel=4)  # at the line that calls torch.save
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
 
@@ -496,11 +497,3 @@ def _offload_of_stager() -> Any:
     """Return torch's method that copies tensors for `dcp.async_save`; None if not imported."""
     module = sys.modules.get("torch.distributed.checkpoint._state_dict_stager")
     return module and module.StateDictStager._offload_tensor
-
-
-def _called_by(func: Any) -> bool:
-    """Return True if this method's caller was called by `func`, or by a comprehension in it."""
-    if func is None:
-        return False
-    frame = sys._getframe(2)
-    return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))

@@ -5,11 +5,10 @@ them in another order.
 from __future__ import annotations
 
 import threading
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
 
 from ...errors import CollectiveError
-from ..call_site import frame_of_thread, is_inner, user_line
+from ..call_site import frames_of_thread, is_inner, user_line
 from .recorder import RecordedGroup
 
 
@@ -24,14 +23,11 @@ def check_left(group: RecordedGroup, other: int, op: str, calls: frozenset[CodeT
 
     Raises: CollectiveError naming both threads, what they call and where.
     """
-    inside: FrameType | None = frame_of_thread(other)
-    while inside is not None and inside.f_code not in calls:
-        inside = inside.f_back
+    frames = frames_of_thread(other)
+    inside = next((frame for frame in frames if frame.f_code in calls), None)
     if inside is None:  # its call raised, or the thread has ended
         return
-    frame: Any = inside
-    while frame.f_back is not None and is_inner(frame.f_code):
-        frame = frame.f_back
+    frame = next((frame for frame in frames if not is_inner(frame.f_code)), inside)
     file, line = user_line()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     raise CollectiveError(

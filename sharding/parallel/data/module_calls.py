@@ -13,15 +13,14 @@ parameters.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
+from ....mesh.comm.call_site import argument_of_caller
 from ...ops.torch_compile import ModuleCompiler, keep_compiler_out, not_compiled
 
 _REASON = "fully_shard and data_parallel gather a unit's parameters here, outside of any graph"
@@ -62,7 +61,7 @@ class CallInterception:
 @not_compiled(_REASON, calls_program=True)
 def _intercepted(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_compiler_out()
-    _check_caller(module, sys._getframe(1))
+    _check_caller(module, argument_of_caller(nn.Module.__call__, "self"))
     return call(module, args, kwargs)
 
 
@@ -98,7 +97,7 @@ def intercept_method(module: nn.Module, name: str) -> None:
         module.__dict__[name] = _ForwardMethod(module, name)
 
 
-def _check_caller(module: nn.Module, frame: FrameType) -> None:
+def _check_caller(module: nn.Module, caller: nn.Module | None) -> None:
     """Raise if another module calls, with a copy of this module's attributes.
 
     An attribute of an instance is not told whose call it is; the frame of `nn.Module.__call__` is.
@@ -106,14 +105,12 @@ def _check_caller(module: nn.Module, frame: FrameType) -> None:
     Raises:
         RuntimeError: on every rank, before any communication.
     """
-    if frame.f_code is nn.Module.__call__.__code__:
-        caller = frame.f_locals["self"]
-        if caller is not module:
-            raise RuntimeError(
-                f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, "
-                "as copy.copy, higher.innerloop_ctx and learn2learn make one; its call would be "
-                "one of the module itself, with that module's parameters, since fully_shard and "
-                "data_parallel gather these in each call. For an inner loop, use "
-                "torch.func.functional_call(model, values, inputs); for a model of its own, "
-                "copy.deepcopy(model)"
-            )
+    if caller is not None and caller is not module:
+        raise RuntimeError(
+            f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, as "
+            "copy.copy, higher.innerloop_ctx and learn2learn make one; its call would be one of "
+            "the module itself, with that module's parameters, since fully_shard and data_parallel "
+            "gather these in each call. For an inner loop, use "
+            "torch.func.functional_call(model, values, inputs); for a model of its own, "
+            "copy.deepcopy(model)"
+        )

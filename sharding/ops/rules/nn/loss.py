@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....mesh.comm.call_site import arguments_of_calls
 from ..decomposition_utils import body_of, is_split, reduce_pending
 from ..elementwise.pointwise import broadcast, tensors_of
 from ..notation import Rule, einrule
@@ -88,8 +88,15 @@ def _run_kl_div(
 def _l1_loss(
     input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any
 ) -> Any:
-    """Return the mean by weight, which is read off the frame of torch's `l1_loss`."""
-    weight = _argument_of(F.l1_loss, "weight") if weight is None else weight
+    """Return the mean by weight, which torch's `l1_loss` does not pass to `__torch_function__`.
+
+    Under a mode torch calls the function once more from itself, without the weight: those calls
+    have the same input.
+    """
+    if weight is None:
+        calls = arguments_of_calls(F.l1_loss, "input", "weight")
+        weights = (known for x, known in calls if x is input and known is not None)
+        weight = next(weights, None)
     if weight is None:
         return NotImplemented
     check_arguments(reduction, **legacy)
@@ -99,21 +106,6 @@ def _l1_loss(
     if reduction == "none":
         return each
     return each.sum() / weight.sum() if reduction == "mean" else each.sum()
-
-
-def _argument_of(func: Any, name: str) -> Any:
-    """Return an argument of a call of `func` that is on the stack; None if there is none.
-
-    Under a mode torch calls the function once more from itself, without the argument: those calls
-    have the same input.
-    """
-    frame, value, first = inspect.currentframe(), None, None
-    while frame is not None and value is None:
-        if frame.f_code is func.__code__:
-            first = frame.f_locals["input"] if first is None else first
-            value = frame.f_locals[name] if frame.f_locals["input"] is first else None
-        frame = frame.f_back
-    return value
 
 
 # -- by row ----------------------------------------------------------------------------------------
