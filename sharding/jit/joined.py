@@ -19,6 +19,7 @@ each rank may record in a call of its own.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from ..autograd import engine_hooks
 from ..functional.signature import flatten_tree, unflatten_tree
 from ..tensor.sharded_tensor import ShardedTensor
 from .backends.segments import Backend
-from .draws import advance
+from .draws import Draw, advance
 from .entry import Entry, key_of, run_plainly, wrapped
 from .errors import JitError
 from .passes.dead_code import clean
@@ -217,6 +218,8 @@ class _RecordedCall:
         self.inputs = [*self.leaf_inputs, *self.others]
         self._inner = [*inner, *self.others]
         self.end_of_forward = recorder.builder.call(_end_of_forward, ())
+        self._uses: list[list[tuple[Any, int]]] = []
+        self.slots: list[int] = []
         self.is_recorded, self.draws = False, recorder.draws.end()
 
     def results(self) -> Any:
@@ -238,7 +241,10 @@ class _RecordedCall:
         if self.differentiable:
             outputs = [_local_of(flat[i]) for i in self.differentiable]
             self.outputs = outputs
-            joined = _Join.apply(self, [x.detach() for x in outputs], *self.inputs)
+            self._uses = _uses_of(outputs, self._inner)
+            self.slots = [i for i, uses in enumerate(self._uses) for _ in range(max(1, len(uses)))]
+            inputs = [self.inputs[i] for i in self.slots]
+            joined = _Join.apply(self, [x.detach() for x in outputs], *inputs)
             for i, x in zip(self.differentiable, joined, strict=True):
                 flat[i] = _like(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
@@ -254,18 +260,14 @@ class _RecordedCall:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
-        """Return the gradients of the inputs; record them the first time."""
+        """Return the gradients of the inputs by slot; record them the first time."""
         grads = _seeds(grads, [_Kind.of(x) for x in self.outputs])
         outputs = [x for x, g in zip(self.outputs, grads, strict=True) if g is not None]
         seeds = [g for g in grads if g is not None]
         builder = self.recorder.builder
         if self.is_recorded or builder.refusal is not None:
             with _WithoutTraced():
-                return list(
-                    torch.autograd.grad(
-                        outputs, self._inner, seeds, retain_graph=True, allow_unused=True
-                    )
-                )
+                return self._gradients(outputs, seeds)
         self.is_recorded = True
         for i, g in enumerate(grads):
             if g is not None:
@@ -273,16 +275,37 @@ class _RecordedCall:
         self.saved_tensors.load()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
-                gradients = torch.autograd.grad(
-                    outputs, self._inner, seeds, retain_graph=True, allow_unused=True
-                )
+                gradients = self._gradients(outputs, seeds)
         finally:
             self.saved_tensors.unload()
         if builder.refusal is not None:
             self.function.give_up(str(builder.refusal))
         else:
             self.finish(grads, gradients)
-        return list(gradients)
+        return gradients
+
+    def _gradients(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of the inputs, each in the parts that its uses contribute: autograd
+        adds them to those of other code one by one, as in eager code, which decides the last bits.
+        """
+        parts: list[list[Tensor]] = [[] for _ in self._inner]
+        handles = [
+            node.register_hook(functools.partial(_note_part, parts[i], place))
+            for i, uses in enumerate(self._uses)
+            for node, place in uses
+        ]
+        try:
+            sums = torch.autograd.grad(
+                outputs, self._inner, seeds, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        gradients: list[Tensor | None] = []
+        for x, given, uses in zip(sums, parts, self._uses, strict=True):
+            values = given if uses else [x]
+            gradients += [*values, *[None] * (max(1, len(uses)) - len(values))]
+        return gradients
 
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         """Make the programs."""
@@ -293,6 +316,28 @@ class _RecordedCall:
         except JitError as error:
             function.drop(str(error))
         function._pending = None
+
+
+def _uses_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[tuple[Any, int]]]:
+    """Return for each leaf the nodes that send it a gradient, and at which place among theirs."""
+    uses: dict[int, list[tuple[Any, int]]] = {id(x): [] for x in leaves}
+    todo = [x.grad_fn for x in outputs]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for place, (other, _) in enumerate(node.next_functions if node is not None else ()):
+            leaf = getattr(other, "variable", None)
+            if leaf is not None and id(leaf) in uses:
+                uses[id(leaf)].append((node, place))
+            elif other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return [uses[id(x)] for x in leaves]
+
+
+def _note_part(parts: list[Tensor], place: int, sent: Sequence[Any], received: Any) -> None:
+    if sent[place] is not None:
+        parts.append(sent[place])
 
 
 def _check_recorded(function: Any, entries: list[Any], count: int) -> None:
@@ -312,6 +357,8 @@ def _entry(
     first = set(nodes[:middle])
     seeds = {f"gradient_{i}": i for i in range(len(grads))}
     outer: dict[fx.Node, None] = {}
+    if any(isinstance(node.target, Draw) for node in second):
+        raise JitError("its backward draws random numbers")
     for node in second:
         outer |= {x: None for x in node.all_input_nodes if x in first}
     produced = []
@@ -369,6 +416,7 @@ class JoinedEntry(Entry):
         first = {id(_local_of(x)): i for i, x in reversed(list(enumerate(call.leaves)))}
         self.inputs = [first[id(x)] for x in call.leaf_inputs]
         self._others = call.others
+        self._slots = call.slots
         self._results = len(recording.results)
         self._differentiable = call.differentiable if grads else []
         self._had_grads = [g is not None for g in grads]
@@ -398,6 +446,7 @@ class JoinedEntry(Entry):
         if self.backward_program is not None:
             locals_ = [_local_of(results[i]) for i in self._differentiable]
             inputs = [*(_local_of(leaves[i]) for i in self.inputs), *self._others]
+            inputs = [inputs[i] for i in self._slots]
             joined = _Join.apply(_CompiledCall(self, backend, saved), locals_, *inputs)
             for i, x in zip(self._differentiable, joined, strict=True):
                 results[i] = _like(results[i], x)
