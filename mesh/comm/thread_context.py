@@ -50,6 +50,9 @@ class StepRecorder(Protocol):
     def node_of(self, x: Any) -> Any:
         """Return what stands for a tensor in the graph; None if the recording never met it."""
 
+    def note_equal(self, x: Any, ranks: Any) -> None:
+        """Record that a plain tensor has the same values on all of these ranks."""
+
 
 class Replacement(Protocol):
     """A function of torch's that is replaced while any thread needs it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,18 +30,20 @@ from .draws import advance
 from .errors import JitError
 from .hyperparameters import Hyperparameters
 from .inspection.lowered import CompiledGraph, Lowered, lower
-from .passes.agreement import announce
+from .passes.agreement import announce, most_of
 from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .program import Runner
-from .recording import Recording, record, seal
+from .program import Runner, run_plainly
+from .recording import Recording, record, seal, without_history
+from .selection import FULL, MOST, RECORD, Prologue, Recordings, Selected
 from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of, texts_of
 from .state.guard import Guard
 from .state.holders import PLAIN
 from .state.slots import empty_slots, signature
 from .state.snapshot import Snapshot
 
+_log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
 _SIGNATURES = 128  # whose recordings a function keeps in one world; each refers to its meshes
@@ -58,6 +61,7 @@ class Entry:
 
     Attributes:
         recording: the program and its inputs and outputs.
+        prologue: computes the values that select it.
         reason: why it was recorded although there were others; None for the first one.
         runner: its compiled graph; None before the first call.
         calls: how often that has run.
@@ -72,6 +76,7 @@ class Entry:
         reason: str | None,
     ) -> None:
         self.recording, self.reason, self.calls = recording, reason, 0
+        self.prologue = Prologue(recording.program.reads)
         self.runner: Runner | None = None
         self._guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
@@ -140,12 +145,20 @@ class Entry:
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
         return [*self._gate, *(x for x in _parts(leaves) if x.requires_grad)]
 
-    def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
+    def __call__(
+        self, leaves: Sequence[Any], carried: Sequence[Any], world: World, backend: Backend
+    ) -> Any:
+        """Run the graph.
+
+        Args:
+            carried: what the prologue has returned.
+        """
         recording = self.recording
-        inputs = [source(leaves) for source in recording.program.sources]
+        values = [*leaves, *carried] if carried else leaves
+        inputs = [source(values) for source in recording.program.sources]
         if self.runner is None:
             self.runner = backend(recording.program, inputs)
-        outputs = _run_plainly(self.runner, inputs)
+        outputs = run_plainly(self.runner, inputs)
         self.calls += 1
         torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, recording.program.draws)
@@ -165,6 +178,8 @@ class JitFunction:
     def __init__(self, f: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, f)
         self._f = f
+        self._name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
+        self._strict = options["strict"]
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
         self._options = PassOptions.of(options["compiler_options"])
@@ -181,7 +196,7 @@ class JitFunction:
         if self._options.inductor:
             self._compile = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
-        self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = (
+        self._entries: weakref.WeakKeyDictionary[World, dict[Any, Recordings]] = (
             weakref.WeakKeyDictionary()
         )
         self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
@@ -212,20 +227,22 @@ class JitFunction:
         try:
             # The least recently used signature comes first, and is dropped first: recording takes
             # seconds.
-            entries, why = by_key.pop(key, []), ""
-            by_key[key] = entries
+            entries = by_key.pop(key, None)
+            by_key[key] = entries = Recordings() if entries is None else entries
         except TypeError as error:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         if len(by_key) > _SIGNATURES:
             del by_key[next(iter(by_key))]
-        for entry in reversed(entries):
-            change = entry.change(leaves)
-            if change is None:
-                result = entry(leaves, world, self.backend)
-                break
-            why = why or change
+        selected = entries.select(leaves)
+        need = selected.need
+        if entries.is_own:
+            need = most_of(world, entries.meshes, self._name, need, entries.device)
+        if need == FULL:
+            result = self._beyond_limit(leaves, tree, entries, world)
+        elif need == RECORD:
+            result = self._record(leaves, tree, key, entries, selected, world)
         else:
-            result = self._record(leaves, tree, key, entries, why, world)
+            result = selected.entry(leaves, selected.carried, world, self.backend)
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
         return result
@@ -290,10 +307,20 @@ class JitFunction:
         leaves: Sequence[Any],
         tree: Any,
         key: Any,
-        entries: list[Entry],
-        why: str,
+        entries: Recordings,
+        selected: Selected,
         world: World,
     ) -> Any:
+        """Run and record a call.
+
+        Args:
+            selected: what holds for it: no recording, or one, where another rank has none.
+        """
+        why = selected.why or (
+            "" if selected.entry is None else "another rank has read a new value"
+        )
+        others = [entry.recording.program for entry in entries if entry.change(leaves) is None]
+        options = PassOptions.of(False) if entries.is_alone else self._options
         reached = [
             (f"args[{i}]", x.value if type(x) is Static else x)
             for i, x in enumerate(leaves)
@@ -304,16 +331,16 @@ class JitFunction:
         guard = Guard(snapshot, {one.place for one in inputs})
         attempts = self._attempts.setdefault(world, {})
         count = attempts.get(key, 0) + 1
-        others = [other for other, known in self._entries[world].items() if known and other != key]
-        reasons = self._reasons.find(why, key, others)
-        name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
+        keys = [other for other, known in self._entries[world].items() if known and other != key]
+        reasons = self._reasons.find(why, key, keys)
         meshes = _meshes(snapshot, leaves)
-        if self._options.any:
-            announce(world, meshes, name, texts_of(reasons))
+        ranks = [mesh.ranks.flatten().tolist() for mesh in meshes]
+        if options.any:
+            announce(world, ranks, self._name, texts_of(reasons))
         f = functools.partial(self._call, tree)
         result, recording, before = record(f, leaves, snapshot, inputs, world, count == 1)
         recorded = recording if isinstance(recording, str) else recording.program
-        program = run_passes(recorded, self._options, world, meshes)
+        program = run_passes(recorded, options, world, ranks, others)
         if isinstance(program, str):  # why there is none
             attempts[key] = count
             if count >= _ATTEMPTS:
@@ -324,13 +351,34 @@ class JitFunction:
                 )
             return result
         attempts.pop(key, None)
-        program.name = name
+        program.name = self._name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
+        if program.is_alone:
+            entries.clear()
+        elif selected.entry is not None:
+            entries.remove(selected.entry)
+        entries.is_alone = entries.is_alone or program.is_alone
+        entries.is_own = options.any and not entries.is_alone and (entries.is_own or program.is_own)
+        if meshes:
+            entries.meshes, entries.device = ranks, meshes[0].device
         entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
         return result
+
+    def _beyond_limit(
+        self, leaves: Sequence[Any], tree: Any, entries: Recordings, world: World
+    ) -> Any:
+        """Run a call of values that are not recorded, since there are many of other values."""
+        places = {read.place for entry in entries for read in entry.recording.program.reads}
+        text = f"{self!r} has {MOST} recordings by the values read at {', '.join(sorted(places))}"
+        if self._strict:
+            raise JitError(f"{text}, and this call has others; strict=False runs it eagerly")
+        if not entries.is_full and not world.rank:
+            _log.warning("%s; calls with others run eagerly", text)
+        entries.is_full = True
+        return without_history(self._call(tree, leaves))
 
 
 def jit(
@@ -344,6 +392,7 @@ def jit(
     backend: str | Callable[..., Any] | None = None,
     compiler_options: Mapping[str, Any] | bool | None = None,
     cudagraphs: bool = False,
+    strict: bool = False,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
     together.
@@ -370,6 +419,8 @@ def jit(
             passes all ranks of a mesh must record in the same call.
         cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs;
             needs a CUDA device.
+        strict: whether a call raises whose values, of tensors that installed packages read, have no
+            recording when there are many; otherwise it runs eagerly.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
@@ -379,7 +430,8 @@ def jit(
             or does anything else that a graph cannot repeat; it names the line.
 
     Communication: that of `f`; when a graph is made, an `all_gather_object` of a hash over each
-    mesh.
+    mesh; in each call an all_reduce of a number, if installed packages have read values that may
+    differ between ranks.
 
     Example:
         >>> @sm.jit
@@ -399,6 +451,7 @@ def jit(
         "backend": backend,
         "compiler_options": compiler_options,
         "cudagraphs": cudagraphs,
+        "strict": strict,
     }
     if f is None:
         return functools.partial(jit, **options)
@@ -412,11 +465,11 @@ def jit(
 # -- signatures ------------------------------------------------------------------------------------
 
 
-def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
-    """Return the ranks of each mesh that a function reaches."""
+def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[Any]:
+    """Return the meshes that a function reaches."""
     tensors = (*leaves, *(x for x, _ in snapshot.sharded))
     meshes = [x._layout.mesh for x in tensors if isinstance(x, ShardedTensor)]
-    return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*meshes, *snapshot.meshes])]
+    return list(dict.fromkeys([*meshes, *snapshot.meshes]))
 
 
 def _positions(
@@ -512,17 +565,6 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 # -- running ---------------------------------------------------------------------------------------
-
-
-def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
-    """Run a graph, whose operators are those below autograd and autocast."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled("cpu") and not (
-            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
-        ):
-            return runner(*inputs)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return runner(*inputs)
 
 
 def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
