@@ -63,6 +63,14 @@ def site_of(number: int) -> Site:
     return _sites[number]
 
 
+def forget_lineages(graph: fx.Graph) -> None:
+    """Let collectives of a graph meet those of other recordings, made of values of other calls."""
+    for node in graph.nodes:
+        if node.target in OPERATORS:
+            site = site_of(node.args[-1])._replace(lineage=0)
+            node.args = (*node.args[:-1], site_number(site))
+
+
 def group_name(group: Group) -> str:
     """Return the text by which graphs refer to a group: its ranks."""
     return ",".join(map(str, group.ranks))

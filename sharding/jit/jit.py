@@ -7,7 +7,8 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.segments import Backend, find_backend
+from .collectives import forget_lineages
 from .draws import advance
 from .errors import JitError
 from .hyperparameters import Hyperparameters
@@ -78,7 +80,7 @@ class Entry:
         self.recording, self.reason, self.calls = recording, reason, 0
         self.prologue = Prologue(recording.program.reads)
         self.runner: Runner | None = None
-        self._guard, self._signatures = guard, signatures
+        self.guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
@@ -92,7 +94,7 @@ class Entry:
         """Return for each tensor among the arguments its id if it shares memory with state that the
         function reaches, else None.
         """
-        storages = self._guard.storages
+        storages = self.guard.storages
         return [id(x) if x.untyped_storage()._cdata in storages else None for x in _parts(leaves)]
 
     def _same_gradients(self, leaves: Sequence[Any]) -> bool:
@@ -107,7 +109,7 @@ class Entry:
 
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
-        change = self._guard.change()
+        change = self.guard.change()
         for condition in self.recording.conditions:
             change = change or condition.change()
         if change is not None:
@@ -122,7 +124,7 @@ class Entry:
         # None if only a dispatch mode is active that was not.
         if not is_same and (change := self._changed_tensor()) is not None:
             return change
-        if self.recording.derived and self._guard.was_written():
+        if self.recording.derived and self.guard.was_written():
             return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
@@ -132,9 +134,14 @@ class Entry:
         """Return which tensor that is taken by reference has changed, None if none has."""
         for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
             if facts_of(x) != facts or x.data_ptr() != address:
-                name = self._guard.names.get(id(x), "a tensor of the library")
+                name = self.guard.names.get(id(x), "a tensor of the library")
                 return changed_tensor(name, facts, x)
         return None
+
+    def forget_lineages(self) -> None:
+        """Let the graph run while other ranks run those of other values."""
+        forget_lineages(self.recording.program.graph)
+        self.runner = None
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind
@@ -338,7 +345,8 @@ class JitFunction:
         if options.any:
             announce(world, ranks, self._name, texts_of(reasons))
         f = functools.partial(self._call, tree)
-        result, recording, before = record(f, leaves, snapshot, inputs, world, count == 1)
+        with _same_lineages(guard.sharded):
+            result, recording, before = record(f, leaves, snapshot, inputs, world, count == 1)
         recorded = recording if isinstance(recording, str) else recording.program
         program = run_passes(recorded, options, world, ranks, others)
         if isinstance(program, str):  # why there is none
@@ -362,6 +370,9 @@ class JitFunction:
         if meshes:
             entries.meshes, entries.device = ranks, meshes[0].device
         entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
+        if program.is_own:
+            for entry in entries:
+                entry.forget_lineages()
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
@@ -372,13 +383,17 @@ class JitFunction:
     ) -> Any:
         """Run a call of values that are not recorded, since there are many of other values."""
         places = {read.place for entry in entries for read in entry.recording.program.reads}
-        text = f"{self!r} has {MOST} recordings by the values read at {', '.join(sorted(places))}"
+        text = (
+            f"{self!r} is recorded for at most {MOST} combinations of the values read at "
+            f"{', '.join(sorted(places))}"
+        )
         if self._strict:
-            raise JitError(f"{text}, and this call has others; strict=False runs it eagerly")
+            raise JitError(f"{text}, and this call has another; strict=False runs it eagerly")
         if not entries.is_full and not world.rank:
             _log.warning("%s; calls with others run eagerly", text)
         entries.is_full = True
-        return without_history(self._call(tree, leaves))
+        with _same_lineages(entries[-1].guard.sharded):
+            return without_history(self._call(tree, leaves))
 
 
 def jit(
@@ -565,6 +580,17 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 # -- running ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
+    """Leave the lineages of tensors as a graph does that writes to them: another rank may run
+    one.
+    """
+    lineages = [x._lineage for x in tensors]
+    yield
+    for x, lineage in zip(tensors, lineages, strict=True):
+        x._lineage = lineage
 
 
 def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
