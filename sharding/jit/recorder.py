@@ -190,7 +190,8 @@ class GraphRecorder(TorchDispatchMode):
             return TracedFloat.of(self.builder, self.builder.call(item, (operand,)), value)
         if not is_installed(file):
             raise value_read(f"a tensor of dtype {str(x.dtype).removeprefix('torch.')}: it")
-        node = self.builder.call(expect, (operand, value, f"{file}:{frame.f_lineno}"))
+        why = ("shardmesh itself reads it",) if file.startswith(_OURS) else ()
+        node = self.builder.call(expect, (operand, value, f"{file}:{frame.f_lineno}", *why))
         node.meta["ranks"] = operand.meta.get("ranks", frozenset())
         return value
 

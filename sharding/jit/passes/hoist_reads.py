@@ -42,7 +42,7 @@ def hoist_reads(
         collectives: whether reads may have collectives.
     """
     graph = program.graph
-    found = [node for node in graph.nodes if node.target is expect]
+    found = [node for node in graph.nodes if is_movable(node)]
     own = {x: not all(x.meta["ranks"].issuperset(ranks) for ranks in rounds) for x in found}
     hoist = _Hoist(program)
     for node in found:
@@ -82,7 +82,7 @@ class _Hoist:
         why = self._obstacle(needed)
         if why is None and waits and not collectives:
             why = "it needs a collective that other ranks may not run at that time"
-        x, value, place, *_ = node.args
+        x, value, place = node.args
         if why is not None:
             node.args = x, value, place, why
             return
@@ -188,6 +188,11 @@ class _Hoist:
             reads=tuple(self._reads),
             is_own=self.is_own,
         )
+
+
+def is_movable(node: fx.Node) -> bool:
+    """Return whether a node is a read that may select the recording: it does not say why not."""
+    return node.target is expect and len(node.args) == 3
 
 
 def _is_random(node: fx.Node) -> bool:

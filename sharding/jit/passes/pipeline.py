@@ -10,7 +10,7 @@ from torch import fx
 
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS
-from ..program import Program, changes_metadata, expect
+from ..program import Program, changes_metadata
 from .agreement import (
     Schedule,
     agree,
@@ -23,7 +23,7 @@ from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
 from .dead_code import remove_dead_collectives
 from .fuse_casts import fuse_casts
-from .hoist_reads import hoist_reads
+from .hoist_reads import hoist_reads, is_movable
 from .options import PassOptions
 from .overlap import overlap
 from .reduce_scatter import scatter_reductions
@@ -107,7 +107,7 @@ def _hoisting(
     """
 
     def hoist(program: Program) -> Program:
-        if world is None or not any(node.target is expect for node in program.graph.nodes):
+        if world is None or not any(map(is_movable, program.graph.nodes)):
             return program
         copy = dataclasses.replace(program, graph=copy_graph(program.graph))
         return hoist_reads(copy, rounds_of(world.rank, meshes), **options)
