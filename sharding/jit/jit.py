@@ -140,8 +140,8 @@ class Entry:
 
     def forget_lineages(self) -> None:
         """Let the graph run while other ranks run those of other values."""
-        forget_lineages(self.recording.program.graph)
-        self.runner = None
+        if forget_lineages(self.recording.program.graph):
+            self.runner = None
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind
@@ -369,10 +369,11 @@ class JitFunction:
         entries.is_own = options.any and not entries.is_alone and (entries.is_own or program.is_own)
         if meshes:
             entries.meshes, entries.device = ranks, meshes[0].device
+        for read in program.reads if program.is_own else ():
+            forget_lineages(read.graph)
         entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
-        if program.is_own:
-            for entry in entries:
-                entry.forget_lineages()
+        for entry in entries if program.is_own else ():
+            entry.forget_lineages()
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]

@@ -138,7 +138,7 @@ def _stages(
     for node, name in zip(inputs, program.names, strict=True):
         node.meta["slot"] = name.endswith((".grad", "(unreduced)"))
     hoisted = hoist(program)
-    stages = [(program, ""), (hoisted, "hoist_reads")] if hoisted.reads else [(hoisted, "")]
+    stages = [(program, ""), (hoisted, "hoist_reads")]  # the same stages on ranks without reads
     program = hoisted
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),

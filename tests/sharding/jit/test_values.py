@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -390,3 +391,30 @@ def test_a_value_that_is_the_same_on_a_part_of_the_mesh() -> None:
 
 def programs(f: Any) -> list[Any]:
     return [one._program for one in getattr(f, "recorded", ())]
+
+
+@pytest.mark.parametrize("own_first", [False, True])
+def test_collectives_of_what_is_read_after_own_values(own_first: bool) -> None:
+    """Ranks need not reach them: they stay inside; before own values they select a recording."""
+
+    def main() -> list[Any]:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        read = package("is_full")
+
+        def step(own: Tensor, common: Any) -> Tensor:
+            masks = (own, common) if own_first else (common, own)
+            answers = [read(mask) for mask in masks]
+            return X * answers[0] + answers[1]
+
+        f = sm.jit(step, backend="eager")
+        found: list[Any] = []
+        for own, common in ((FULL, FULL), (SOME, FULL), (FULL, SOME), (SOME, SOME), (FULL, FULL)):
+            masks = own if mesh.get_rank() else FULL, sm.device_put(common, mesh, P("a"))
+            try:
+                found.append(torch.equal(f(*masks), step(*masks)))
+            except JitError as error:
+                found.append(re.findall("it needs a collective", str(error)))
+        return found
+
+    refused = ["it needs a collective"] if own_first else True
+    assert sm.simulate(2)(main)() == [[True, True, refused, refused, True]] * 2
