@@ -51,6 +51,9 @@ class GraphRecorder(Protocol):
     def node_of(self, x: Any) -> Any:
         """Return what stands for a tensor in the graph; None if the recording never met it."""
 
+    def note_equal(self, x: Any, ranks: Any) -> None:
+        """Record that a plain tensor has the same values on all of these ranks."""
+
     def refuse(self, error: Exception) -> None:
         """Note that the graph cannot repeat what the program does next, or raise the error."""
 

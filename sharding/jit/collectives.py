@@ -63,6 +63,18 @@ def site_of(number: int) -> Site:
     return _sites[number]
 
 
+def forget_lineages(graph: fx.Graph) -> bool:
+    """Let collectives of a graph meet those of other recordings, made of values of other calls.
+
+    Returns: whether the graph has changed.
+    """
+    sites = {node: site_of(node.args[-1]) for node in graph.nodes if node.target in OPERATORS}  # type: ignore[arg-type]
+    known = {node: site for node, site in sites.items() if site.lineage}
+    for node, site in known.items():
+        node.args = (*node.args[:-1], site_number(site._replace(lineage=0)))
+    return bool(known)
+
+
 def group_name(group: Group) -> str:
     """Return the text by which graphs refer to a group: its ranks."""
     return ",".join(map(str, group.ranks))

@@ -13,10 +13,12 @@ from ...mesh.comm.world import World
 from ..functional.signature import unflatten_tree
 from ..tensor.sharded_tensor import ShardedTensor
 from .backends.segments import Backend
+from .collectives import forget_lineages
 from .draws import advance
 from .passes.alias import written_inputs
-from .program import Runner
+from .program import Runner, run_plainly
 from .recording import Recording, seal
+from .selection import Prologue
 from .state.differences import changed_gradient, changed_tensor, facts_of
 from .state.guard import Guard
 from .state.holders import PLAIN
@@ -36,6 +38,7 @@ class Entry:
 
     Attributes:
         recording: the program and its inputs and outputs.
+        prologue: computes the values that select it.
         reason: why it was recorded although there were others; None for the first one.
         runner: its compiled graph; None before the first call.
         calls: how often that has run.
@@ -50,8 +53,9 @@ class Entry:
         reason: str | None,
     ) -> None:
         self.recording, self.reason, self.calls = recording, reason, 0
+        self.prologue = Prologue(recording.program.reads)
         self.runner: Runner | None = None
-        self._guard, self._signatures = guard, signatures
+        self.guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
@@ -65,7 +69,7 @@ class Entry:
         """Return for each tensor among the arguments its id if it shares memory with state that the
         function reaches, else None.
         """
-        storages = self._guard.storages
+        storages = self.guard.storages
         return [
             id(x) if x.untyped_storage()._cdata in storages else None for x in local_parts(leaves)
         ]
@@ -82,7 +86,7 @@ class Entry:
 
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
-        change = self._guard.change()
+        change = self.guard.change()
         for condition in self.recording.conditions:
             change = change or condition.change()
         if change is not None:
@@ -97,7 +101,7 @@ class Entry:
         # None if only a dispatch mode is active that was not.
         if not is_same and (change := self._changed_tensor()) is not None:
             return change
-        if self.recording.derived and self._guard.was_written():
+        if self.recording.derived and self.guard.was_written():
             return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
@@ -107,9 +111,14 @@ class Entry:
         """Return which tensor that is taken by reference has changed, None if none has."""
         for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
             if facts_of(x) != facts or x.data_ptr() != address:
-                name = self._guard.names.get(id(x), "a tensor of the library")
+                name = self.guard.names.get(id(x), "a tensor of the library")
                 return changed_tensor(name, facts, x)
         return None
+
+    def forget_lineages(self) -> None:
+        """Let the graph run while other ranks run those of other values."""
+        if forget_lineages(self.recording.program.graph):
+            self.runner = None
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind
@@ -120,9 +129,17 @@ class Entry:
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
         return [*self._gate, *(x for x in local_parts(leaves) if x.requires_grad)]
 
-    def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
+    def __call__(
+        self, leaves: Sequence[Any], carried: Sequence[Any], world: World, backend: Backend
+    ) -> Any:
+        """Run the graph.
+
+        Args:
+            carried: what the prologue has returned.
+        """
         recording = self.recording
-        inputs = [source(leaves) for source in recording.program.sources]
+        values = [*leaves, *carried] if carried else leaves
+        inputs = [source(values) for source in recording.program.sources]
         if self.runner is None:
             self.runner = backend(recording.program, inputs)
         outputs = run_plainly(self.runner, inputs)
@@ -210,17 +227,6 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 # -- running ---------------------------------------------------------------------------------------
-
-
-def run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
-    """Run a graph, whose operators are those below autograd and autocast."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled("cpu") and not (
-            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
-        ):
-            return runner(*inputs)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return runner(*inputs)
 
 
 def wrapped(x: Any, layout: Any, lineage: int) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,20 +26,23 @@ from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.segments import Backend, find_backend
+from .collectives import forget_lineages
 from .entry import Entry, Static, key_of, local_parts
 from .errors import Break, JitError
 from .hyperparameters import Hyperparameters
 from .inspection.lowered import CompiledGraph, Lowered, lower
 from .joined import JoinedFunction
 from .parts import Parts, log_break
-from .passes.agreement import announce
+from .passes.agreement import announce, most_of
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .recording import record
+from .recording import record, without_history
+from .selection import FULL, MOST, RECORD, Recordings, Selected
 from .state.differences import Reasons, texts_of
 from .state.guard import Guard
 from .state.snapshot import Snapshot
 
+_log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
 _OF_FUNCTIONS = (  # options that are no options for modules
@@ -56,6 +61,8 @@ class JitFunction:
     def __init__(self, f: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, f)
         self._f = f
+        self._name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
+        self._strict = options["strict"]
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
         self._options = PassOptions.of(options["compiler_options"])
@@ -73,7 +80,7 @@ class JitFunction:
             self._compile = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._fullgraph: bool = options["fullgraph"]
-        self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = (
+        self._entries: weakref.WeakKeyDictionary[World, dict[Any, Recordings]] = (
             weakref.WeakKeyDictionary()
         )
         self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
@@ -112,25 +119,26 @@ class JitFunction:
         try:
             # The least recently used signature comes first, and is dropped first: recording takes
             # seconds.
-            entries, why = by_key.pop(key, []), ""
-            by_key[key] = entries
+            entries = by_key.pop(key, None)
+            by_key[key] = entries = Recordings() if entries is None else entries
         except TypeError as error:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         if len(by_key) > _SIGNATURES:
             del by_key[next(iter(by_key))]
-        for entry in reversed(entries):
-            change = entry.change(leaves)
-            if change is None:
-                result = entry(leaves, world, self.backend)
-                break
-            why = why or change
+        selected = entries.select(leaves)
+        need = selected.need
+        if entries.is_own:
+            need = most_of(world, entries.meshes, self._name, need, entries.device)
+        parts = self._parts.get(world)
+        if need == FULL:
+            result = self._beyond_limit(leaves, tree, entries, world)
+        elif need == RECORD and parts is not None:
+            with parts.running():
+                result = self._call(tree, leaves)
+        elif need == RECORD:
+            result = self._record(leaves, tree, key, entries, selected, world)
         else:
-            parts = self._parts.get(world)
-            if parts is None:
-                result = self._record(leaves, tree, key, entries, why, world)
-            else:
-                with parts.running():
-                    result = self._call(tree, leaves)
+            result = selected.entry(leaves, selected.carried, world, self.backend)
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
         return result
@@ -209,10 +217,20 @@ class JitFunction:
         leaves: Sequence[Any],
         tree: Any,
         key: Any,
-        entries: list[Entry],
-        why: str,
+        entries: Recordings,
+        selected: Selected,
         world: World,
     ) -> Any:
+        """Run and record a call.
+
+        Args:
+            selected: what holds for it: no recording, or one, where another rank has none.
+        """
+        why = selected.why or (
+            "" if selected.entry is None else "another rank has read a new value"
+        )
+        others = [entry.recording.program for entry in entries if entry.change(leaves) is None]
+        options = PassOptions.of(False) if entries.is_alone else self._options
         reached = [
             (f"args[{i}]", x.value if type(x) is Static else x)
             for i, x in enumerate(leaves)
@@ -223,18 +241,19 @@ class JitFunction:
         guard = Guard(snapshot, {one.place for one in inputs})
         attempts = self._attempts.setdefault(world, {})
         count = attempts.get(key, 0) + 1
-        others = [other for other, known in self._entries[world].items() if known and other != key]
-        reasons = self._reasons.find(why, key, others)
-        name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
+        keys = [other for other, known in self._entries[world].items() if known and other != key]
+        reasons = self._reasons.find(why, key, keys)
         meshes = _meshes(snapshot, leaves)
-        if self._options.any:
-            announce(world, meshes, name, texts_of(reasons))
+        ranks = [mesh.ranks.flatten().tolist() for mesh in meshes]
+        if options.any:
+            announce(world, ranks, self._name, texts_of(reasons))
         f = functools.partial(self._call, tree)
-        result, recording, before = record(
-            f, leaves, snapshot, inputs, world, count == 1, fullgraph=self._fullgraph
-        )
+        with _same_lineages(guard.sharded):
+            result, recording, before = record(
+                f, leaves, snapshot, inputs, world, count == 1, fullgraph=self._fullgraph
+            )
         recorded = recording if isinstance(recording, str) else recording.program
-        program = run_passes(recorded, self._options, world, meshes)
+        program = run_passes(recorded, options, world, ranks, others)
         if isinstance(program, str):  # why there is none
             attempts[key] = count
             if isinstance(program, Break) or count >= _ATTEMPTS:
@@ -246,19 +265,48 @@ class JitFunction:
                     )
                 if self._fullgraph:
                     raise JitError(program)
-                self._break(name, program, snapshot, world)
+                self._break(self._name, program, snapshot, world)
             return result
         attempts.pop(key, None)
-        program.name = name
+        program.name = self._name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
         if recording.is_open:
-            join = functools.partial(self._join, key, snapshot, name, world)
+            join = functools.partial(self._join, key, snapshot, self._name, world)
             result = pytree.tree_map(lambda x: _noting_backward(x, join), result)
+        if program.is_alone:
+            entries.clear()
+        elif selected.entry is not None:
+            entries.remove(selected.entry)
+        entries.is_alone = entries.is_alone or program.is_alone
+        entries.is_own = options.any and not entries.is_alone and (entries.is_own or program.is_own)
+        if meshes:
+            entries.meshes, entries.device = ranks, meshes[0].device
+        for read in program.reads if program.is_own else ():
+            forget_lineages(read.graph)
         entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
+        for entry in entries if program.is_own else ():
+            entry.forget_lineages()
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
         return result
+
+    def _beyond_limit(
+        self, leaves: Sequence[Any], tree: Any, entries: Recordings, world: World
+    ) -> Any:
+        """Run a call of values that are not recorded, since there are many of other values."""
+        places = {read.place for entry in entries for read in entry.recording.program.reads}
+        text = (
+            f"{self!r} is recorded for at most {MOST} combinations of the values read at "
+            f"{', '.join(sorted(places))}"
+        )
+        if self._strict:
+            raise JitError(f"{text}, and this call has another; strict=False runs it eagerly")
+        if not entries.is_full and not world.rank:
+            _log.warning("%s; calls with others run eagerly", text)
+        entries.is_full = True
+        with _same_lineages(entries[-1].guard.sharded):
+            return without_history(self._call(tree, leaves))
 
     def _join(self, key: Any, snapshot: Snapshot, name: str, world: World) -> None:
         """Run calls of a signature as two programs from now on: a backward outside has used the
@@ -348,6 +396,7 @@ def jit(
     compiler_options: Mapping[str, Any] | bool | None = None,
     cudagraphs: bool = False,
     fullgraph: bool = False,
+    strict: bool = False,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
     together.
@@ -374,6 +423,10 @@ def jit(
             passes all ranks of a mesh must record in the same call.
         cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs;
             needs a CUDA device.
+        fullgraph: whether what a graph cannot repeat is an error. Otherwise the function runs in
+            parts from then on: its modules' calls are graphs, what is between them is eager.
+        strict: whether a call raises whose values, of tensors that installed packages read, have no
+            recording when there are many; otherwise it runs eagerly.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
@@ -404,6 +457,7 @@ def jit(
         "compiler_options": compiler_options,
         "cudagraphs": cudagraphs,
         "fullgraph": fullgraph,
+        "strict": strict,
     }
     if f is None:
         return functools.partial(jit, **options)
@@ -455,11 +509,11 @@ class _Placing(NamedTuple):
 # -- signatures ------------------------------------------------------------------------------------
 
 
-def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
-    """Return the ranks of each mesh that a function reaches."""
+def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[Any]:
+    """Return the meshes that a function reaches."""
     tensors = (*leaves, *(x for x, _ in snapshot.sharded))
     meshes = [x._layout.mesh for x in tensors if isinstance(x, ShardedTensor)]
-    return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*meshes, *snapshot.meshes])]
+    return list(dict.fromkeys([*meshes, *snapshot.meshes]))
 
 
 def _positions(
@@ -490,6 +544,17 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
         return True
     flows = any(x.requires_grad and not x.is_leaf for x in local_parts(leaves))
     return flows or engine_hooks.current_backward() != -1
+
+
+@contextmanager
+def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
+    """Leave the lineages of tensors as a graph does that writes to them: another rank may run
+    one.
+    """
+    lineages = [x._lineage for x in tensors]
+    yield
+    for x, lineage in zip(tensors, lineages, strict=True):
+        x._lineage = lineage
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

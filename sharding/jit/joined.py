@@ -38,10 +38,10 @@ from ..functional.signature import flatten_tree, unflatten_tree
 from ..tensor.sharded_tensor import ShardedTensor
 from .backends.segments import Backend
 from .draws import Draw, advance
-from .entry import Entry, key_of, run_plainly, wrapped
+from .entry import Entry, key_of, wrapped
 from .errors import JitError
 from .passes.dead_code import clean
-from .program import Program, Runner
+from .program import Program, Runner, expect, run_plainly
 from .recorder import GraphRecorder
 from .recording import Recording, finish, run_recorded, settle
 from .scalars import TracedFloat
@@ -160,6 +160,11 @@ class JoinedFunction:
         saved = _SavedTensors(recorder)
         with _swapped(self._state(), stand_ins[count:]), saved.noting():
             result = run_recorded(call, stand_ins, snapshot, [], recorder)
+        read = next((node for node in recorder.builder.graph.nodes if _is_read(node)), None)
+        if read is not None:
+            recorder.builder.refuse(
+                JitError(f"{read.args[2]}: a value is read, on which the rest depends")
+            )
         flat, result_tree = flatten_tree(result)
         recorded = _RecordedCall(self, recorder, leaves, stand_ins, flat, snapshot, guard, entries)
         recorded.tree, recorded.saved_tensors = result_tree, saved
@@ -553,6 +558,11 @@ class _WithoutTraced(TorchDispatchMode):
 
 
 # -- the recorded call -----------------------------------------------------------------------------
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Return whether a node is a value that an installed package has read."""
+    return node.target is expect and len(node.args) == 3
 
 
 def _end_of_forward() -> None:

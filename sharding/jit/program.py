@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,22 @@ _FILE = f"{__file__.rpartition('/')[0]}/<graph>"
 Runner = Callable[..., Sequence[Any]]
 
 
+class Read(NamedTuple):
+    """A value that Python code has read, which is computed before the graph runs.
+
+    Attributes:
+        graph: its outputs are the value, and the results of its collectives.
+        sources: as those of a program, of the leaves followed by such results of earlier reads.
+        value: what was read when the graph was made.
+        place: file:line of the code.
+    """
+
+    graph: fx.Graph
+    sources: list[Callable[[Sequence[Any]], Any]]
+    value: Any
+    place: str
+
+
 @dataclass
 class Program:
     """One graph.
@@ -32,13 +48,17 @@ class Program:
     Attributes:
         graph: placeholders, operators and an output: a tuple of the new values of slots and the
             results.
-        sources: for each placeholder, a function of the leaves of the arguments that returns the
-            input.
+        sources: for each placeholder, a function that returns the input, of the leaves of the
+            arguments followed by the results of the collectives of reads.
         names: a readable name of each input.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
         passes: names of the passes that ran, and how many nodes each changed.
         name: of the function, for people.
+        reads: the values that select the program, in the order of the recording.
+        is_own: whether other ranks of its meshes, or this one, may have read other values.
+        is_alone: whether passes were dropped, since ranks that run recordings of different values
+            would have other schedules.
     """
 
     graph: fx.Graph
@@ -48,6 +68,9 @@ class Program:
     rank: int
     passes: tuple[tuple[str, int], ...] = ()
     name: str = "a function"
+    reads: tuple[Read, ...] = ()
+    is_own: bool = False
+    is_alone: bool = False
 
     def rank_in(self, ranks: Sequence[int]) -> int:
         """Return the index of this rank in a group."""
@@ -59,15 +82,24 @@ def item(x: Tensor) -> Any:
     return x.item()
 
 
-def expect(x: Tensor, value: Any, place: str) -> None:
-    """Raise unless a tensor has the value that it had when the graph was made, on which the
-    library's Python code depended.
+def expect(x: Tensor, value: Any, place: str, why: str = "it is read inside") -> None:
+    """Raise unless a tensor has the value that it had when the graph was made, on which Python code
+    depended.
+
+    Args:
+        why: the value does not select a recording.
     """
     now = x.item()
-    if now != value and not (now != now and value != value):
+    if not is_same_value(now, value):
         raise value_read(
-            f"{place}: the value was {value} when the graph was made and is {now} now; the library"
+            f"{place}: the value was {value} when the graph was made and is {now} now, and selects "
+            f"no other recording, since {why}; the line"
         )
+
+
+def is_same_value(now: Any, before: Any) -> bool:
+    """Return whether two numbers are equal, or neither is a number."""
+    return now == before or (now != now and before != before)
 
 
 def barrier(group: str) -> None:
@@ -122,6 +154,17 @@ def changes_metadata(graph: fx.Graph) -> bool:
 
 
 # -- code ------------------------------------------------------------------------------------------
+
+
+def run_plainly(runner: Runner, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Run a graph, whose operators are those below autograd and autocast."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled("cpu") and not (
+            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
+        ):
+            return runner(*inputs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return runner(*inputs)
 
 
 def compile_eagerly(graph: fx.Graph, mark: Callable[[int], None] | None = None) -> Runner:

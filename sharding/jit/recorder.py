@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...mesh.comm.call_site import _OURS, _TORCH, user_call
+from ...mesh.comm.call_site import _INNER, _OURS, _TORCH, user_call
 from ...mesh.comm.group import Group
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import DONE, Work
@@ -105,8 +105,12 @@ class GraphRecorder(TorchDispatchMode):
         """Return the node of a tensor; see `GraphRecorder`."""
         return self.builder.node_of(x)
 
+    def note_equal(self, x: Tensor, ranks: Any) -> None:
+        """Note on which ranks a tensor is the same; see `GraphRecorder`."""
+        self.builder.input_of(x).meta["ranks"] = frozenset(ranks.flatten().tolist())
+
     def refuse(self, error: Any) -> None:
-        """Note that there is no graph, or raise the error; see `StepRecorder`."""
+        """Note that there is no graph, or raise the error; see `GraphRecorder`."""
         self.builder.refuse(error)
 
     # -- operators ---------------------------------------------------------------------------------
@@ -186,24 +190,25 @@ class GraphRecorder(TorchDispatchMode):
 
     def _read(self, x: Tensor) -> Any:
         """Return the value of a tensor with one element: a number of the graph; for libraries the
-        value, which later calls compare.
+        value, which selects the recording in later calls.
         """
         with _disable_current_modes():
             value = math.nan if x.is_meta else x.item()
-        frame = _caller()
+        frame = _caller(_OURS_HERE)
+        if frame.f_code.co_filename == methods.__file__:  # of a ShardedTensor: who called it
+            frame = _caller(*_INNER)
         file = frame.f_code.co_filename
-        is_method = file == methods.__file__
-        is_ours = file.startswith(_OURS) and not is_method
-        if x.dtype.is_floating_point and not is_ours:
-            node = self.builder.call(item, (self.builder.input_of(x),))
-            return TracedFloat.of(self.builder, node, value)
-        if not is_ours and (is_method or not is_installed(file)):
+        operand = self.builder.input_of(x)
+        if x.dtype.is_floating_point and not file.startswith(_OURS):
+            return TracedFloat.of(self.builder, self.builder.call(item, (operand,)), value)
+        if not is_installed(file):
             self.builder.refuse(
                 value_read(f"a tensor of dtype {str(x.dtype).removeprefix('torch.')}: it")
             )
             return value
-        place = f"{file}:{frame.f_lineno}"
-        self.builder.call(expect, (self.builder.input_of(x), value, place))
+        why = ("shardmesh itself reads it",) if file.startswith(_OURS) else ()
+        node = self.builder.call(expect, (operand, value, f"{file}:{frame.f_lineno}", *why))
+        node.meta["ranks"] = operand.meta.get("ranks", frozenset())
         return value
 
     # -- random numbers and collectives ------------------------------------------------------------
@@ -353,13 +358,13 @@ def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ji
     )
 
 
-def _caller() -> FrameType:
-    """Return the innermost frame that is neither of this folder nor of torch, but for its
-    optimizers.
+def _caller(*inner: str) -> FrameType:
+    """Return the innermost frame that is neither of these files and folders nor of torch, but for
+    its optimizers.
     """
     frame: Any = sys._getframe(1)
     while (
-        (file := frame.f_code.co_filename).startswith((_OURS_HERE, _TORCH))
+        (file := frame.f_code.co_filename).startswith((*inner, _TORCH))
         and not file.startswith(_OPTIMIZERS)
         and frame.f_back
     ):

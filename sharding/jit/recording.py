@@ -256,6 +256,12 @@ def _shown(x: Any) -> Any:
     return seal(x) if isinstance(x, Tensor) and not x.is_leaf else x
 
 
+def without_history(result: Any) -> Any:
+    """Return the result of a call that is not recorded as others return it."""
+    flat, tree = flatten_tree(result)
+    return unflatten_tree(tree, [_shown(x) for x in flat])
+
+
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:
     """Return a result that requires grad, through which backward to itself or to these inputs
     raises: no gradient is silently missing.

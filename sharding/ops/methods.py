@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...mesh.comm.thread_context import thread_context
 from ..autograd.engine_hooks import any_requires_grad
 from ..layout.spec import P, Placement
 from ..lineage import comm_context
@@ -68,7 +69,10 @@ def item(x: ShardedTensor) -> Any:
     """Return the one element, the same on every rank. Communication: that of reducing it."""
     if x.numel() != 1:
         raise RuntimeError(f"a tensor with {x.numel()} elements cannot be converted to a number")
-    return _value(x).item()
+    value = _value(x)
+    if thread_context.recorder is not None:
+        thread_context.recorder.note_equal(value, x.mesh.ranks)
+    return value.item()
 
 
 def tolist(x: ShardedTensor) -> Any:

@@ -95,6 +95,8 @@ class CompiledGraph(StepGraph):
     def _lines(self) -> Iterator[str]:
         passes = ", ".join(f"{name} {count}" for name, count in self.passes.items())
         yield f"# nodes changed by passes: {passes}" if passes else "# no passes"
+        for read in self._program.reads:
+            yield f"# runs where {read.place} reads {read.value}"
         yield from super()._lines()
 
 

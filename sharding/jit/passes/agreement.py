@@ -46,6 +46,32 @@ class Line(NamedTuple):
 Schedule = list[Line]
 
 
+class Agreed(NamedTuple):
+    """What all ranks do with their recordings.
+
+    Attributes:
+        stage: the index of the last pass whose schedules fit each other; None if not all meshes are
+            known and there is nothing to compare; or why a rank has no graph.
+        is_own: whether the recording of a rank depends on values that others may not have read.
+        is_alike: whether each rank's schedule is that of its recordings of other values, so that
+            any two fit each other.
+    """
+
+    stage: int | str | None
+    is_own: bool = False
+    is_alike: bool = True
+
+
+class _Facts(NamedTuple):
+    """What a rank tells the others: hashes of its schedules, or why it has no graph; whether it has
+    read values of its own; hashes of its recordings of other values.
+    """
+
+    stages: list[str] | str
+    is_own: bool
+    others: frozenset[str]
+
+
 def number_collectives(graph: fx.Graph) -> None:
     """Number the collectives of a recorded graph within each group; passes keep the numbers."""
     counts: dict[Any, int] = {}
@@ -112,7 +138,7 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
     """
     tag = CommTag.of(f"recording {name} under sm.jit")
     try:
-        for ranks in _rounds(world.rank, meshes):
+        for ranks in rounds_of(world.rank, meshes):
             gather_facts(world.group(ranks), None, tag=tag)
     except WatchError as error:
         why = f" since {reason}" if reason else ""
@@ -125,26 +151,50 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
 
 
 def agree(
-    world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str
-) -> int | str | None:
+    world: World,
+    meshes: Sequence[Sequence[int]],
+    schedules: list[Schedule] | str,
+    is_own: bool = False,
+    others: Sequence[Schedule] = (),
+) -> Agreed:
     """Return up to which pass all ranks have schedules that fit each other.
 
     Args:
         meshes: ranks of meshes; the ranks of those that this rank is in take part.
         schedules: the schedule as recorded and after each pass; or why this rank has no graph.
+        is_own: whether this rank has read values that others may not have.
+        others: schedules of this rank's recordings of other values.
 
-    Returns: the index of a schedule; None if not all meshes are known and there is nothing to
-    compare; or why a rank has no graph.
     Raises: JitError if the recorded schedules of one group differ; the same on all ranks.
     """
-    rounds = _rounds(world.rank, meshes)
+    rounds = rounds_of(world.rank, meshes)
     if isinstance(schedules, str):
-        facts: Any = schedules
+        stages: Any = schedules
     elif all(any(set(line.ranks) <= set(ranks) for ranks in rounds) for line in schedules[0]):
-        facts = [hash_of(schedule) for schedule in schedules]
+        stages = [hash_of(schedule) for schedule in schedules]
     else:
-        facts = []  # collectives with ranks of which nothing is known: as recorded
+        stages = []  # collectives with ranks of which nothing is known: as recorded
+    facts = _Facts(stages, is_own, frozenset(map(hash_of, others)))
     known = _gather(world, rounds, facts)
+    stage = _last_fitting(world, rounds, schedules, {r: one.stages for r, one in known.items()})
+    own = any(one.is_own for one in known.values())
+    alike = not isinstance(stage, int) or all(
+        one.others <= {one.stages[stage]} for one in known.values()
+    )
+    return Agreed(stage, own, alike)
+
+
+def _last_fitting(
+    world: World,
+    rounds: list[tuple[int, ...]],
+    schedules: list[Schedule] | str,
+    known: dict[int, Any],
+) -> int | str | None:
+    """Return the stage of `Agreed`.
+
+    Args:
+        known: the hashes of the schedules of each rank, or why it has none.
+    """
     if not rounds and not isinstance(schedules, str):
         return None if schedules[0] else len(schedules) - 1
     failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
@@ -178,7 +228,7 @@ def agree_on_names(
     """Return those of some collectives, named by their groups and numbers, that all ranks of their
     groups have named.
     """
-    known = _gather(world, _rounds(world.rank, meshes), names)
+    known = _gather(world, rounds_of(world.rank, meshes), names)
     return frozenset(
         name
         for name in names
@@ -186,7 +236,22 @@ def agree_on_names(
     )
 
 
-def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def most_of(
+    world: World, meshes: Sequence[Sequence[int]], name: str, number: int, device: torch.device
+) -> int:
+    """Return the largest of the ranks' numbers, on all of them.
+
+    Communication: one all_reduce of a number over each mesh.
+    """
+    rounds = rounds_of(world.rank, meshes)
+    x = torch.tensor([number], device=device) if rounds else torch.empty(0)
+    for ranks in rounds:
+        tag = CommTag.of(f"choosing the recording of {name} under sm.jit")
+        world.group(ranks).all_reduce(x, "max", tag=tag)
+    return int(x) if rounds else number
+
+
+def rounds_of(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the largest sets of ranks that this rank is in, in an order that no two ranks see
     differently.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -11,11 +11,19 @@ from torch import fx
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS
 from ..program import Program, changes_metadata
-from .agreement import agree, agree_on_names, number_collectives, schedule_of
+from .agreement import (
+    Schedule,
+    agree,
+    agree_on_names,
+    number_collectives,
+    rounds_of,
+    schedule_of,
+)
 from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
 from .dead_code import remove_dead_collectives
 from .fuse_casts import fuse_casts
+from .hoist_reads import hoist_reads, is_movable
 from .options import PassOptions
 from .overlap import overlap
 from .reduce_scatter import scatter_reductions
@@ -28,18 +36,21 @@ def run(
     recording: Program | str,
     options: PassOptions,
     world: World | None,
-    meshes: Iterable[Sequence[int]],
+    meshes: Sequence[Sequence[int]],
+    others: Sequence[Program] = (),
 ) -> Program | str:
     """Return a program with the passes applied that all ranks apply alike; `recording` is not
     changed.
 
-    A pass whose schedules do not fit each other on all ranks is left out, on all of them.
+    A pass whose schedules do not fit each other on all ranks is left out, on all of them. So are
+    all passes if ranks that have read other values would have other schedules.
 
     Args:
         recording: the program as recorded, or why there is none: then the other ranks get none.
         world: the ranks to agree with; None for a graph that is only inspected.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only
             `overlap` runs.
+        others: the programs of this rank for other values that were read.
 
     Returns: the program, or why this or another rank has none.
     Raises: JitError on all ranks, naming the first difference, if ranks have recorded different
@@ -48,40 +59,78 @@ def run(
         schedules where those differ. Again for each pass that is left out.
     """
     twice: frozenset[object] | None = None  # the collectives that all ranks let run twice
-    while options.any:
-        stages = [] if isinstance(recording, str) else _stages(recording, options, twice)
+    if not options.any:
+        is_text = isinstance(recording, str)
+        return recording if is_text else _hoisting(world, meshes, agreed=False)(recording)
+    hoist = _hoisting(world, meshes, agreed=True)
+    while True:
+        stages = [] if isinstance(recording, str) else _stages(recording, options, hoist, twice)
         if world is None:
             return stages[-1][0] if stages else recording
-        chosen = agree(
+        agreed = agree(
             world,
-            list(meshes),
-            recording
-            if isinstance(recording, str)
-            else [schedule_of(program.graph) for program, _ in stages],
+            meshes,
+            recording if isinstance(recording, str) else [_schedule(one) for one, _ in stages],
+            bool(stages) and stages[-1][0].is_own,
+            [_schedule(program) for program in others],
         )
+        chosen = agreed.stage
         if isinstance(chosen, str):
             return chosen
+        if isinstance(recording, str):
+            return recording
         if chosen is None:  # what does not change the order of starts needs no agreement
             alone = dataclasses.replace(
                 PassOptions.of(False),
                 overlap=options.overlap,
                 max_live_bytes=options.max_live_bytes,
             )
-            return _stages(recording, alone)[-1][0]  # type: ignore[arg-type]
+            program = _stages(recording, alone, _hoisting(world, meshes, agreed=False))[-1][0]
+            return dataclasses.replace(program, is_own=agreed.is_own)
         if chosen == len(stages) - 1:
-            return stages[chosen][0]
+            if agreed.is_own and not agreed.is_alike:
+                program = _hoisting(world, meshes, agreed=False)(recording)
+                return dataclasses.replace(program, is_alone=True)
+            return dataclasses.replace(stages[chosen][0], is_own=agreed.is_own)
         stage, name = stages[chosen + 1]
         if name == "regather" and twice is None:  # ranks with parts of other sizes have other peaks
             twice = agree_on_names(world, list(meshes), run_again(stage.graph))
+        elif name == "hoist_reads":
+            hoist = _hoisting(world, meshes, agreed=True, collectives=False)
         else:
             options = dataclasses.replace(options, **{name: 0})  # type: ignore[arg-type]
-    return recording
+
+
+def _hoisting(
+    world: World | None, meshes: Sequence[Sequence[int]], **options: bool
+) -> Callable[[Program], Program]:
+    """Return a function that returns a program with its reads before the graph: of one that is only
+    inspected, the program itself.
+    """
+
+    def hoist(program: Program) -> Program:
+        if world is None or not any(map(is_movable, program.graph.nodes)):
+            return program
+        copy = dataclasses.replace(program, graph=copy_graph(program.graph))
+        return hoist_reads(copy, rounds_of(world.rank, meshes), **options)
+
+    return hoist
+
+
+def _schedule(program: Program) -> Schedule:
+    """Return the collectives of a program, of its reads first."""
+    graphs = [*(read.graph for read in program.reads), program.graph]
+    return [line for graph in graphs for line in schedule_of(graph)]
 
 
 def _stages(
-    program: Program, options: PassOptions, twice: frozenset[object] | None = None
+    program: Program,
+    options: PassOptions,
+    hoist: Callable[[Program], Program],
+    twice: frozenset[object] | None = None,
 ) -> list[tuple[Program, str]]:
-    """Return the program as recorded, and after each pass that is on.
+    """Return the program as recorded, with its reads before the graph, and after each pass that is
+    on.
 
     Args:
         twice: the collectives that may be gathered again; None for all.
@@ -90,7 +139,9 @@ def _stages(
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, name in zip(inputs, program.names, strict=True):
         node.meta["slot"] = name.endswith((".grad", "(unreduced)"))
-    stages = [(program, "")]
+    hoisted = hoist(program)
+    stages = [(program, ""), (hoisted, "hoist_reads")]  # the same stages on ranks without reads
+    program = hoisted
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),
         (

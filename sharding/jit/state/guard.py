@@ -19,6 +19,7 @@ class Guard:
     """Whether a snapshot still holds, in little time.
 
     Attributes:
+        sharded: the ShardedTensors that can be reached.
         storages: the memory of all tensors that can be reached.
         versions: how often each of them had been written.
     """
@@ -37,9 +38,9 @@ class Guard:
             elif holder.held:
                 self._others.append((holder, holder.read, holder.held[1::2]))
         self._versions = list(map(dict_version, self._sources))
-        self._leaves = [x for x, _ in snapshot.sharded]
-        self._layouts: list[Layout] = [x._layout for x in self._leaves]
-        self._parts: list[Tensor] = [x._local for x in self._leaves]
+        self.sharded = [x for x, _ in snapshot.sharded]
+        self._layouts: list[Layout] = [x._layout for x in self.sharded]
+        self._parts: list[Tensor] = [x._local for x in self.sharded]
         self._tensors = [x for x, _ in snapshot.tensors] + self._parts
         self._needs = [x.requires_grad for x in self._tensors]
         self.versions = self._versions_now()
@@ -47,7 +48,7 @@ class Guard:
 
     def _versions_now(self) -> list[int]:
         return [-1 if x.is_inference() else x._version for x in self._tensors] + [
-            x._data_accesses for x in self._leaves
+            x._data_accesses for x in self.sharded
         ]
 
     def was_written(self) -> bool:
@@ -73,8 +74,8 @@ class Guard:
         return self._change_of_tensors()
 
     def _change_of_tensors(self) -> str | None:
-        if not all(map(is_, map(_local_of, self._leaves), self._parts)) or not all(
-            map(is_, map(_layout_of, self._leaves), self._layouts)
+        if not all(map(is_, map(_local_of, self.sharded), self._parts)) or not all(
+            map(is_, map(_layout_of, self.sharded), self._layouts)
         ):
             known = zip(self._snapshot.sharded, self._parts, self._layouts, strict=True)
             path = next(

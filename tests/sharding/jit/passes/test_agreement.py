@@ -24,7 +24,8 @@ def of_ranks(*schedules: list[Any]) -> list[Any]:
 
     def main() -> Any:
         try:
-            return agree(current_world(), [range(len(schedules))], schedules[current_world().rank])
+            rank = current_world().rank
+            return agree(current_world(), [range(len(schedules))], schedules[rank]).stage
         except JitError as error:
             return str(error)
 
@@ -56,11 +57,24 @@ def test_a_difference_names_the_first_line_of_both_on_every_rank() -> None:
     assert "rank 1 has nothing" in of_ranks([[A, B]], [[A]])[0]
 
 
+def test_recordings_of_other_values_are_compared() -> None:
+    """Any two fit each other if each rank's are alike."""
+
+    def main(others: list[Any], own: bool) -> Any:
+        rank = current_world().rank
+        return agree(current_world(), [range(2)], [[A, B], [A]], own and rank == 1, others[rank])
+
+    alike, differing = [[[A]], []], [[[A]], [[A, B]]]
+    assert sm.simulate(2)(main)(alike, True) == [(1, True, True)] * 2
+    assert sm.simulate(2)(main)(differing, True) == [(1, True, False)] * 2
+    assert sm.simulate(2)(main)(alike, False) == [(1, False, True)] * 2
+
+
 def test_a_rank_without_a_graph() -> None:
     def main() -> Any:
         return agree(
             current_world(), [range(2)], "x was changed" if current_world().rank else [[A]]
-        )
+        ).stage
 
     assert sm.simulate(2)(main)() == ["rank 1 has no graph: x was changed", "x was changed"]
 
