@@ -30,7 +30,7 @@ from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
-from .errors import at_line, value_read
+from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .program import Exchange, barrier, expect, item
 from .scalars import TracedFloat, among
@@ -94,6 +94,10 @@ class GraphRecorder(TorchDispatchMode):
         finally:
             self.draws.host.resume()
             thread_context.recorder = self
+
+    def refusal(self, problem: str, advice: str) -> JitError:
+        """Return the error of what a graph cannot repeat; see `StepRecorder`."""
+        return at_line(problem, advice)
 
     def node_of(self, x: Tensor) -> fx.Node | None:
         """Return the node of a tensor; see `StepRecorder`."""

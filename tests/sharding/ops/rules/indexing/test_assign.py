@@ -137,7 +137,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], str, list[P], torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore:.*was recorded 8 times")
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_as_one_process(case: Any) -> None:
     """Under `sm.jit` all calls return the bits of eager code."""
