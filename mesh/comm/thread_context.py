@@ -48,6 +48,9 @@ class GraphRecorder(Protocol):
         draws the one at its own position.
         """
 
+    def refusal(self, problem: str, advice: str) -> Exception:
+        """Return the error, at the program's line, of what a graph cannot repeat."""
+
     def node_of(self, x: Any) -> Any:
         """Return what stands for a tensor in the graph; None if the recording never met it."""
 

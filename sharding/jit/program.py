@@ -138,9 +138,9 @@ def is_pure(node: fx.Node) -> bool:
     ):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return not (
-            node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
-        )
+        schema = node.target._schema  # without results: a check
+        is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+        return bool(schema.returns) and not (schema.is_mutable or is_random)
     return node.target.__module__ in ("_operator", "operator", "math") or node.target is item
 
 

@@ -101,6 +101,10 @@ class GraphRecorder(TorchDispatchMode):
             self.draws.host.resume()
             thread_context.recorder = self
 
+    def refusal(self, problem: str, advice: str) -> JitError:
+        """Return the error of what a graph cannot repeat; see `StepRecorder`."""
+        return at_line(problem, advice)
+
     def node_of(self, x: Tensor) -> fx.Node | None:
         """Return the node of a tensor; see `GraphRecorder`."""
         return self.builder.node_of(x)

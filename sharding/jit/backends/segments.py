@@ -37,7 +37,15 @@ from .repeats import cut, key_of
 
 # Operators in a segment: a call of a compiled function costs as much as several operators.
 _LEAST = 3
-_NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
+_NOT_COMPILED = (
+    "_fused_",
+    "_local_scalar_dense",
+    "set_",
+    "resize_",
+    "_amp_",
+    "record_stream",
+    "_assert_async",
+)
 
 
 _PATIENCE_S = 2.0  # until rank 0 says that it compiles

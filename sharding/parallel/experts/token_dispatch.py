@@ -171,15 +171,23 @@ def make_dispatch(
     Raises:
         ValueError: on every rank of the all_gather, when the counts are first used: a choice is not
             the index of an expert.
+        JitError: inside `sm.jit`, whose graphs have messages of one size.
 
     Communication: one all_gather of counts over the axes of the experts, one number per expert;
         with a capacity also over the axes of the tokens, one per expert, choice and run of
         consecutive tokens of the batch.
     """
+    if thread_context.recorder is not None:
+        raise thread_context.recorder.refusal(
+            f"moe over {peers.axes}: how many rows the ranks send depends on which experts the "
+            "tokens choose, and a graph has messages of one size",
+            "Call it outside of sm.jit, or keep the experts whole on each rank and sort the rows "
+            "by expert, for torch.nn.functional.grouped_mm",
+        )
     if capacity is None:
         valid = _valid_choices(chosen.reshape(1, -1, 1), peers.count)
         table = _all_counts(_count_choices(valid, peers.count), peers.mesh, peers.axes)
-        counts = _start_to_host(table[:, 0, 0])
+        counts = start_to_host(table[:, 0, 0])
         ranks = peers.group.ranks
         return TokenDispatch(
             peers,
@@ -201,17 +209,12 @@ def make_dispatch(
     wrong, table = table[..., -1].sum((1, 2)), table[..., :-1]
     before = _before(table, runs)
     taken = (capacity - before).clamp(min=0).minimum(table).sum((1, 2))
-    wait = _start_to_host(torch.cat([taken, wrong[:, None]], 1))
+    wait = start_to_host(torch.cat([taken, wrong[:, None]], 1))
     fits = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
     sent = torch.where(fits, valid, peers.count).flatten()  # others are sorted to the end
     return TokenDispatch(
         peers, _sorted_slots(sent, peers), wait, runs.ranks, runs.peers, drops=True
     )
-
-
-def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying to the host; a graph records no events, so it has an ordinary copy."""
-    return x.cpu if thread_context.recorder is not None else start_to_host(x)
 
 
 def _valid_choices(chosen: Tensor, experts: int) -> Tensor:

@@ -238,6 +238,64 @@ def test_a_shape_that_depends_on_values(f: Any) -> None:
     assert len(set(sm.simulate(2)(sharded)())) == 1
 
 
+SHARDED = {
+    "the shape of the result of nonzero depends on values, of bool": lambda x: (x > 0).nonzero(),
+    "a selection by a mask depends on values, of bool": lambda x: x[x > 0],
+    "the shape of the result of unique depends on values, of f32": lambda x: x.unique(),
+    "of bincount depends on values, of i64.* minlength=2 must": lambda x: x.long().bincount(
+        minlength=2
+    ),
+    "histc without limits reads .* of f32.* Pass min= and max=": lambda x: x.histc(4),
+    r"moe over \('a',\): how many rows the ranks send .* keep the experts whole": lambda x: (
+        sm.parallel.moe(
+            x[:, None],
+            sm.parallel.top_k_routing(x[:, None] * torch.ones_like(x)[None], 1),
+            lambda rows, p: rows * p,
+            x,
+            axis="a",
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SHARDED)
+def test_the_error_names_the_operator_and_its_layout(text: str) -> None:
+    def main() -> str:
+        x = sm.device_put(X, sm.init_device_mesh(DEVICE, (2,), axis_names=("a",)), sm.P("a"))
+        with pytest.raises(JitError, match=rf"test_refused.py:\d+: .*{text}") as refused:
+            sm.jit(SHARDED[text], backend="eager")(x)
+        return str(refused.value)
+
+    assert len(set(sm.simulate(2)(main)())) == 1
+
+
+def test_bincount_of_no_more_values_than_its_minlength() -> None:
+    def main() -> None:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        count = sm.jit(lambda x: x.bincount(minlength=5), backend="eager")
+        for numbers in ([0, 4, 4], [1, 1, 0], [2, 2, 2]):
+            x = torch.tensor(numbers)
+            found = count(sm.device_put(x, mesh, P("a")))
+            assert torch.equal(found.full_tensor().cpu(), x.bincount(minlength=5))
+        assert len(count.recorded) == 1
+        with pytest.raises(JitError, match=r"the value was True .* and is False now"):
+            count(sm.device_put(torch.tensor([0, 5, 1]), mesh, P("a")))
+
+    sm.simulate(2)(main)()
+
+
+def test_checks_of_torch_run_in_every_call() -> None:
+    def f(x: Tensor) -> Tensor:
+        torch._assert_async((x > -1).all(), "x must be more than -1")
+        return x * 2
+
+    checked = sm.jit(f, backend="eager")
+    for _ in range(2):
+        assert torch.equal(checked(X), X * 2)
+    with pytest.raises(RuntimeError, match="more than -1"):
+        checked(-X)
+
+
 def test_shapes_that_do_not() -> None:
     def f(x: Tensor) -> Tensor:
         counts = x.abs().long().bincount(minlength=30)

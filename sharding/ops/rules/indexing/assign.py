@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....mesh.comm.thread_context import thread_context
+from .....mesh.comm.transforms import transforms_active
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
@@ -24,7 +26,7 @@ from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, handler, rule
 from .index import expanded, index_names, patterns, selects
-from .local_indices import Part
+from .local_indices import Part, widened
 from .masked import mask_of
 
 
@@ -42,51 +44,53 @@ def _skip_written(input: Any, index: Any, value: Any) -> Any:
 
 @rule("__setitem__")
 def _setitem(input: Tensor, index: Any, value: Any) -> Rule | None:
-    return _written(input, index, value, _SetItem(), torch.Tensor.__setitem__)
+    return _written(input, index, value, _Writer(torch.Tensor.__setitem__, in_place=True))
 
 
 @rule("index_put", "index_put_", with_func=True)
 def _index_put(
     func: Any, input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Rule | None:
-    write = _IndexPut(func.__name__ == "index_put_", accumulate)
-    return _written(input, tuple(indices), values, write, func, accumulate)
-
-
-# (part, index, value) -> the index and the value for this rank's part, see `_local_index_and_value`
-EntriesOf = Callable[[Tensor, Any, Any], tuple[Any, Any]]
-
-
-class _SetItem:
-    """`x[index] = value` on this rank's part."""
-
-    def __call__(self, entries_of: EntriesOf, input: Tensor, index: Any, value: Any) -> Tensor:
-        entries, value = entries_of(input, index, value)
-        if entries is None:
-            _touch(input, value)
-        else:
-            input[entries] = value
-        return input
+    writer = _Writer(func, func.__name__ == "index_put_", accumulate)
+    return _written(input, tuple(indices), values, writer)
 
 
 @dataclass(frozen=True)
-class _IndexPut:
-    """`index_put` on this rank's part."""
+class _Writer:
+    """Writes values at indices of this rank's part: `x[index] = value`, or `index_put`.
 
+    Attributes:
+        func: the operator.
+        in_place: whether it writes its operand, and not a copy.
+        accumulate: whether it adds.
+    """
+
+    func: Callable[..., Any]
     in_place: bool
-    accumulate: bool
+    accumulate: bool = False
 
-    def __call__(
-        self, entries_of: EntriesOf, input: Tensor, indices: Any, values: Any, *_: Any, **__: Any
-    ) -> Tensor:
-        result = input if self.in_place else input.clone()
-        entries, values = entries_of(input, tuple(indices), values)
-        if entries is None:
-            _touch(result, values)
+    def target(self, input: Tensor) -> Tensor:
+        """Return the tensor to write."""
+        return input if self.in_place else input.clone()
+
+    def index(self, indices: Any) -> Any:
+        """Return the index that the operator's argument is."""
+        return indices if self.func is torch.Tensor.__setitem__ else tuple(indices)
+
+    def write(self, x: Tensor, entries: Any, value: Any) -> None:
+        if self.func is torch.Tensor.__setitem__:
+            x[entries] = value
         else:
-            tensors = tuple(e for e in entries if isinstance(e, Tensor))
-            result.index_put_(tensors, values, self.accumulate)
-        return result
+            x.index_put_(tuple(e for e in entries if isinstance(e, Tensor)), value, self.accumulate)
+
+
+def _needs_static_shapes() -> bool:
+    """Return whether no shape may depend on values: inside `sm.jit` and transforms.
+
+    Selecting this rank's elements of an index writes only these; writing the others elsewhere
+    copies the part, which is much larger than the index where a cache is written.
+    """
+    return thread_context.recorder is not None or transforms_active()
 
 
 def _touch(local: Tensor, value: Any) -> None:
@@ -98,13 +102,11 @@ def _touch(local: Tensor, value: Any) -> None:
         none.zero_()
 
 
-def _written(
-    input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False
-) -> Rule | None:
+def _written(input: Tensor, index: Any, value: Any, writer: _Writer) -> Rule | None:
     """Return the rule of an operator that writes a value at an index."""
     mask = mask_of(index, input.ndim)
     if mask is not None:
-        return _written_where(input, *mask, value, write, func)
+        return _written_where(input, *mask, value, writer)
     entries = expanded(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) and e.ndim == 0 for e in entries):
         return None
@@ -114,12 +116,12 @@ def _written(
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned(taken, value.ndim))
-    if not accumulate:
+    if not writer.accumulate:
         names = [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
     left = left.replace("[", "").replace("]", "")
-    options: dict[str, Any] = {"bind": partial(_bind_entries, write, func)}
+    options: dict[str, Any] = {"bind": partial(_bind_entries, writer)}
     if values:
-        options |= {"linear": ((0, 1 + len(indices)),), "additive": (0,) * accumulate}
+        options |= {"linear": ((0, 1 + len(indices)),), "additive": (0,) * writer.accumulate}
     pattern = f"{', '.join([left, *names])} -> {left}"
     return einrule(pattern, input, *indices, *values, **options)
 
@@ -129,19 +131,70 @@ def _aligned(taken: Sequence[str], ndim: int) -> str:
     return " ".join(["1"] * (ndim - len(taken)) + list(taken[max(0, len(taken) - ndim) :]))
 
 
-def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+def _bind_entries(writer: _Writer, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
     layout = targets[0]
     split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
-    return partial(write, partial(_local_index_and_value, layout, split)) if split else func
+    return partial(_write_entries, writer, layout, split) if split else writer.func
 
 
-def _local_index_and_value(
+def _write_entries(
+    writer: _Writer,
+    layout: Layout,
+    split: Sequence[int],
+    input: Tensor,
+    indices: Any,
+    values: Any,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Write into this rank's part, given the whole index and value."""
+    result = writer.target(input)
+    index = writer.index(indices)
+    entries, values = _local_slices(layout, split, input, index, values)
+    if entries is None:
+        _touch(result, values)
+        return result
+    numbers = [n for n, e in enumerate(entries) if e is not None]
+    indexed = [d for d in split if isinstance(entries[numbers[d]], Tensor)]
+    parts = {numbers[d]: Part(layout, d, wraps=True) for d in indexed}
+    after = _result_dims(entries)[1]
+    if parts and (_needs_static_shapes() or _has_summed_gradient(entries, values, after)):
+        wide = result
+        for d in indexed:
+            wide = widened(wide, d)
+        for n, part in parts.items():
+            entries[n], _ = part.find(entries[n], part.length)
+        writer.write(wide, tuple(entries), values)
+        return result.copy_(wide[tuple(map(slice, result.shape))])
+    if parts:
+        entries, values = _local_entries(parts, entries, values, after)
+    writer.write(result, tuple(entries), values)
+    return result
+
+
+def _has_summed_gradient(entries: Sequence[Any], value: Any, after: int) -> bool:
+    """Return whether the gradient of a value is a sum over what the index tensors select.
+
+    A sum over the indices of this rank alone, and one that has zeros for the others, may differ in
+    the last bit; the latter is in use wherever there is one, so that a graph has the bits of eager
+    code.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    shape = torch.broadcast_shapes(*[e.shape for e in entries if isinstance(e, Tensor)])
+    stop = max(0, value.ndim - after)
+    return value.shape[max(0, stop - len(shape)) : stop] != shape
+
+
+def _local_slices(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
-) -> tuple[Any, Any]:
-    """Return the index and the value for this rank's part; None for an index of nothing of it."""
+) -> tuple[list[Any] | None, Any]:
+    """Return the index with the slices and integers of split dims as those of this rank's part, and
+    the value written there; None for an index of nothing of it.
+    """
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
-    order, after = _result_dims(entries)
+    order, _ = _result_dims(entries)
     for dim in split:
         number, (start, stop), size = numbers[dim], layout.box[dim], layout.shape[dim]
         entry = entries[number]
@@ -152,11 +205,7 @@ def _local_index_and_value(
             entries[number] = entry % size - start
             if not start <= entry % size < stop:
                 return None, value
-    indexed = [dim for dim in split if isinstance(entries[numbers[dim]], Tensor)]
-    if indexed:
-        parts = {numbers[dim]: Part(layout, dim, wraps=True) for dim in indexed}
-        entries, value = _local_entries(parts, entries, value, after)
-    return tuple(entries), value
+    return entries, value
 
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
@@ -245,13 +294,11 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
     part = value.redistribute(spec)._local
     split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
     inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
-    entries = (
-        _local_index_and_value(layout, split, input._local, index, None)[0] if inside else None
-    )
+    entries = _local_slices(layout, split, input._local, index, None)[0] if inside else None
     if entries is None:
         _touch(input._local, part)
     else:
-        input._local[entries] = part
+        input._local[tuple(entries)] = part
     input._sync_requires_grad()
 
 
@@ -280,7 +327,7 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
 # -- by boolean masks ------------------------------------------------------------------------------
 
 
-def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:
+def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, writer: _Writer) -> Rule:
     """Return the rule of writing a value for each true element of a mask, or one for all."""
     dims = [f"d{d}" for d in range(input.ndim)]
     before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
@@ -290,43 +337,94 @@ def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any,
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned([*before, "[v]" if numbered else "1", *after], value.ndim))
-    bind = partial(_bind_mask, at, mask.ndim, len(after), write, func) if numbered else None
+    bind_mask = _bind_numbered if numbered else _bind_mask
+    bind = partial(bind_mask, at, mask.ndim, len(after), writer)
     pattern = f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}"
     linear = ((0, 2),) if values else ()
     return einrule(pattern, input, mask, *values, linear=linear, bind=bind)
 
 
 def _bind_mask(
-    at: int, ndim: int, after: int, write: Any, func: Any, targets: Sequence[Layout], _: Any
+    at: int, ndim: int, after: int, writer: _Writer, targets: Sequence[Layout], _: Any
 ) -> Callable[..., Any]:
+    """Return what writes one value, or one slice of further dims, where the mask is true.
+
+    If the value has a gradient, it is written by `torch.where`, see `_has_summed_gradient`.
+    """
+
+    def write(input: Tensor, indices: Any, values: Any, *args: Any, **kwargs: Any) -> Tensor:
+        needs_where = isinstance(values, Tensor) and (
+            values.requires_grad or _needs_static_shapes()
+        )
+        if not needs_where:
+            return writer.func(input, indices, values, *args, **kwargs)
+        dim = values.ndim - 1 - after
+        each = values.unflatten(dim, [1] * ndim) if dim >= 0 else values
+        return _write_where(writer, writer.target(input), _mask_in(indices), each, after)
+
+    return write
+
+
+def _bind_numbered(
+    at: int, ndim: int, after: int, writer: _Writer, targets: Sequence[Layout], _: Any
+) -> Callable[..., Any]:
+    """Return what writes a value for each true element of the mask, which is whole."""
     layout = targets[0]
-    if not any(splitting_axes(layout, d) for d in range(at, at + ndim)):
-        return func
+    is_split = any(splitting_axes(layout, d) for d in range(at, at + ndim))
     box = tuple(slice(*interval) for interval in layout.box[at : at + ndim])
-    return partial(write, partial(_local_mask_and_value, at, box, after))
+
+    def write(input: Tensor, indices: Any, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_static = _needs_static_shapes()
+        if not (is_split or is_static):
+            return writer.func(input, indices, values, *args, **kwargs)
+        mask, dim, result = _mask_in(indices), values.ndim - 1 - after, writer.target(input)
+        order, local_mask = _order(mask, values.shape[dim])[box], mask[box]
+        if not is_static:
+            chosen = values.index_select(dim, order[local_mask])
+            writer.write(result, (*[slice(None)] * at, local_mask), chosen)
+            return result
+        if not values.shape[dim]:
+            _touch(result, values)
+            return result
+        each = values.index_select(dim, order.clamp(min=0).flatten()).unflatten(dim, order.shape)
+        return _write_where(writer, result, local_mask, each, after)
+
+    return write
 
 
-def _local_mask_and_value(
-    at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor
-) -> tuple[Any, Any]:
-    entries = index if isinstance(index, tuple) else (index,)
-    mask = next(e for e in entries if isinstance(e, Tensor))
-    dim, local_mask = value.ndim - 1 - after, mask[box]
-    chosen = _order(mask, int(value.shape[dim]))[box][local_mask]
-    return (*[slice(None)] * at, local_mask), value.index_select(dim, chosen)
+def _mask_in(index: Any) -> Tensor:
+    entries = index if isinstance(index, (tuple, list)) else (index,)
+    return next(e for e in entries if isinstance(e, Tensor))
 
 
-def _order(mask: Tensor, numel: int) -> Tensor:
+def _write_where(
+    writer: _Writer, x: Tensor, mask: Tensor, values: Tensor, after: int = 0
+) -> Tensor:
+    """Write the values where the mask, which has no `after` last dims, is true."""
+    values = values.to(x.dtype)
+    mask = mask.reshape(*mask.shape, *[1] * after)
+    return x.copy_(torch.where(mask, x + values if writer.accumulate else values, x))
+
+
+def _order(mask: Tensor, count: int, least: bool = False) -> Tensor:
     """Return how many true values precede each element.
 
+    Args:
+        count: how many there must be, or at most with `least`.
+
     Raises:
-        RuntimeError: there are not as many as given values.
+        RuntimeError: there are others; inside `sm.jit` the device checks it, also in later calls.
     """
-    count = int(mask.sum())
-    if count != numel:
+    advice = "pass one value for each"
+    if thread_context.recorder is not None:
+        total = mask.sum()
+        torch._assert_async(
+            total <= count if least else total == count,
+            f"the mask has not as many true elements as values are given, {count}; {advice}",
+        )
+    elif (total := int(mask.sum())) > count or (total < count and not least):
         raise RuntimeError(
-            f"the mask has {count} true elements, but {numel} values are given; pass one value for "
-            "each"
+            f"the mask has {total} true elements, but {count} values are given; {advice}"
         )
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
 
@@ -337,21 +435,26 @@ def _masked_scatter(func: Any, input: Tensor, mask: Tensor, source: Tensor) -> R
         return None
     dims = dim_names(input.ndim)
     pattern = f"{dims}, {whole_dims(mask, 'm')}, {whole_dims(source, 's')} -> {dims}"
-    bind = partial(_bind_masked_scatter, func.__name__ == "masked_scatter_")
+    bind = partial(_bind_masked_scatter, _Writer(func, func.__name__ == "masked_scatter_"))
     return einrule(pattern, input, mask, source, linear=((0, 2),), bind=bind)
 
 
 def _bind_masked_scatter(
-    in_place: bool, targets: Sequence[Layout], _: Any
+    writer: _Writer, targets: Sequence[Layout], _: Any
 ) -> Callable[..., Tensor]:
     """Return what writes into this rank's part; mask and source are whole."""
     shape, box = targets[0].shape, tuple(slice(*interval) for interval in targets[0].box)
 
     def write(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        mask = mask.expand(shape)
-        local_mask, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
-        result = input if in_place else input.clone()
-        result[local_mask] = taken.take(_order(mask, taken.numel())[box][local_mask])
+        mask, result = mask.expand(shape), writer.target(input)
+        order, local_mask = _order(mask, source.numel(), least=True)[box], mask[box]
+        if not _needs_static_shapes():
+            result[local_mask] = source.take(order[local_mask])
+        elif source.numel():
+            each = source.take(order.clamp(0, source.numel() - 1))
+            _write_where(writer, result, local_mask, each)
+        else:
+            _touch(result, source)
         return result
 
     return write

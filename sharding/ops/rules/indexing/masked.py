@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ...dispatch import wrap
@@ -71,11 +72,30 @@ def check_inside(mesh: Any) -> None:
         )
 
 
+def check_not_recorded(
+    name: str,
+    x: Any,
+    advice: str = "Keep the shape: torch.where, a product with the mask, or its sum for a number",
+) -> None:
+    """Refuse an operator whose result has a shape that depends on the values of x.
+
+    Raises:
+        JitError: inside `sm.jit`.
+    """
+    if thread_context.recorder is not None:
+        raise thread_context.recorder.refusal(
+            f"the shape of the result of {name} depends on values, of {x._layout}, and a graph has "
+            "one shape",
+            advice,
+        )
+
+
 # -- boolean masks ---------------------------------------------------------------------------------
 
 
 @decomposition("nonzero", "argwhere")
 def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
+    check_not_recorded("nonzero", input)
     x = split_by_rows(input.detach(), input.ndim)
     local_indices = torch.nonzero(x._local)
     if x.ndim and len(local_indices):
@@ -136,6 +156,7 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
 
 def _selected(input: Any, mask: Any) -> Any:
     """Return the elements (or slices of further dims) where the mask is true."""
+    check_not_recorded("a selection by a mask", mask)
     if not mask.ndim:
         return _selected(input.reshape(1), mask.reshape(1))
     x, ndim = split_by_rows(input, mask.ndim), mask.ndim
@@ -157,6 +178,7 @@ def _unique(
     dim: int | None = None,
 ) -> Any:
     """Gather every rank's distinct values and find the distinct ones among these."""
+    check_not_recorded("unique", input)
     if dim is not None:
         return _on_whole(torch.unique, input, sorted, return_inverse, return_counts, dim)
     x = reduce_pending(input.detach())
@@ -180,6 +202,7 @@ def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -
 
     Communication: an all_gather of the tensor.
     """
+    check_not_recorded("unique_consecutive", input)
     result = func(input.detach().full_tensor(), *args, **kwargs)
     if isinstance(result, tuple):
         return tuple(replicated(x, input) for x in result)

@@ -6,17 +6,19 @@ the sum of the numbers in each part, so neither the sequence nor the counted ten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ...dispatch import wrap
 from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
 from ..elementwise.pointwise import is_operand, tensors_of
-from ..indexing.masked import check_inside
+from ..indexing.masked import check_inside, check_not_recorded
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, rule
 
@@ -93,9 +95,16 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 
     Raises:
         RuntimeError: a negative number, on every rank alike.
+        JitError: inside `sm.jit`, numbers that are not less than `minlength`.
     """
     x = reduce_pending(input)
-    low, high = (int(extreme) for extreme in torch.aminmax(x)) if x.numel() else (0, -1)
+    if thread_context.recorder is not None:
+        low, high = 0, minlength - 1
+        if not _is_within(x, low, high):
+            advice = f"minlength={minlength} must be more than all values"
+            check_not_recorded("bincount", input, advice)
+    else:
+        low, high = (int(extreme) for extreme in torch.aminmax(x)) if x.numel() else (0, -1)
     if low < 0:
         raise RuntimeError(
             f"bincount only supports 1-d non-negative integral inputs, and {low} is among these"
@@ -108,6 +117,14 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     return _summed(x, counts)
 
 
+def _is_within(x: Any, low: int, high: int) -> bool:
+    """Return whether all values are between two; a graph checks in each call that it stays so."""
+    if not x.numel():
+        return True
+    least, most = (reduce_pending(extreme)._local for extreme in torch.aminmax(x))
+    return bool((least >= low) & (most <= high))
+
+
 @decomposition(
     "histc",
     when=lambda a: is_split(a.input) and a.input.numel(),
@@ -117,10 +134,24 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count between the least and the greatest of all elements where no limits are given."""
     x = reduce_pending(input.detach())
     if min == max:
-        min, max = (extreme.item() for extreme in torch.aminmax(x))
+        min, max = _limits("histc", "min= and max=", x)
     if min == max:
         min, max = min - 1, max + 1
     return _summed(x, torch.histc(x._local, bins, min, max))
+
+
+def _limits(name: str, argument: str, x: Any) -> Sequence[float]:
+    """Return the least and the greatest value.
+
+    Raises:
+        JitError: inside `sm.jit`.
+    """
+    if thread_context.recorder is not None:
+        raise thread_context.recorder.refusal(
+            f"{name} without limits reads the least and the greatest value of {x._layout}",
+            f"Pass {argument}",
+        )
+    return [extreme.item() for extreme in torch.aminmax(x)]
 
 
 @decomposition(
@@ -132,7 +163,7 @@ def _histogram(
     input: Any, bins: int, *, range: Any = None, weight: Any = None, density: bool = False
 ) -> Any:
     x = reduce_pending(input.detach())
-    low, high = range or [extreme.item() for extreme in torch.aminmax(x)]
+    low, high = range or _limits("histogram", "range=", x)
     low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
     local_weight = (
         None if weight is None else reduce_pending(weight.detach()).redistribute(x.spec)._local
