@@ -48,17 +48,16 @@ class GraphRecorder(Protocol):
         draws the one at its own position.
         """
 
-    def refusal(self, problem: str, advice: str) -> Exception:
-        """Return the error, at the program's line, of what a graph cannot repeat."""
-
     def node_of(self, x: Any) -> Any:
         """Return what stands for a tensor in the graph; None if the recording never met it."""
 
     def note_equal(self, x: Any, ranks: Any) -> None:
         """Record that a plain tensor has the same values on all of these ranks."""
 
-    def refuse(self, error: Exception) -> None:
-        """Note that the graph cannot repeat what the program does next, or raise the error."""
+    def refuse(self, problem: str, advice: str) -> None:
+        """Note what the program does next and the graph cannot repeat, with its line; or raise
+        that as an error.
+        """
 
 
 class Replacement(Protocol):

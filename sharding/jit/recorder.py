@@ -101,10 +101,6 @@ class GraphRecorder(TorchDispatchMode):
             self.draws.host.resume()
             thread_context.recorder = self
 
-    def refusal(self, problem: str, advice: str) -> JitError:
-        """Return the error of what a graph cannot repeat; see `StepRecorder`."""
-        return at_line(problem, advice)
-
     def node_of(self, x: Tensor) -> fx.Node | None:
         """Return the node of a tensor; see `GraphRecorder`."""
         return self.builder.node_of(x)
@@ -113,9 +109,9 @@ class GraphRecorder(TorchDispatchMode):
         """Note on which ranks a tensor is the same; see `GraphRecorder`."""
         self.builder.input_of(x).meta["ranks"] = frozenset(ranks.flatten().tolist())
 
-    def refuse(self, error: Any) -> None:
+    def refuse(self, problem: str, advice: str) -> None:
         """Note that there is no graph, or raise the error; see `GraphRecorder`."""
-        self.builder.refuse(error)
+        self.builder.refuse(at_line(problem, advice))
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -198,6 +194,8 @@ class GraphRecorder(TorchDispatchMode):
         """
         with _disable_current_modes():
             value = math.nan if x.is_meta else x.item()
+        if self.builder.refusal is not None:
+            return value
         frame = _caller(_OURS_HERE)
         if frame.f_code.co_filename == methods.__file__:  # of a ShardedTensor: who called it
             frame = _caller(*_INNER)

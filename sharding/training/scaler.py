@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.thread_context import thread_context
-from ..jit.errors import at_line
 from ..tensor.sharded_tensor import ShardedTensor
 from .norms import check_reduced
 from .tally import tally_of
@@ -59,13 +58,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if thread_context.recorder is not None:
             thread_context.recorder.refuse(
-                at_line(
-                    "GradScaler.step reads whether all gradients are finite, and the optimizer "
-                    "steps only then",
-                    "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() "
-                    "outside of sm.jit; scaler.scale(loss).backward() may be inside. bfloat16 "
-                    "needs no scaler",
-                )
+                "GradScaler.step reads whether all gradients are finite, and the optimizer steps "
+                "only then",
+                "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of "
+                "sm.jit; scaler.scale(loss).backward() may be inside. bfloat16 needs no scaler",
             )
         fuses = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

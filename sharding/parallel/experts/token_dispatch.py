@@ -171,14 +171,14 @@ def make_dispatch(
     Raises:
         ValueError: on every rank of the all_gather, when the counts are first used: a choice is not
             the index of an expert.
-        JitError: inside `sm.jit`, whose graphs have messages of one size.
+        JitError: inside `sm.jit(fullgraph=True)`, whose graphs have messages of one size.
 
     Communication: one all_gather of counts over the axes of the experts, one number per expert;
         with a capacity also over the axes of the tokens, one per expert, choice and run of
         consecutive tokens of the batch.
     """
     if thread_context.recorder is not None:
-        raise thread_context.recorder.refusal(
+        thread_context.recorder.refuse(
             f"moe over {peers.axes}: how many rows the ranks send depends on which experts the "
             "tokens choose, and a graph has messages of one size",
             "Call it outside of sm.jit, or keep the experts whole on each rank and sort the rows "

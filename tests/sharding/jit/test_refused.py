@@ -263,7 +263,7 @@ def test_the_error_names_the_operator_and_its_layout(text: str) -> None:
     def main() -> str:
         x = sm.device_put(X, sm.init_device_mesh(DEVICE, (2,), axis_names=("a",)), sm.P("a"))
         with pytest.raises(JitError, match=rf"test_refused.py:\d+: .*{text}") as refused:
-            sm.jit(SHARDED[text], backend="eager")(x)
+            sm.jit(SHARDED[text], backend="eager", fullgraph=True)(x)
         return str(refused.value)
 
     assert len(set(sm.simulate(2)(main)())) == 1
@@ -272,7 +272,7 @@ def test_the_error_names_the_operator_and_its_layout(text: str) -> None:
 def test_bincount_of_no_more_values_than_its_minlength() -> None:
     def main() -> None:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
-        count = sm.jit(lambda x: x.bincount(minlength=5), backend="eager")
+        count = sm.jit(lambda x: x.bincount(minlength=5), backend="eager", fullgraph=True)
         for numbers in ([0, 4, 4], [1, 1, 0], [2, 2, 2]):
             x = torch.tensor(numbers)
             found = count(sm.device_put(x, mesh, P("a")))
@@ -289,7 +289,7 @@ def test_checks_of_torch_run_in_every_call() -> None:
         torch._assert_async((x > -1).all(), "x must be more than -1")
         return x * 2
 
-    checked = sm.jit(f, backend="eager")
+    checked = sm.jit(f, backend="eager", fullgraph=True)
     for _ in range(2):
         assert torch.equal(checked(X), X * 2)
     with pytest.raises(RuntimeError, match="more than -1"):

@@ -80,10 +80,10 @@ def check_not_recorded(
     """Refuse an operator whose result has a shape that depends on the values of x.
 
     Raises:
-        JitError: inside `sm.jit`.
+        JitError: inside `sm.jit(fullgraph=True)`.
     """
     if thread_context.recorder is not None:
-        raise thread_context.recorder.refusal(
+        thread_context.recorder.refuse(
             f"the shape of the result of {name} depends on values, of {x._layout}, and a graph has "
             "one shape",
             advice,

@@ -98,12 +98,9 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
         JitError: inside `sm.jit`, numbers that are not less than `minlength`.
     """
     x = reduce_pending(input)
-    if thread_context.recorder is not None:
-        low, high = 0, minlength - 1
-        if not _is_within(x, low, high):
-            advice = f"minlength={minlength} must be more than all values"
-            check_not_recorded("bincount", input, advice)
-    else:
+    low, high = 0, minlength - 1
+    if thread_context.recorder is None or not _is_within(x, low, high):
+        check_not_recorded("bincount", input, f"minlength={minlength} must be more than all values")
         low, high = (int(extreme) for extreme in torch.aminmax(x)) if x.numel() else (0, -1)
     if low < 0:
         raise RuntimeError(
@@ -144,10 +141,10 @@ def _limits(name: str, argument: str, x: Any) -> Sequence[float]:
     """Return the least and the greatest value.
 
     Raises:
-        JitError: inside `sm.jit`.
+        JitError: inside `sm.jit(fullgraph=True)`.
     """
     if thread_context.recorder is not None:
-        raise thread_context.recorder.refusal(
+        thread_context.recorder.refuse(
             f"{name} without limits reads the least and the greatest value of {x._layout}",
             f"Pass {argument}",
         )
