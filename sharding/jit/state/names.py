@@ -42,6 +42,7 @@ _INSTALLED = (
     *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     "<",
 )
+_TYPED = ("<stdin>", "<console>", "<python-input", "<ipython-input", "<doctest")  # by the user
 _UNKNOWN = object()
 # A name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer").
 Use = tuple[str, "tuple[str, ...] | None"]
@@ -52,6 +53,8 @@ def is_installed(file: str) -> bool:
     """Return whether a source file belongs to torch, this library, the standard library or an
     installed package.
     """
+    if file.startswith(_TYPED):
+        return False
     return file.startswith(_INSTALLED) or "/site-packages/" in file or "/dist-packages/" in file
 
 

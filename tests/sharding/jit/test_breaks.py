@@ -183,3 +183,11 @@ def test_other_shapes_on_each_rank_after_a_break() -> None:
         return True
 
     assert all(sm.simulate(2)(main)())
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<doctest page[0]>", "<python-input-3>"])
+def test_what_is_typed_is_the_users_program(file: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(compile("def f(x): return x * 2 if x.sum() > 0 else x", file, "exec"), scope)
+    with pytest.raises(sm.errors.JitError, match="reads a value"):
+        sm.jit(scope["f"], backend="eager", fullgraph=True)(X)
