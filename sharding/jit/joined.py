@@ -423,7 +423,7 @@ class JoinedEntry(Entry):
         self._others = call.others
         self._slots = call.slots
         self._results = len(recording.results)
-        self._differentiable = call.differentiable if grads else []
+        self._with_history = call.differentiable if grads else []
         self._had_grads = [g is not None for g in grads]
         self._kinds = [_Kind.of(x) for x in call.outputs] if grads else []
         if grads:
@@ -444,16 +444,16 @@ class JoinedEntry(Entry):
     def run(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
         """Call the forward program; join its results to the inputs."""
         outputs, saved = self._forward(leaves, world, backend)
-        results = [
-            same(leaves) if number is None else wrapped(outputs[number], layout, lineage)
-            for number, layout, lineage, _, same in self.recording.results
-        ]
+        results: list[Any] = []
+        for number, layout, lineage, _, same in self.recording.results:
+            value = same(leaves) if number is None else wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
+            results.append(value)
         if self.backward_program is not None:
-            locals_ = [_local_of(results[i]) for i in self._differentiable]
+            locals_ = [_local_of(results[i]) for i in self._with_history]
             inputs = [*(_local_of(leaves[i]) for i in self.inputs), *self._others]
             inputs = [inputs[i] for i in self._slots]
             joined = _Join.apply(_CompiledCall(self, backend, saved), locals_, *inputs)
-            for i, x in zip(self._differentiable, joined, strict=True):
+            for i, x in zip(self._with_history, joined, strict=True):
                 results[i] = _like(results[i], x)
         return unflatten_tree(self.recording.tree, results)
 
@@ -598,7 +598,7 @@ def _stand_in(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedTensor):
         if isinstance(x, nn.Parameter):
             local = nn.Parameter(local.detach())
-        local.__dict__.update(x.__dict__)
+        vars(local).update(vars(x))
         return local
     return _like(x, local)
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .errors import value_read
+from .errors import JitError, value_read
 
 RATE = "lr"
 _ARGUMENTS = "python_arg_parser.h"  # where torch reads what an operator takes as a C++ double
@@ -56,6 +56,10 @@ class NumberGraph(Protocol):
 
     def call(self, target: Callable[..., Any], args: Any) -> fx.Node:
         """Append a node."""
+        ...
+
+    def refuse(self, error: JitError) -> None:
+        """Note what a graph cannot repeat, or raise it."""
         ...
 
 
