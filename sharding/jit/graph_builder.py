@@ -138,6 +138,12 @@ class GraphBuilder:
             self.numbers[key] = NumberInput(node, path, source)
         return TracedFloat.of(self, self.numbers[key].node, hint, now, path if now else None)
 
+    @property
+    def operators(self) -> list[fx.Node]:
+        """The nodes so far that are no inputs."""
+        nodes = list(self.graph.nodes)
+        return nodes[nodes.index(self._end_of_inputs) + 1 :]
+
     def finish(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """End the graph, with these outputs, and return it."""
         self.graph.output(tuple(outputs))

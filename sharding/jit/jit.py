@@ -343,8 +343,13 @@ class JitModule(nn.Module):
         self.training = module.training
         inductor = PassOptions.of(options["compiler_options"]).inductor
         find = functools.cache(lambda: find_backend(options["backend"], inductor))
-        self.__dict__["_options"] = find, options["fullgraph"]
+        self.__dict__["_options"] = options
+        self.__dict__["_backend"] = find
         self.__dict__["_parts"] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        """Copies and files have the module, and no graphs."""
+        return JitModule, (self._orig_mod, self._options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
@@ -353,8 +358,8 @@ class JitModule(nn.Module):
             return self._orig_mod(*args, **kwargs)
         parts = self._parts.get(world)
         if parts is None:
-            backend, fullgraph = self._options
-            parts = Parts([self._orig_mod], backend, not world.rank, fullgraph)
+            fullgraph = self._options["fullgraph"]
+            parts = Parts([self._orig_mod], self._backend, not world.rank, fullgraph)
             self._parts[world] = parts
             world.dependents.add(self)
         with parts.running():

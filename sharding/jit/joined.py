@@ -41,7 +41,7 @@ from .draws import Draw, advance
 from .entry import Entry, key_of, wrapped
 from .errors import JitError
 from .passes.dead_code import clean
-from .program import Program, Runner, expect, run_plainly
+from .program import Program, Runner, expect, is_pure, run_plainly
 from .recorder import GraphRecorder
 from .recording import Recording, finish, run_recorded, settle
 from .scalars import TracedFloat
@@ -49,6 +49,7 @@ from .state.guard import Guard
 from .state.snapshot import Snapshot
 
 _RECORDINGS = 8  # of one function; with more it runs eagerly
+_WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
 
 
@@ -149,7 +150,8 @@ class JoinedFunction:
         stand_ins = _stand_ins(leaves)
         own = [id(d) for module in self._modules for d in (module._parameters, module._buffers)]
         values = [(f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
-        snapshot = Snapshot([("f", self._root), *values], own)
+        look = functools.partial(Snapshot, [("f", self._root), *values], own)
+        snapshot = look()
         guard = Guard(snapshot, set())
         recorder = GraphRecorder(world, fullgraph=self._fullgraph)
 
@@ -158,8 +160,14 @@ class JoinedFunction:
             return self._f(*args, **kwargs)
 
         saved = _SavedTensors(recorder)
-        with _swapped(self._state(), stand_ins[count:]), saved.noting():
-            result = run_recorded(call, stand_ins, snapshot, [], recorder)
+        try:
+            with _swapped(self._state(), stand_ins[count:]), saved.noting():
+                result = run_recorded(call, stand_ins, snapshot, [], recorder)
+        except RuntimeError as error:
+            if not str(error).startswith(_WRITES_TO_LEAF):
+                raise
+            self._refuse_write(recorder, error)
+            return call(leaves)
         read = next((node for node in recorder.builder.graph.nodes if _is_read(node)), None)
         if read is not None:
             recorder.builder.refuse(
@@ -167,12 +175,26 @@ class JoinedFunction:
             )
         flat, result_tree = flatten_tree(result)
         recorded = _RecordedCall(self, recorder, leaves, stand_ins, flat, snapshot, guard, entries)
-        recorded.tree, recorded.saved_tensors = result_tree, saved
+        recorded.tree, recorded.saved_tensors, recorded.look = result_tree, saved, look
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
         if change is not None:
             self.drop(f"{self.name} changes Python state in every call: {change}")
             recorded.is_recorded = True  # there is nothing to record of its backward
         return recorded.results()
+
+    def _refuse_write(self, recorder: GraphRecorder, error: RuntimeError) -> None:
+        """Give up on a function that writes to an argument with a gradient history, whose stand-in
+        torch takes for a leaf.
+
+        Raises: JitError if it cannot be called again, since it has had an effect; with `fullgraph`.
+        """
+        reason = (
+            f"{self.name} writes in place to an argument that requires grad, so the history of "
+            "the caller's tensor would change; write to a copy of it"
+        )
+        if self._fullgraph or not all(map(is_pure, recorder.builder.operators)):
+            raise JitError(reason) from error
+        self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
         """Run the function eagerly from now on."""
@@ -209,6 +231,7 @@ class _RecordedCall:
         self.snapshot, self.guard = snapshot, guard
         self.tree: Any = None
         self.saved_tensors: Any = None
+        self.look: Any = None  # returns a snapshot of the function
         pairs = zip(map(_local_of, leaves), map(_local_of, stand_ins), strict=True)
         # a tensor that is held in several places is one input
         unique = {id(x): (x, y) for x, y in pairs if x is not y}
@@ -277,14 +300,18 @@ class _RecordedCall:
         for i, g in enumerate(grads):
             if g is not None:
                 builder.know(g, builder.placeholder(f"gradient_{i}"))
+        before = self.look()  # hooks of backward may change Python state
         self.saved_tensors.load()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
                 gradients = self._gradients(outputs, seeds)
         finally:
             self.saved_tensors.unload()
+        change = before.change(set())
         if builder.refusal is not None:
             self.function.give_up(str(builder.refusal))
+        elif change is not None:
+            self.function.give_up(f"the backward of {self.function.name} changes state: {change}")
         else:
             self.finish(grads, gradients)
         return gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -182,8 +183,9 @@ def test_attributes_copies_and_checkpoints_are_those_of_the_module() -> None:
     model(X).sum().backward()
     assert model.up is model._orig_mod.up
     assert next(name for name, _ in model.named_parameters()) == "_orig_mod.up.weight"
-    other = copy.deepcopy(model)
-    assert torch.equal(other(X), model(X))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.up.weight is not model.up.weight
+        assert torch.equal(other(X), model(X))
     model.eval()
     assert not model._orig_mod.training
     assert repr(model.up) in repr(model)
@@ -268,3 +270,48 @@ def test_tensors_of_modules_that_are_no_parameters() -> None:
         return [*gradients(model), model.scale.grad.clone()]
 
     both(Scaled, use)
+
+
+class Writes(Net):
+    """Writes in place to its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x.relu_())
+
+
+def test_writes_to_an_argument_with_a_history() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            y = x * 2
+            (model(y).sum() + y.sum()).backward()  # y is what the module has written
+            found += [x.grad, *gradients(model)]
+        return found
+
+    both(Writes, use)
+
+
+def test_writes_to_an_argument_after_an_effect() -> None:
+    class Late(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.up(x))  # writes its buffers
+            return y.sum() + super().forward(x)
+
+    with pytest.raises(sm.errors.JitError, match="writes in place to an argument"):
+        sm.jit(Late(), backend="eager")(X.clone().requires_grad_() * 2)
+
+
+def test_a_hook_of_backward_that_changes_state() -> None:
+    calls: list[int] = []
+
+    def use(model: nn.Module) -> list[Tensor]:
+        calls.clear()
+        handle = model.up.register_full_backward_hook(lambda *_: calls.append(1))
+        for _ in range(5):
+            model(X.clone().requires_grad_()).sum().backward()
+        handle.remove()
+        assert len(calls) == 5
+        return gradients(model)
+
+    both(Net, use)
