@@ -21,8 +21,9 @@ from torch import fx
 
 from ....mesh.topology import Topology
 from ...jit.collectives import OPERATORS, WAIT
+from ...jit.inspection.flops import flops_of
 from ...jit.inspection.lowered import CompiledGraph
-from ...jit.inspection.step_graph import StepGraph, bytes_of, flops_of, ranks_of
+from ...jit.inspection.step_graph import StepGraph, bytes_of, ranks_of
 from ...jit.passes.alias import is_view, owner_of, writes
 from ...jit.program import compile_eagerly
 
@@ -68,7 +69,8 @@ class Durations:
             or not (bytes_of(node) or writes(node))
         ):
             return 0.0
-        flops = flops_of(node) if isinstance(node.target, torch._ops.OpOverload) else 0
+        is_operator = isinstance(node.target, torch._ops.OpOverload)
+        flops = (flops_of(node) or 0) if is_operator else 0
         return max(flops / self._rate(node), self._of_bytes(moved_bytes(node)))
 
     def _of_bytes(self, count: int) -> float:

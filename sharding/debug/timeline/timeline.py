@@ -18,7 +18,8 @@ from torch import fx
 from ....mesh.comm.report import save_events, trace_event
 from ....mesh.topology import Topology, seconds_text
 from ...jit.collectives import OPERATORS, WAIT, site_of
-from ...jit.inspection.step_graph import StepGraph, flops_of
+from ...jit.inspection.flops import flops_of
+from ...jit.inspection.step_graph import StepGraph
 from ...jit.jit import JitFunction
 from .drawing import timeline_picture
 from .durations import Durations, measured_times, moved_bytes
@@ -289,7 +290,7 @@ def _operator(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
         if is_operator
         else getattr(node.target, "__name__", "call")
     )
-    details = {"bytes": moved_bytes(node), "flops": flops_of(node) if is_operator else 0}
+    details = {"bytes": moved_bytes(node), "flops": (flops_of(node) or 0) if is_operator else 0}
     return TimelineEvent(name, "operator", COMPUTE, start, seconds, node.name, details)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS, site_of
 from ..passes.alias import owner_of, root_of
 from ..program import Program
+from .flops import flops_of
 
 _SHORT = {
     torch.float32: "f32",
@@ -36,12 +35,14 @@ class Cost:
         bytes_received: bytes that collectives receive, by mesh axes.
         launches: collectives, by mesh axes.
         operators: nodes that compute.
+        not_counted: operators that are no less work than products and have no formula.
     """
 
     flops: int
     bytes_received: dict[str, int]
     launches: dict[str, int]
     operators: int
+    not_counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,15 @@ class StepGraph:
         nodes = [
             node for node in self.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
         ]
-        return Cost(sum(map(flops_of, nodes)), received, launches, len(nodes) - len(launches))
+        flops = {node: flops_of(node) for node in nodes}
+        unknown = [node.target.overloadpacket.__name__ for node in nodes if flops[node] is None]
+        return Cost(
+            sum(x for x in flops.values() if x is not None),
+            received,
+            launches,
+            len(nodes) - len(launches),
+            tuple(sorted(set(unknown))),
+        )
 
     def memory_analysis(self) -> Memory:
         """Return what the graph's tensors take if each is freed after its last use."""
@@ -204,21 +213,6 @@ def bytes_of(node: fx.Node) -> int:
 
 def _width(node: fx.Node) -> int:
     return node.meta["val"][2].itemsize
-
-
-def flops_of(node: fx.Node) -> int:
-    """Return the flops of an operator; 0 of those that are bound by memory."""
-    count = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
-    if count is None:
-        return 0
-    args, kwargs = map_arg((node.args, node.kwargs), _meta_of)
-    items = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
-    return count(*args, **kwargs, out_val=[_meta_of(x) for x in items] if items else _meta_of(node))
-
-
-def _meta_of(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return None if value is None else torch.empty(value[0], dtype=value[2], device="meta")
 
 
 def _type(node: fx.Node) -> str:
