@@ -9,6 +9,7 @@ from shardmesh.sharding.abstract.eval_shape import Evaluated, eval_shape
 from shardmesh.sharding.debug.explain import explain
 from shardmesh.sharding.debug.inspection import inspect
 from shardmesh.sharding.debug.nan_check import debug_nans
+from shardmesh.sharding.debug.printing import print
 from shardmesh.sharding.debug.visualize import visualize
 from shardmesh.sharding.redistribute.plan import plan
 from shardmesh.sharding.replicas.check import ReplicaCheck, assert_replicated, check_replicas
@@ -43,6 +44,7 @@ __all__ = [
     "inspect",
     "null_world",
     "plan",
+    "print",
     "timeline",
     "visualize",
 ]

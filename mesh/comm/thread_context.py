@@ -54,6 +54,9 @@ class GraphRecorder(Protocol):
     def note_equal(self, x: Any, ranks: Any) -> None:
         """Record that a plain tensor has the same values on all of these ranks."""
 
+    def effect(self, function: Callable[..., None], values: Sequence[Any]) -> None:
+        """Call a function of plain tensors, numbers and constants, and record the call."""
+
     def refuse(self, problem: str, advice: str) -> None:
         """Note what the program does next and the graph cannot repeat, with its line; or raise
         that as an error.

@@ -109,6 +109,19 @@ class GraphRecorder(TorchDispatchMode):
         """Note on which ranks a tensor is the same; see `GraphRecorder`."""
         self.builder.input_of(x).meta["ranks"] = frozenset(ranks.flatten().tolist())
 
+    def effect(self, function: Callable[..., None], values: Sequence[Any]) -> None:
+        """Call a function, and record the call; see `GraphRecorder`."""
+        operands = []
+        for x in values:
+            if isinstance(x, Tensor):
+                operands.append(self.builder.input_of(x))
+            else:
+                operands.append(x.node.node if isinstance(x, TracedFloat) else x)
+        self.builder.call(function, operands)
+        if not self.abstract:
+            with self.hidden():
+                function(*[x.node.hint if isinstance(x, TracedFloat) else x for x in values])
+
     def refuse(self, problem: str, advice: str) -> None:
         """Note that there is no graph, or raise the error; see `GraphRecorder`."""
         self.builder.refuse(at_line(problem, advice))
