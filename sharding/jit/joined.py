@@ -334,8 +334,8 @@ class _RecordedCall:
             for handle in handles:
                 handle.remove()
         gradients: list[Tensor | None] = []
-        for x, given, uses in zip(sums, parts, self._uses, strict=True):
-            values = given if uses else [x]
+        for leaf, total, summands, uses in zip(self._inner, sums, parts, self._uses, strict=True):
+            values = summands if uses and not leaf._backward_hooks else [total]  # hooks get the sum
             gradients += [*values, *[None] * (max(1, len(uses)) - len(values))]
         return gradients
 

@@ -315,3 +315,21 @@ def test_a_hook_of_backward_that_changes_state() -> None:
         return gradients(model)
 
     both(Net, use)
+
+
+def test_a_hook_that_the_module_registers_on_its_argument() -> None:
+    class Hooked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            return self.up(x).sum() + x.square().sum()
+
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            model(x * 1).backward()
+            found += [x.grad, *gradients(model)]
+        return found
+
+    both(Hooked, use)
