@@ -211,20 +211,21 @@ def _time_torch_call(
     moves no data.
     """
     group, x = dist.new_group(), torch.zeros(4)
+    monitor: Any = mesh.world.monitor
     work: Any = dist.all_reduce(x, group=group, async_op=True)
     work.wait()
     hooks.stop()
     theirs = vars(dist.ProcessGroup)["allreduce"]
     dist.ProcessGroup.allreduce = lambda *_: work  # type: ignore[method-assign]
     switch(ON)
-    hooks.monitor_calls(mesh.world.monitor)
+    hooks.monitor_calls(monitor)
     call: Call = partial(dist.all_reduce, x, group=group)
     costs = time_interleaved(
         {OFF: call, ON: call}, switch, config.rounds["host"], 100, dist.barrier
     )
     hooks.stop()
     dist.ProcessGroup.allreduce = theirs
-    hooks.monitor_calls(mesh.world.monitor)
+    hooks.monitor_calls(monitor)
     return TimedCase("host", f"a call of torch.distributed, {config.ranks} processes", 1, costs)
 
 

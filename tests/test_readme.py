@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import doctest
 import importlib
 import re
@@ -41,7 +42,8 @@ def test_readme_example_runs():
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     module = importlib.import_module(f"shardmesh.sharding.{name}")
-    results = doctest.testmod(module, globs={**public_names(), **vars(module), "torch": torch})
+    names = {n: x for n, x in public_names().items() if not hasattr(builtins, n)}
+    results = doctest.testmod(module, globs={**names, **vars(module), "torch": torch})
     assert results.failed == 0
     assert results.attempted > 0
 

@@ -22,9 +22,8 @@ from ..comm.recording.trace_buffer import BUFFER_BYTES, Header, RankState, Trace
 from ..comm.world import World
 from ..errors import WatchError
 from ..settings import settings
-from . import termination
+from . import exit_status, termination
 from .agreement import Agreement, warn
-from .exit_status import LastWord
 from .monitor import Monitor
 from .recording.cleanup import sweep
 from .recording.job_directory import ALARM_BYTES, Alarm, JobDirectory, ranks_here
@@ -34,7 +33,6 @@ from .verdict import Verdict
 
 monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _hooks: list[Any] = []
-_last_word: LastWord | None = None
 _detaches_children = False
 
 
@@ -176,13 +174,12 @@ def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
 
 
 def _on_exit() -> None:
-    global _last_word
     own_monitors = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
     for monitor in own_monitors:
         monitor.settle()
     if any(monitor.abandoned for monitor in own_monitors):
         keep_groups()
-        _last_word = LastWord()
+        exit_status.fail()
         if settings().exit_s:
             termination.end_after_exit_time()
         for monitor in own_monitors:

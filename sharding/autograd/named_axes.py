@@ -106,6 +106,10 @@ class CapturedTensors(Protocol):
     def local(self, x: Any) -> Any:
         """Return the local part of a tensor that is captured; anything else itself."""
 
+    def is_captured(self, x: Tensor) -> bool:
+        """Return whether the function closes over a plain tensor that requires grad."""
+        ...
+
     def is_foreign(self, x: Any) -> bool:
         """Return whether a sharded tensor is not a tensor of the mapped function."""
         ...

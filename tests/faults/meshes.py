@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
@@ -19,7 +20,9 @@ def creates_another_mesh_shape(ctx: RankContext) -> Any:
     shape = (4, 1) if ctx.is_outlier() else (2, 2)
     names = ("dp", "tp")
     ctx.mesh = ctx.d.init_device_mesh("cpu", shape, mesh_dim_names=names)  # <- outlier # <- others
-    return ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Replicate()).sum().full_tensor().item()
+    total = ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Replicate()).sum().full_tensor().item()
+    dist.barrier()  # two ranks may get so far before the outlier has made its mesh
+    return total
 
 
 @fault("mesh", 1, mesh=NO_MESH, says=("tp=2, dp=2", "dp=2, tp=2"))

@@ -163,7 +163,7 @@ def _write_entries(
         for d in indexed:
             wide = widened(wide, d)
         for n, part in parts.items():
-            entries[n], _ = part.find(entries[n], part.length)
+            entries[n] = part.find(entries[n], part.length)[0]
         writer.write(wide, tuple(entries), values)
         return result.copy_(wide[tuple(map(slice, result.shape))])
     if parts:
