@@ -17,7 +17,7 @@ from .collectives import forget_lineages
 from .draws import advance
 from .passes.alias import written_inputs
 from .program import Runner, run_plainly
-from .recording import Recording, seal
+from .recording import Recording, Result, seal
 from .selection import Prologue
 from .state.differences import changed_gradient, changed_tensor, facts_of
 from .state.guard import Guard
@@ -138,22 +138,27 @@ class Entry:
             carried: what the prologue has returned.
         """
         recording = self.recording
-        values = [*leaves, *carried] if carried else leaves
-        inputs = [source(values) for source in recording.program.sources]
+        outputs = self._outputs([*leaves, *carried] if carried else leaves, world, backend)
+        for slot, number, layout, lineage in recording.effects:
+            gradient = None if number is None else _wrapped(outputs[number], layout, lineage)
+            setattr(slot.owner(leaves), slot.name, gradient)
+        results = []
+        for result in recording.results:
+            value = value_of(result, outputs, leaves)
+            results.append(seal(value, *self._differentiable(leaves)) if result.sealed else value)
+        return unflatten_tree(recording.tree, results)
+
+    def _outputs(self, values: Sequence[Any], world: World, backend: Backend) -> Sequence[Any]:
+        """Run the program on what its sources return of these values; return its outputs."""
+        program = self.recording.program
+        inputs = [source(values) for source in program.sources]
         if self.runner is None:
-            self.runner = backend(recording.program, inputs)
+            self.runner = backend(program, inputs)
         outputs = run_plainly(self.runner, inputs)
         self.calls += 1
         torch.autograd.graph.increment_version([inputs[i] for i in self._written])
-        advance(world, recording.program.draws)
-        for slot, number, layout, lineage in recording.effects:
-            gradient = None if number is None else wrapped(outputs[number], layout, lineage)
-            setattr(slot.owner(leaves), slot.name, gradient)
-        results = []
-        for number, layout, lineage, sealed, same in recording.results:
-            value = same(leaves) if number is None else wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
-            results.append(seal(value, *self._differentiable(leaves)) if sealed else value)
-        return unflatten_tree(recording.tree, results)
+        advance(world, program.draws)
+        return outputs
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -229,5 +234,11 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def wrapped(x: Any, layout: Any, lineage: int) -> Any:
+def value_of(result: Result, outputs: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    """Return a leaf of the result of a call whose program has returned these outputs."""
+    number, layout, lineage, _, same = result
+    return same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
+
+
+def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
     return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..functional.signature import flatten_tree, unflatten_tree
+from ..functional.transforms.parts import with_part
 from ..functional.trees import pytree
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
@@ -36,7 +37,7 @@ from .parts import Parts, log_break
 from .passes.agreement import announce, most_of
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .recording import record, without_history
+from .recording import local_of, record, without_history
 from .selection import FULL, MOST, RECORD, Recordings, Selected
 from .state.differences import Reasons, texts_of
 from .state.guard import Guard
@@ -173,7 +174,7 @@ class JitFunction:
         if world in self._parts:
             entries += self._parts[world].entries()
         for function in self._outside.get(world, {}).values():
-            entries += itertools.chain.from_iterable(function.entries.values())
+            entries += function.recordings
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
             for entry in entries
@@ -209,8 +210,10 @@ class JitFunction:
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
         args, kwargs = unflatten_tree(tree, [x.value if type(x) is Static else x for x in leaves])
-        result = self._f(*args, **kwargs)
-        return result if self._out is None else _placed(result, self._out)
+        return self._placed_result(*args, **kwargs)
+
+    def _placed_result(self, *args: Any, **kwargs: Any) -> Any:
+        return _placed(self._f(*args, **kwargs), self._out)
 
     def _record(
         self,
@@ -265,13 +268,13 @@ class JitFunction:
                     )
                 if self._fullgraph:
                     raise JitError(program)
-                self._break(self._name, program, snapshot, world)
+                self._break(program, snapshot, world)
             return result
         attempts.pop(key, None)
         program.name = self._name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
         if recording.is_open:
-            join = functools.partial(self._join, key, snapshot, self._name, world)
+            join = functools.partial(self._join, key, snapshot, world)
             result = pytree.tree_map(lambda x: _noting_backward(x, join), result)
         if program.is_alone:
             entries.clear()
@@ -308,23 +311,28 @@ class JitFunction:
         with _same_lineages(entries[-1].guard.sharded):
             return without_history(self._call(tree, leaves))
 
-    def _join(self, key: Any, snapshot: Snapshot, name: str, world: World) -> None:
+    def _join(self, key: Any, snapshot: Snapshot, world: World) -> None:
         """Run calls of a signature as two programs from now on: a backward outside has used the
         results.
         """
         joined = self._outside.setdefault(world, {})
         if key not in joined:
-            call = _Placing(self._f, self._out)
-            modules, backend = snapshot.modules, lambda: self.backend
-            joined[key] = JoinedFunction(call, modules, backend, name, self._fullgraph, self._f)
+            joined[key] = JoinedFunction(
+                self._placed_result,
+                snapshot.modules,
+                lambda: self.backend,
+                self._name,
+                self._fullgraph,
+                self._f,
+            )
 
-    def _break(self, name: str, reason: str, snapshot: Snapshot, world: World) -> None:
+    def _break(self, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
         parts = Parts(snapshot.modules, lambda: self.backend, not world.rank)
         self._parts[world] = parts
         if not world.rank:
             names = ", ".join(function.name for function in parts.joined.values())
-            log_break(name, reason, f"with graphs of {names}" if names else "")
+            log_break(self._name, reason, f"with graphs of {names}" if names else "")
 
 
 class JitModule(nn.Module):
@@ -493,22 +501,7 @@ def _noting_backward(x: Any, call: Callable[[], None]) -> Any:
     """Return a tensor with a history, the same values, and a call in its backward."""
     if not isinstance(x, Tensor) or x.is_leaf:
         return x
-    if not isinstance(x, ShardedTensor):
-        return _NotesBackward.apply(x, call)
-    noting = ShardedTensor._make(_NotesBackward.apply(x._local, call), x._layout)
-    noting._lineage = x._lineage
-    return noting
-
-
-class _Placing(NamedTuple):
-    """A function whose result is laid out as `out_shardings` says."""
-
-    f: Callable[..., Any]
-    shardings: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.f(*args, **kwargs)
-        return result if self.shardings is None else _placed(result, self.shardings)
+    return with_part(x, _NotesBackward.apply(local_of(x), call))
 
 
 # -- signatures ------------------------------------------------------------------------------------

@@ -35,15 +35,16 @@ from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..functional.signature import flatten_tree, unflatten_tree
+from ..functional.transforms.parts import with_part
 from ..tensor.sharded_tensor import ShardedTensor
 from .backends.segments import Backend
-from .draws import Draw, advance
-from .entry import Entry, key_of, wrapped
+from .draws import Draw
+from .entry import Entry, key_of, value_of
 from .errors import JitError
 from .passes.dead_code import clean
 from .program import Program, Runner, expect, is_pure, run_plainly
 from .recorder import GraphRecorder
-from .recording import Recording, finish, run_recorded, settle
+from .recording import Recording, finish, local_of, run_recorded, settle
 from .scalars import TracedFloat
 from .state.guard import Guard
 from .state.snapshot import Snapshot
@@ -51,24 +52,6 @@ from .state.snapshot import Snapshot
 _RECORDINGS = 8  # of one function; with more it runs eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
-
-
-class _Kind(NamedTuple):
-    """How a result is laid out in memory: by its own strides, or densely if elements share it."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Kind:
-        strides = torch.empty_like(x, device="meta").stride()  # those of x if it is dense
-        return cls(x.shape, strides, x.dtype, x.device)
-
-    def zeros(self) -> Tensor:
-        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        return x.zero_()
 
 
 class JoinedFunction:
@@ -113,20 +96,22 @@ class JoinedFunction:
         leaves = [*leaves, *(holder[name] for holder, name in self._state())]
         key = tree, key_of(leaves)
         entries = self.entries.setdefault(key, [])
-        why = ""
         for entry in reversed(entries):
-            change = entry.change(leaves)
-            if change is None:
+            if entry.change(leaves) is None:
                 return entry.run(leaves, world, self._backend())
-            why = why or change
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
-        if sum(map(len, self.entries.values())) >= _RECORDINGS:
+        if len(self.recordings) >= _RECORDINGS:
             self.broken = (
                 f"{self.name} was recorded {_RECORDINGS} times: its arguments or its state change"
             )
             return self._f(*args, **kwargs)
         return self._record(leaves, count, tree, entries, world)
+
+    @property
+    def recordings(self) -> list[JoinedEntry]:
+        """The recordings of all signatures."""
+        return [entry for entries in self.entries.values() for entry in entries]
 
     def _state(self) -> list[tuple[dict[str, Any], str]]:
         """Return where the modules hold their parameters and buffers."""
@@ -173,9 +158,9 @@ class JoinedFunction:
             recorder.builder.refuse(
                 JitError(f"{read.args[2]}: a value is read, on which the rest depends")
             )
-        flat, result_tree = flatten_tree(result)
-        recorded = _RecordedCall(self, recorder, leaves, stand_ins, flat, snapshot, guard, entries)
-        recorded.tree, recorded.saved_tensors, recorded.look = result_tree, saved, look
+        recorded = _RecordedCall(
+            self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
+        )
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
         if change is not None:
             self.drop(f"{self.name} changes Python state in every call: {change}")
@@ -213,7 +198,18 @@ class JoinedFunction:
 
 
 class _RecordedCall:
-    """The call that is recorded: its results have the history of eager code."""
+    """The call that is recorded: its results have the history of eager code.
+
+    Args:
+        function: the function.
+        recorder: has recorded its forward.
+        leaves, stand_ins: the inputs, and what the function had in their place.
+        result: what it returned.
+        saved: what autograd has saved.
+        look: returns a snapshot of what the function reaches.
+        snapshot, guard: that of before the call.
+        entries: where the recording goes.
+    """
 
     def __init__(
         self,
@@ -221,18 +217,19 @@ class _RecordedCall:
         recorder: GraphRecorder,
         leaves: Sequence[Any],
         stand_ins: Sequence[Any],
-        flat: list[Any],
+        result: Any,
+        saved: _SavedTensors,
+        look: Callable[[], Snapshot],
         snapshot: Snapshot,
         guard: Guard,
         entries: list[JoinedEntry],
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
-        self.leaves, self.stand_ins, self.flat = leaves, stand_ins, flat
+        self.leaves, self.stand_ins = leaves, stand_ins
+        self.flat, self.tree = flatten_tree(result)
+        self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
-        self.tree: Any = None
-        self.saved_tensors: Any = None
-        self.look: Any = None  # returns a snapshot of the function
-        pairs = zip(map(_local_of, leaves), map(_local_of, stand_ins), strict=True)
+        pairs = zip(map(local_of, leaves), map(local_of, stand_ins), strict=True)
         # a tensor that is held in several places is one input
         unique = {id(x): (x, y) for x, y in pairs if x is not y}
         inner = [y for _, y in unique.values()]
@@ -260,21 +257,21 @@ class _RecordedCall:
             i
             for i, x in enumerate(flat)
             if isinstance(x, Tensor)
-            and _local_of(x).requires_grad
+            and local_of(x).requires_grad
             and id(x) not in {id(y) for y in self.leaves}
         ]
         if builder.refusal is not None:
             settle(self.snapshot)
             function.give_up(str(builder.refusal))
         if self.differentiable:
-            outputs = [_local_of(flat[i]) for i in self.differentiable]
+            outputs = [local_of(flat[i]) for i in self.differentiable]
             self.outputs = outputs
             self._uses = _uses_of(outputs, self._inner)
             self.slots = [i for i, uses in enumerate(self._uses) for _ in range(max(1, len(uses)))]
             inputs = [self.inputs[i] for i in self.slots]
-            joined = _Join.apply(self, [x.detach() for x in outputs], *inputs)
+            joined = _Join.apply(self.backward, (), [x.detach() for x in outputs], *inputs)
             for i, x in zip(self.differentiable, joined, strict=True):
-                flat[i] = _like(flat[i], x)
+                flat[i] = with_part(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
                 function._pending = weakref.ref(self)
                 check = weakref.finalize(
@@ -300,13 +297,13 @@ class _RecordedCall:
         for i, g in enumerate(grads):
             if g is not None:
                 builder.know(g, builder.placeholder(f"gradient_{i}"))
-        before = self.look()  # hooks of backward may change Python state
-        self.saved_tensors.load()
+        before = self._look()  # hooks of backward may change Python state
+        self._saved.load()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
                 gradients = self._gradients(outputs, seeds)
         finally:
-            self.saved_tensors.unload()
+            self._saved.unload()
         change = before.change(set())
         if builder.refusal is not None:
             self.function.give_up(str(builder.refusal))
@@ -385,33 +382,33 @@ def _entry(
     builder, leaves = call.recorder.builder, call.stand_ins
     nodes = list(builder.graph.nodes)
     middle = nodes.index(call.end_of_forward)
-    second = nodes[middle + 1 :]
-    first = set(nodes[:middle])
+    of_backward = nodes[middle + 1 :]
+    of_forward = set(nodes[:middle])
     seeds = {f"gradient_{i}": i for i in range(len(grads))}
-    outer: dict[fx.Node, None] = {}
-    if any(isinstance(node.target, Draw) for node in second):
+    needed: dict[fx.Node, None] = {}
+    if any(isinstance(node.target, Draw) for node in of_backward):
         raise JitError("its backward draws random numbers")
-    for node in second:
-        outer |= {x: None for x in node.all_input_nodes if x in first}
-    produced = []
+    for node in of_backward:
+        needed |= {x: None for x in node.all_input_nodes if x in of_forward}
+    of_gradients = []
     for g in gradients:
         node = None if g is None else builder.node_of(g)
         if g is not None and node is None:
             raise JitError("a gradient was made without an operator of torch")
-        produced.append(node)
-        if node is not None and node in first:
-            outer[node] = None
+        of_gradients.append(node)
+        if node is not None and node in of_forward:
+            needed[node] = None
     graph, copies = fx.Graph(), {}
-    saved = [x for x in outer if not (x.op == "placeholder" and x.target in seeds)]
+    saved = [x for x in needed if not (x.op == "placeholder" and x.target in seeds)]
     for x in [*saved, *(n for n in nodes if n.op == "placeholder" and n.target in seeds)]:
         copies[x] = graph.placeholder(x.name)
         copies[x].meta = dict(x.meta)
-    for node in second:
+    for node in of_backward:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
-    graph.output(tuple(None if node is None else copies[node] for node in produced))
+    graph.output(tuple(None if node is None else copies[node] for node in of_gradients))
     clean(graph)
-    for node in reversed(second):
+    for node in reversed(of_backward):
         builder.graph.erase_node(node)
     builder.graph.erase_node(call.end_of_forward)
     for node in nodes:
@@ -445,11 +442,10 @@ class JoinedEntry(Entry):
         recording.program.name = call.function.name
         self.backward_program: Any = None
         self.backward_runner: Runner | None = None
-        first = {id(_local_of(x)): i for i, x in reversed(list(enumerate(call.leaves)))}
+        first = {id(local_of(x)): i for i, x in reversed(list(enumerate(call.leaves)))}
         self.inputs = [first[id(x)] for x in call.leaf_inputs]
         self._others = call.others
         self._slots = call.slots
-        self._results = len(recording.results)
         self._with_history = call.differentiable if grads else []
         self._had_grads = [g is not None for g in grads]
         self._kinds = [_Kind.of(x) for x in call.outputs] if grads else []
@@ -470,33 +466,18 @@ class JoinedEntry(Entry):
 
     def run(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
         """Call the forward program; join its results to the inputs."""
-        outputs, saved = self._forward(leaves, world, backend)
-        results: list[Any] = []
-        for number, layout, lineage, _, same in self.recording.results:
-            value = same(leaves) if number is None else wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
-            results.append(value)
+        outputs = self._outputs(leaves, world, backend)
+        results = [value_of(result, outputs, leaves) for result in self.recording.results]
         if self.backward_program is not None:
-            locals_ = [_local_of(results[i]) for i in self._with_history]
-            inputs = [*(_local_of(leaves[i]) for i in self.inputs), *self._others]
+            backward = functools.partial(self.backward, backend)
+            saved = outputs[len(outputs) - self._number_of_saved :]
+            local_results = [local_of(results[i]) for i in self._with_history]
+            inputs = [*(local_of(leaves[i]) for i in self.inputs), *self._others]
             inputs = [inputs[i] for i in self._slots]
-            joined = _Join.apply(_CompiledCall(self, backend, saved), locals_, *inputs)
+            joined = _Join.apply(backward, saved, local_results, *inputs)
             for i, x in zip(self._with_history, joined, strict=True):
-                results[i] = _like(results[i], x)
+                results[i] = with_part(results[i], x)
         return unflatten_tree(self.recording.tree, results)
-
-    def _forward(
-        self, leaves: Sequence[Any], world: World, backend: Backend
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        program = self.recording.program
-        inputs = [source(leaves) for source in program.sources]
-        if self.runner is None:
-            self.runner = backend(program, inputs)
-        outputs = run_plainly(self.runner, inputs)
-        self.calls += 1
-        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
-        advance(world, program.draws)
-        end = len(outputs) - self._number_of_saved
-        return outputs[:end], outputs[end:]
 
     def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Call the backward program."""
@@ -519,6 +500,24 @@ class JoinedEntry(Entry):
         return list(run_plainly(self.backward_runner, inputs))
 
 
+class _Kind(NamedTuple):
+    """How a result is laid out in memory: by its own strides, or densely if elements share it."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Kind:
+        strides = torch.empty_like(x, device="meta").stride()  # those of x if it is dense
+        return cls(x.shape, strides, x.dtype, x.device)
+
+    def zeros(self) -> Tensor:
+        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return x.zero_()
+
+
 def _seeds(grads: Sequence[Tensor | None], outputs: Sequence[_Kind]) -> list[Tensor | None]:
     """Return the gradients of results in the results' own strides, so that backward does not depend
     on how the program has laid them out.
@@ -535,29 +534,26 @@ def _as_strided_like(g: Tensor, kind: _Kind) -> Tensor:
     return torch.empty_strided(g.shape, kind.strides, dtype=kind.dtype, device=g.device).copy_(g)
 
 
-class _CompiledCall:
-    """A call of the forward program, until its backward."""
-
-    def __init__(self, entry: JoinedEntry, backend: Backend, saved: Sequence[Any]) -> None:
-        self._entry, self._backend = entry, backend
-        self.saved = saved
-
-    def backward(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
-        return self._entry.backward(self._backend, saved, grads)
-
-
 class _Join(torch.autograd.Function):
-    """The node between the inputs of a call and its results."""
+    """The node between the inputs of a call and its results.
+
+    Args:
+        backward: returns the gradients of the inputs, from what was saved and those of the results.
+        saved: tensors and numbers that it needs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Any, results: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.call = call
-        saved = getattr(call, "saved", ())
+    def forward(
+        ctx: Any,
+        backward: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        saved: Sequence[Any],
+        results: list[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
+        ctx.backward_of_call = backward
         ctx.tensors = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
         ctx.save_for_backward(*[saved[i] for i in ctx.tensors])
         ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
-        if saved:
-            call.saved = None
         ctx.set_materialize_grads(False)
         return tuple(results)
 
@@ -567,7 +563,7 @@ class _Join(torch.autograd.Function):
         saved = list(ctx.others)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
             saved[i] = x
-        return (None, None, *ctx.call.backward(saved, grads))
+        return (None, None, None, *ctx.backward_of_call(saved, grads))
 
 
 class _WithoutTraced(TorchDispatchMode):
@@ -596,38 +592,25 @@ def _end_of_forward() -> None:
     """Separate forward from backward, as the target of a node."""
 
 
-def _local_of(x: Any) -> Any:
-    return x._local if isinstance(x, ShardedTensor) else x
-
-
-def _like(x: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor with the layout of another, and this local part."""
-    if not isinstance(x, ShardedTensor):
-        return local
-    like = ShardedTensor._make(local, x._layout)
-    like._lineage = x._lineage
-    return like
-
-
 def _stand_ins(leaves: Sequence[Any]) -> list[Any]:
     """Return in place of each tensor that requires grad one with the same values and no history."""
     if not torch.is_grad_enabled():
         return list(leaves)
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for x in leaves:
-        if isinstance(x, Tensor) and _local_of(x).requires_grad and id(x) not in made:
-            made[id(x)] = _stand_in(x)
-    return [made.get(id(x), x) for x in leaves]
+        if isinstance(x, Tensor) and local_of(x).requires_grad and id(x) not in by_id:
+            by_id[id(x)] = _stand_in(x)
+    return [by_id.get(id(x), x) for x in leaves]
 
 
 def _stand_in(x: Tensor) -> Tensor:
-    local = _local_of(x).detach().requires_grad_()
+    local = local_of(x).detach().requires_grad_()
     if not isinstance(x, ShardedTensor):
         if isinstance(x, nn.Parameter):
             local = nn.Parameter(local.detach())
         vars(local).update(vars(x))
         return local
-    return _like(x, local)
+    return with_part(x, local)
 
 
 @contextmanager

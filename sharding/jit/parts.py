@@ -26,7 +26,7 @@ from ..ops.torch_compile import compiled_call, set_compiled_call
 from .backends.segments import Backend
 from .joined import JoinedEntry, JoinedFunction
 
-_LOG = logging.getLogger("shardmesh")
+_log = logging.getLogger(__name__)
 
 
 class Parts:
@@ -57,15 +57,13 @@ class Parts:
     def _add(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
             call = MethodType(type(module)._call_impl, module)
-            name = getattr(module, "_shardmesh_name", "") or type(module).__name__
             self.joined[module] = JoinedFunction(
-                call, [module], self._backend, name, self._fullgraph
+                call, [module], self._backend, type(module).__name__, self._fullgraph
             )
 
     def entries(self) -> list[JoinedEntry]:
         """Return the recordings of all modules."""
-        functions = self.joined.values()
-        return [x for function in functions for group in function.entries.values() for x in group]
+        return [entry for function in self.joined.values() for entry in function.recordings]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,7 +95,7 @@ class Parts:
 
 def log_break(name: str, reason: str, rest: str) -> None:
     """Log that a function or module is no graph as a whole."""
-    _LOG.warning("sm.jit: %s runs eagerly%s: %s", name, f", {rest}" if rest else "", reason)
+    _log.warning("sm.jit: %s runs eagerly%s: %s", name, f", {rest}" if rest else "", reason)
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

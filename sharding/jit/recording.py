@@ -173,7 +173,7 @@ def run_recorded(
     builder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
         if isinstance(x, Tensor):
-            builder.add_argument(_local_of(x))
+            builder.add_argument(local_of(x))
     torch.clear_autocast_cache()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -217,7 +217,7 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
-        if x.requires_grad and id(x) not in seen and _local_of(x).is_leaf:
+        if x.requires_grad and id(x) not in seen and local_of(x).is_leaf:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_constant, x), path, True)
 
@@ -235,10 +235,10 @@ def _constant(x: Any, leaves: Leaves) -> Any:
 
 
 def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
-    return _local_of(slot.get(leaves))
+    return local_of(slot.get(leaves))
 
 
-def _local_of(x: Any) -> Any:
+def local_of(x: Any) -> Any:
     return x._local if isinstance(x, ShardedTensor) else x
 
 
@@ -338,12 +338,12 @@ class _Finish:
         for slot, value in zip(slots, before, strict=True):
             if value is not None:
                 source = functools.partial(_slot_value, slot)
-                self._sources[id(_local_of(value))] = slot.path, source
+                self._sources[id(local_of(value))] = slot.path, source
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 argument = _part_of_argument if isinstance(x, ShardedTensor) else _argument
                 source = functools.partial(argument, i)
-                self._sources[id(_local_of(x))] = f"args[{i}]", source
+                self._sources[id(local_of(x))] = f"args[{i}]", source
         self._storages = {x.untyped_storage()._cdata for x in _locals(snapshot)}
         self._paths = {id(x._local): path for x, path in snapshot.sharded} | {
             id(x): path for x, path in snapshot.tensors
@@ -401,7 +401,7 @@ class _Finish:
         return Effect(slot, self._output(now, slot.path), *_layout_of(now))
 
     def _output(self, x: Tensor, what: str) -> int:
-        node = self.recorder.node_of(_local_of(x))
+        node = self.recorder.node_of(local_of(x))
         if node is None:
             raise JitError(
                 f"{what} is a tensor that sm.jit has not seen being made; compute it with "

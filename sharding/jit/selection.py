@@ -75,7 +75,7 @@ def _source_key(source: Callable[[Sequence[Any]], Any]) -> Any:
 
 
 class Entry(Protocol):
-    """A recording, as far as it is selected here; that of `jit.py`."""
+    """A recording, as far as it is selected here; that of `entry.py`."""
 
     prologue: Prologue
 

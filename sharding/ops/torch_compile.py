@@ -84,7 +84,7 @@ def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
 
 # -- calls of modules ------------------------------------------------------------------------------
 
-_COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of `_call_impl`
+COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of `_call_impl`
 
 
 class ModuleCompiler:
@@ -114,7 +114,7 @@ def compiled_call(module: Any) -> Callable[..., Any] | None:
     compiler = module.__dict__.get("compile")
     if isinstance(compiler, ModuleCompiler):
         return compiler.call
-    return module.__dict__.get(_COMPILED)
+    return module.__dict__.get(COMPILED)
 
 
 def set_compiled_call(module: Any, call: Callable[..., Any] | None) -> None:
@@ -123,9 +123,9 @@ def set_compiled_call(module: Any, call: Callable[..., Any] | None) -> None:
     if isinstance(compiler, ModuleCompiler):
         compiler.call = call
     elif call is None:
-        module.__dict__.pop(_COMPILED, None)
+        module.__dict__.pop(COMPILED, None)
     else:
-        module.__dict__[_COMPILED] = call
+        module.__dict__[COMPILED] = call
 
 
 def flattening(x: Any) -> Any:

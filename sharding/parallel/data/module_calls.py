@@ -21,10 +21,10 @@ from typing import Any
 from torch import nn
 
 from ....mesh.comm.call_site import argument_of_caller
-from ...ops.torch_compile import ModuleCompiler, keep_compiler_out, not_compiled
+from ...ops.torch_compile import COMPILED, ModuleCompiler, keep_compiler_out, not_compiled
 
 _REASON = "fully_shard and data_parallel gather a unit's parameters here, outside of any graph"
-_CALL, _COMPILED, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"  # names of nn.Module
+_CALL, _COMPILE = "_call_impl", "compile"  # names of nn.Module
 
 
 class CallInterception:
@@ -39,7 +39,7 @@ class CallInterception:
     def __init__(self, modules: Iterable[nn.Module], call: Callable[..., Any]) -> None:
         self._modules = tuple(modules)
         self._calls = [partial(_intercepted, call, module) for module in self._modules]
-        self._compilers = [ModuleCompiler(x, x.__dict__.get(_COMPILED)) for x in self._modules]
+        self._compilers = [ModuleCompiler(x, x.__dict__.get(COMPILED)) for x in self._modules]
         self.start()
 
     def start(self) -> None:
@@ -47,7 +47,7 @@ class CallInterception:
         for module, call, compiler in zip(self._modules, self._calls, self._compilers, strict=True):
             attributes = module.__dict__
             attributes[_CALL], attributes[_COMPILE] = call, compiler
-            attributes.pop(_COMPILED, None)
+            attributes.pop(COMPILED, None)
 
     def stop(self) -> None:
         """Stop intercepting; restore what `module.compile()` set."""
@@ -55,7 +55,7 @@ class CallInterception:
             attributes = module.__dict__
             del attributes[_CALL], attributes[_COMPILE]
             if compiler.call is not None:
-                attributes[_COMPILED] = compiler.call
+                attributes[COMPILED] = compiler.call
 
 
 @not_compiled(_REASON, calls_program=True)
