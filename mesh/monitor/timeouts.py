@@ -144,20 +144,23 @@ class Communicators:
     """
 
     def __init__(self) -> None:
-        self._aborts: list[threading.Thread] = []
+        self._aborts: list[threading.Thread] | None = None  # before the first look
         self._lock = threading.RLock()
 
     def abort(self, is_of_this_job: Callable[[], bool], wait: bool) -> None:
         """Abort them, once. Those for which the host waits, such as gloo's, are left alone.
 
         Each has a thread, since one abort may wait for a kernel that another ends (https://github.com/pytorch/pytorch/issues/119797).
+        Later calls ask torch nothing: before Python 3.14 the interpreter aborts the process when it
+        ends while a thread is in a call of torch that gives up the interpreter, as looking up a
+        backend does.
 
         Args:
             is_of_this_job: returns whether torch's groups are those of the job.
             wait: whether to return when that is done, or has taken long.
         """
         with self._lock:
-            handles = [] if self._aborts else torch_groups()
+            handles = torch_groups() if self._aborts is None else []
             # asked afterwards: if so, the groups are those of this job
             if handles and is_of_this_job():
                 backends: dict[int, Any] = {}
@@ -170,7 +173,7 @@ class Communicators:
                 for thread in self._aborts:
                     thread.start()
         deadline = time.monotonic() + (_LONGEST_ABORT_S if wait else 0)
-        for thread in self._aborts:
+        for thread in self._aborts or ():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

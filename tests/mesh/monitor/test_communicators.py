@@ -136,3 +136,26 @@ def test_an_abort_that_fails_or_takes_long_does_not_hide_the_verdict(
             job.rank.monitor.check()
     released.set()
     assert len(called) == 2, "once for each communicator"
+
+
+def test_groups_without_an_accelerator_are_looked_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog runs until the interpreter has ended, and looking up a backend gives up the
+    interpreter: Python before 3.14 aborts a process that ends meanwhile.
+    """
+    lookups: list[NcclLikeGroup] = []
+    lookup = NcclLikeGroup._get_backend
+    monkeypatch.setattr(
+        NcclLikeGroup,
+        "_get_backend",
+        lambda group, kind: lookups.append(group) or lookup(group, kind),
+    )
+    monkeypatch.setattr(timeouts, "torch_groups", lambda: [job.gloo])
+    job.rank.monitor.fail(VERDICT)
+    with pytest.raises(errors.RankLostError):
+        job.rank.monitor.check()
+    job.rank.monitor.failed_at -= int(1e9)  # as if the main thread had had its time
+    for _ in range(3):
+        job.rank.monitor.watchdog._tick()
+    assert lookups == [job.gloo]
