@@ -25,6 +25,19 @@ from tests.sharding.ranks import every_rank
 AXIS = "dp"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Keep what earlier tests of the process have left, such as imported modules, out of the
+    collections of these tests, which would take seconds each.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 def _model():
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 

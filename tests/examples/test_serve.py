@@ -1,4 +1,4 @@
-"""The server of examples/serve.py on four processes: answers are those of one process."""
+"""The server of examples/serve.py on two processes: answers are those of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
 
-# The four processes import transformers first; one worker runs all tests, so that there is one
+# The processes import transformers first; one worker runs all tests, so that there is one
 # server.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("tour")]
 
@@ -132,9 +132,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: dict[str, Path]) -> Iterator[Server]:
-    """Four ranks; the test of Ctrl-C, the last one, ends them."""
+    """Two ranks; the test of Ctrl-C, the last one, ends them."""
     started = Server(
-        4,
+        2,
         *(
             option
             for name, folder in folders.items()

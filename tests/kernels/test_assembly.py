@@ -21,13 +21,13 @@ from tests.kernels.compiled import (
     QUANTIZE,
     RECORDS,
     SUMS,
-    TARGETS,
     TILES,
     UNEVEN,
     WIDE,
     Assembly,
     assemblies,
 )
+from tests.tiers import slow
 
 pytestmark = pytest.mark.xdist_group("assembly")  # one worker of `pytest -n` compiles
 
@@ -44,7 +44,7 @@ MOST_REGISTERS = {
 }
 
 
-@pytest.fixture(params=TARGETS)
+@pytest.fixture(params=["sm_90", slow("gfx942")])
 def target(request: pytest.FixtureRequest) -> str:
     if assemblies(request.param) is None:
         pytest.skip(f"this Triton does not compile for {request.param}")

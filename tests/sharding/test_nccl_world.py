@@ -14,7 +14,7 @@ import pytest
 from shardmesh.sharding.parallel.context.attention import METHODS
 from tests.device import DEVICE
 from tests.mesh.simulated.nccl_world import nccl_world
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition
+from tests.sharding.parallel.compositions import UNEVEN, Composition
 from tests.sharding.parallel.data.test_checkpointing import _around_inside
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="stands for a device")
@@ -39,11 +39,6 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("parallel.data.test_accumulation", "test_gradients_of_micro_batches", ("hybrid",)),
     ("parallel.data.test_checkpointing", "test_gradients", ("fsdp", False, _around_inside)),
     ("parallel.data.test_precision", "test_quantized_transport", ()),
-    (
-        "parallel.test_compositions",
-        "test_twenty_steps",
-        (Composition("fsdp", "sp", "plain", EVEN, (2, 1, 2)),),
-    ),
     (
         "parallel.test_compositions",
         "test_twenty_steps",

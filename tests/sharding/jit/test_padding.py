@@ -18,6 +18,7 @@ from shardmesh.parallel import colwise, rowwise
 from tests.device import DEVICE
 from tests.sharding.jit.steps import runs
 from tests.sharding.parallel.compositions import whole
+from tests.tiers import slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,13 +102,13 @@ def trained(
 
 
 CASES = [
-    ("llama", (2,), "fsdp", "sharded"),
     ("llama", (2,), "fsdp", "plain"),
-    ("llama", (2,), "tp", "sharded"),
     ("llama", (2, 2), "fsdp+tp", "sharded"),
     ("bert", (2,), "fsdp", "sharded"),
-    ("bert", (2,), "fsdp", "plain"),
     ("bert", (2,), "tp", "sharded"),
+    slow(("llama", (2,), "fsdp", "sharded")),
+    slow(("llama", (2,), "tp", "sharded")),
+    slow(("bert", (2,), "fsdp", "plain")),
 ]
 
 

@@ -134,11 +134,11 @@ def test_to_empty_gives_the_parts_memory(way):
     @every_rank(2)
     def program(mesh):
         torch.manual_seed(0)
-        x = torch.randn(4, 8)
-        plain = filled(blocks())
+        x = torch.randn(4, 8, dtype=torch.float64)
+        plain = filled(blocks().double())
         plain(x).square().sum().backward()
         with torch.device("meta"):
-            model: Any = blocks()
+            model: Any = blocks().double()
         model = WAYS[way](model, mesh)
         assert all(p.is_meta for p in model.parameters())
         with collectives() as records:

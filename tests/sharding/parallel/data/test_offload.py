@@ -66,6 +66,7 @@ def both(way: str) -> list[list[list[float]]]:
     return [steps(way, offload) for offload in (False, True)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_without_offloading(way: str) -> None:
     """With pinned memory the host waits once in a step, for the gradients, however many units there
