@@ -6,6 +6,7 @@ from shardmesh.sharding.training.average import EMA
 from shardmesh.sharding.training.batch_norm import convert_sync_batchnorm
 from shardmesh.sharding.training.batch_report import BatchReport, batch_report
 from shardmesh.sharding.training.batches import Batches, batches
+from shardmesh.sharding.training.buckets import pad_to_buckets
 from shardmesh.sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
 from shardmesh.sharding.training.norms import tensor_norms
 from shardmesh.sharding.training.sampler import DistributedSampler
@@ -24,6 +25,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "get_total_norm",
     "main_process_first",
+    "pad_to_buckets",
     "rank_zero",
     "reached_preemption",
     "tensor_norms",

@@ -14,7 +14,8 @@ anew in every call: under `fully_shard` each call has other tensors. Gradients o
 through the node, so that autograd adds them to `.grad`, and calls hooks, as in eager code.
 
 The programs have the collectives of the function in the function's order: no pass changes them, so
-each rank may record in a call of its own.
+each rank may record in a call of its own. What an installed package reads of a tensor selects the
+recording, if it takes no collective (`selection.py`).
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ from .draws import Draw
 from .entry import Entry, key_of, value_of
 from .errors import JitError
 from .passes.dead_code import clean
-from .program import Program, Runner, expect, is_pure, run_plainly
+from .passes.hoist_reads import hoist_reads, is_movable
+from .program import Program, Runner, is_pure, run_plainly
 from .recorder import GraphRecorder
 from .recording import Recording, finish, local_of, run_recorded, settle
 from .scalars import TracedFloat
+from .selection import Recordings
 from .state.guard import Guard
 from .state.snapshot import Snapshot
 
@@ -82,7 +85,7 @@ class JoinedFunction:
         self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
         self._root = f if root is None else root
         self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
-        self.entries: dict[Any, list[JoinedEntry]] = {}
+        self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
         self._pending: weakref.ref[_RecordedCall] | None = None
         self._dropped = 0
@@ -95,10 +98,10 @@ class JoinedFunction:
         count = len(leaves)
         leaves = [*leaves, *(holder[name] for holder, name in self._state())]
         key = tree, key_of(leaves)
-        entries = self.entries.setdefault(key, [])
-        for entry in reversed(entries):
-            if entry.change(leaves) is None:
-                return entry.run(leaves, world, self._backend())
+        entries = self.entries.setdefault(key, Recordings())
+        selected = entries.select(leaves)
+        if selected.entry is not None:
+            return selected.entry.run([*leaves, *selected.carried], world, self._backend())
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
         if len(self.recordings) >= _RECORDINGS:
@@ -128,7 +131,7 @@ class JoinedFunction:
         leaves: Sequence[Any],
         count: int,
         tree: Any,
-        entries: list[JoinedEntry],
+        entries: Recordings,
         world: World,
     ) -> Any:
         """Call the function and record it; its backward is recorded when that runs."""
@@ -153,11 +156,6 @@ class JoinedFunction:
                 raise
             self._refuse_write(recorder, error)
             return call(leaves)
-        read = next((node for node in recorder.builder.graph.nodes if _is_read(node)), None)
-        if read is not None:
-            recorder.builder.refuse(
-                JitError(f"{read.args[2]}: a value is read, on which the rest depends")
-            )
         recorded = _RecordedCall(
             self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
         )
@@ -185,6 +183,12 @@ class JoinedFunction:
         """Run the function eagerly from now on."""
         self.broken = self.broken or reason
 
+    def refuse(self, reason: str) -> None:
+        """Give up on the function. Raises: JitError with `fullgraph`."""
+        if self._fullgraph:
+            raise JitError(reason)
+        self.give_up(reason)
+
     def drop(self, reason: str) -> None:
         """Note that a recording was of no use; after some of them the function runs eagerly.
 
@@ -192,9 +196,7 @@ class JoinedFunction:
         """
         self._dropped += 1
         if self._dropped >= _ATTEMPTS:
-            if self._fullgraph:
-                raise JitError(reason)
-            self.give_up(reason)
+            self.refuse(reason)
 
 
 class _RecordedCall:
@@ -222,7 +224,7 @@ class _RecordedCall:
         look: Callable[[], Snapshot],
         snapshot: Snapshot,
         guard: Guard,
-        entries: list[JoinedEntry],
+        entries: Recordings,
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
@@ -339,12 +341,16 @@ class _RecordedCall:
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         """Make the programs."""
         function = self.function
+        function._pending = None
         try:
-            self.entries.append(_entry(self, grads, gradients))
-            function._dropped = 0
+            entry = _entry(self, grads, gradients)
+        except _ReadInside as error:
+            function.refuse(str(error))
         except JitError as error:
             function.drop(str(error))
-        function._pending = None
+        else:
+            self.entries.append(entry)
+            function._dropped = 0
 
 
 def _uses_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[tuple[Any, int]]]:
@@ -388,6 +394,7 @@ def _entry(
     needed: dict[fx.Node, None] = {}
     if any(isinstance(node.target, Draw) for node in of_backward):
         raise JitError("its backward draws random numbers")
+    _check_reads([node for node in of_backward if is_movable(node)])
     for node in of_backward:
         needed |= {x: None for x in node.all_input_nodes if x in of_forward}
     of_gradients = []
@@ -419,7 +426,22 @@ def _entry(
     )
     if recording.derived:
         raise JitError("the library keeps a tensor that was made from parameters")
-    return JoinedEntry(call, recording, graph, saved, grads)
+    reads = [node for node in recording.program.graph.nodes if is_movable(node)]
+    program = hoist_reads(recording.program, (), agreed=False, collectives=False)
+    _check_reads([node for node in reads if node in program.graph.nodes])
+    return JoinedEntry(call, recording._replace(program=program), graph, saved, grads)
+
+
+class _ReadInside(JitError):
+    """A value is read in the middle of a program, on which the rest depends."""
+
+
+def _check_reads(inside: Sequence[fx.Node]) -> None:
+    """Raise a `_ReadInside` if there are values that an installed package reads inside a graph."""
+    for read in inside:
+        _, _, place, *why = (*read.args,)
+        reason = f": {why[0]}" if why else ""
+        raise _ReadInside(f"{place}: a value is read, on which the rest depends{reason}")
 
 
 class JoinedEntry(Entry):
@@ -465,7 +487,11 @@ class JoinedEntry(Entry):
         self._number_of_saved = len(saved)
 
     def run(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
-        """Call the forward program; join its results to the inputs."""
+        """Call the forward program; join its results to the inputs.
+
+        Args:
+            leaves: the inputs, then what the prologue has returned.
+        """
         outputs = self._outputs(leaves, world, backend)
         results = [value_of(result, outputs, leaves) for result in self.recording.results]
         if self.backward_program is not None:
@@ -581,11 +607,6 @@ class _WithoutTraced(TorchDispatchMode):
 
 
 # -- the recorded call -----------------------------------------------------------------------------
-
-
-def _is_read(node: fx.Node) -> bool:
-    """Return whether a node is a value that an installed package has read."""
-    return node.target is expect and len(node.args) == 3
 
 
 def _end_of_forward() -> None:

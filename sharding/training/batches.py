@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from ...mesh.comm.agreement import gather_facts
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.spec import P
 from ..parallel.uneven_inputs import uneven_inputs
 from ..tensor.mesh_arguments import mesh_and_spec
 from ..tensor.part_shapes import lengths_along
 from ..tensor.process_data import make_array_from_process_local_data
+from .buckets import Buckets, Number
 from .sampler import DistributedSampler
 
 
 def batches(
-    loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None
+    loader: Iterable[Any],
+    mesh: DeviceMesh | P | None = None,
+    spec: P | None = None,
+    *,
+    buckets: Sequence[int] | None = None,
+    pad: Mapping[str | int, Number] | None = None,
 ) -> Batches:
     """batches(loader, mesh, P("dp")) -> its batches as sharded tensors of each rank's rows.
 
@@ -39,6 +46,9 @@ def batches(
         spec: the spec of a batch: dim 0, the batch dim, is split over the axes along which ranks
             load different rows. If other dims are split, as in P("dp", "cp"), each rank loads them
             whole and keeps its part. Tensors with fewer dims use the first entries.
+        buckets, pad: lengths of sequences to which batches are padded, on all ranks to the same
+            one, and the entries of a batch that are padded along dim 1, and with what. See
+            `pad_to_buckets`.
 
     Returns:
         An iterable with a length, to iterate over once per epoch. In a batch (any pytree), tensors
@@ -47,11 +57,12 @@ def batches(
 
     Raises:
         ValueError, TypeError: on every rank, a spec that is not a `P`, is pending or has sizes; a
-            sampler for another number of ranks or other axes. On one rank: a tensor whose number of
-            rows is not the number of samples in the batch.
+            sampler for another number of ranks or other axes; a batch longer than the largest
+            bucket. On one rank: a tensor whose number of rows is not the number of samples in the
+            batch.
 
     Communication: with a `DistributedSampler`, none. With other loaders that of `uneven_inputs`,
-        and one small all_gather per batch over the axes of the batch dim.
+        and one small all_gather per batch over the axes of the batch dim. With buckets one more.
 
     Example:
         >>> sampler = sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp")
@@ -59,7 +70,12 @@ def batches(
         >>> for x, y in sm.training.batches(loader, mesh, P("dp")):
         ...     loss = F.cross_entropy(model(x), y)
     """
-    return Batches(loader, *mesh_and_spec(mesh, spec))
+    if pad is not None and buckets is None:
+        raise TypeError(
+            "batches(pad=...): pad says what is padded to buckets; pass buckets as well"
+        )
+    lengths = None if buckets is None else Buckets.of(buckets, pad)
+    return Batches(loader, *mesh_and_spec(mesh, spec), lengths)
 
 
 class Batches:
@@ -67,9 +83,12 @@ class Batches:
 
     Attributes:
         loader, mesh, spec: as given.
+        buckets: lengths to which batches are padded, None for those that they have.
     """
 
-    def __init__(self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any) -> None:
+    def __init__(
+        self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any, buckets: Buckets | None = None
+    ) -> None:
         if not isinstance(spec, P):
             raise TypeError(
                 f"batches(spec={spec!r}): spec must be a P whose first entry has the axes of the "
@@ -80,7 +99,7 @@ class Batches:
                 f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; "
                 "write a P of axes only"
             )
-        self.loader, self.mesh, self.spec = loader, mesh, spec
+        self.loader, self.mesh, self.spec, self.buckets = loader, mesh, spec, buckets
         self._axes = spec.dims[0] if spec.dims else ()
         mesh.size(self._axes) if self._axes else None
         self._sampler = _sampler_of(loader)
@@ -139,6 +158,11 @@ class Batches:
         of the batch dim.
         """
         total = sum(sizes) if sizes else own_rows
+        if self.buckets is not None:
+            length = self.buckets.length_of(batch)
+            if self._axes:
+                length = max(gather_facts(self.mesh.group(self._axes), length).values())
+            batch = self.buckets.padded(batch, self.buckets.bucket_of(length))
 
         def place(path: Any, x: Any) -> Any:
             if not _is_array(x):

@@ -59,19 +59,20 @@ class Guard:
         """Describe the changes since the snapshot, None if there are none."""
         if any(self._empty):
             return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
+        changed = self._snapshot.change_of
         versions = list(map(dict_version, self._sources))
         if versions != self._versions:
             for holder, now, before in zip(self._dicts, versions, self._versions, strict=True):
-                if now != before and (change := holder.change(self._dynamic)) is not None:
+                if now != before and (change := changed(holder, self._dynamic)) is not None:
                     return change
             self._versions = versions
         for holder, read, held in self._others:
             values = read()[1::2]
             if (len(values) != len(held) or not all(map(is_, values, held))) and (
-                change := holder.change(set())
+                change := changed(holder, set())
             ) is not None:
                 return change
-        return self._change_of_tensors()
+        return self._snapshot.change_of_copies() or self._change_of_tensors()
 
     def _change_of_tensors(self) -> str | None:
         if not all(map(is_, map(_local_of, self.sharded), self._parts)) or not all(

@@ -6,7 +6,8 @@ import functools
 import random
 import types
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -54,9 +55,15 @@ class Holder:
         self.path, self.read, self.source = path, read, source
         self.held = read()
 
-    def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Describe the changes, None if there are none; entries in `dynamic` may have any
-        numbers.
+    def change(
+        self, dynamic: set[tuple[int, Any]], is_copy: Callable[[Holder, Any, Any, Any], bool]
+    ) -> str | None:
+        """Describe the changes, None if there are none.
+
+        Args:
+            dynamic: entries that may have any numbers.
+            is_copy: of this, a key, its value then and its value now: whether the value is another
+                container with the same contents.
         """
         now, held = self.read(), self.held
         if len(now) != len(held):
@@ -66,6 +73,8 @@ class Holder:
                 return f"{self.path} had the entry {_shown(held[i])} and has {_shown(now[i])}"
             if not _same(now[i + 1], held[i + 1]):
                 if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
+                    continue
+                if is_copy(self, held[i], held[i + 1], now[i + 1]):
                     continue
                 return (
                     f"{self.path}{key_text(held[i])} was {_shown(held[i + 1])} and is "
@@ -79,6 +88,23 @@ class Holder:
 
 def items(x: dict[Any, Any]) -> list[Any]:
     return [part for item in x.items() for part in item]
+
+
+def sequence_items(x: Iterable[Any]) -> list[Any]:
+    return [part for i, value in enumerate(x) for part in (i, value)]
+
+
+def set_items(x: set[Any]) -> list[Any]:
+    return ["", frozenset(x)]
+
+
+# The containers that a program may change.
+MUTABLE: dict[type, Callable[[Any], list[Any]]] = {
+    dict: items,
+    list: sequence_items,
+    deque: sequence_items,
+    set: set_items,
+}
 
 
 def cell_items(name: str, cell: Any) -> list[Any]:
@@ -146,6 +172,11 @@ def _is_alike(x: Any, y: Any) -> bool:
     return type(x) in (int, float) or (
         type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(is_number, x))
     )
+
+
+def are_plain(held: Sequence[Any]) -> bool:
+    """Return whether all values among alternating keys and values are plain."""
+    return all(isinstance(x, (*PLAIN, frozenset)) for x in held[1::2])
 
 
 def _same(x: Any, y: Any) -> bool:

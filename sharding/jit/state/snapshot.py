@@ -18,8 +18,10 @@ from ....mesh.comm.call_site import _TORCH
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .holders import (
+    MUTABLE,
     PLAIN,
     Holder,
+    are_plain,
     array_items,
     cell_items,
     class_items,
@@ -29,6 +31,8 @@ from .holders import (
     items,
     key_text,
     named_items,
+    sequence_items,
+    set_items,
     slot_names,
 )
 from .iterators import iterator_state
@@ -74,6 +78,8 @@ class Snapshot:
 
     def __init__(self, roots: list[tuple[str, Any]], left_out: Sequence[int] = ()) -> None:
         self._left_out = left_out
+        # Containers that have replaced others, by the object that holds them and the key.
+        self._copies: dict[tuple[int, Any], Holder] = {}
         # By which the program's code may reach its own objects.
         self._names: frozenset[str] = frozenset()
         before = -1
@@ -90,6 +96,7 @@ class Snapshot:
         self.meshes: list[DeviceMesh] = []
         self.modules: list[torch.nn.Module] = []
         self.iterators: list[tuple[str, Any, Any]] = []
+        self._containers: dict[int, Holder] = {}
         self._functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
         self._seen: dict[int, Any] = dict.fromkeys(self._left_out)
@@ -108,8 +115,32 @@ class Snapshot:
                     f"{path} is an iterator and was advanced: call next() outside and pass what it "
                     "returns"
                 )
-        changes = (holder.change(dynamic) for holder in self.holders)
+        changes = (self.change_of(holder, dynamic) for holder in self.holders)
+        return next((change for change in changes if change is not None), self.change_of_copies())
+
+    def change_of(self, holder: Holder, dynamic: set[tuple[int, Any]]) -> str | None:
+        """Describe what has changed in one holder, None if nothing has."""
+        return holder.change(dynamic, self._is_copy)
+
+    def change_of_copies(self) -> str | None:
+        """Describe what has changed in containers that have replaced others, None if nothing."""
+        changes = (self.change_of(holder, set()) for holder in self._copies.values())
         return next((change for change in changes if change is not None), None)
+
+    def _is_copy(self, holder: Holder, key: Any, before: Any, now: Any) -> bool:
+        """Return whether a container was replaced by one with the plain values that it held, such
+        as `self.names = ["a"]` by the same assignment; then this one is watched.
+        """
+        old = self._containers.get(id(before))
+        read = MUTABLE.get(type(now))
+        if old is None or read is None or type(before) is not type(now) or not are_plain(old.held):
+            return False
+        copy = Holder(old.path, functools.partial(read, now), now)
+        copy.held = old.held
+        if copy.change(set(), self._is_copy) is not None:
+            return False
+        self._copies[id(holder), key] = copy
+        return True
 
     def knows(self, x: Any) -> bool:
         """Return whether an object can be reached."""
@@ -130,6 +161,8 @@ class Snapshot:
     def _hold(self, path: str, read: Callable[[], list[Any]], source: Any = None) -> None:
         holder = Holder(path, read, source)
         self.holders.append(holder)
+        if source is not None:
+            self._containers[id(source)] = holder
         for i in range(0, len(holder.held), 2):
             self._todo.append((path + key_text(holder.held[i]), holder.held[i + 1]))
 
@@ -141,9 +174,9 @@ class Snapshot:
         elif isinstance(x, dict):
             self._hold(path, functools.partial(items, x), x)
         elif isinstance(x, (list, tuple, deque)):
-            self._hold(path, lambda: [part for i, value in enumerate(x) for part in (i, value)], x)
-        elif isinstance(x, (set, frozenset)):
-            self._hold(path, lambda: ["", frozenset(x)] if isinstance(x, set) else [], x)
+            self._hold(path, functools.partial(sequence_items, x), x)
+        elif isinstance(x, set):
+            self._hold(path, functools.partial(set_items, x), x)
         elif isinstance(x, types.FunctionType):
             self._visit_function(path, x)
         elif isinstance(x, types.MethodType):

@@ -120,3 +120,41 @@ def test_batches_with_and_without_padding(case: Any) -> None:
         assert all(map(torch.equal, found[1], expected[1]))
         assert found[2] == 2
         assert found[3] >= 2
+
+
+@pytest.mark.parametrize("data", ["plain", "sharded"])
+def test_a_model_on_batches_with_and_without_padding(
+    data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss and `backward` are outside of the model's graphs. A rank's own mask selects one; for
+    a sharded mask the ranks would have to exchange something, and the model runs in parts.
+    """
+
+    def main(jitted: bool) -> Any:
+        model = model_of("llama")
+        model.config.use_cache = False
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        sm.parallel.data_parallel(model, mesh, src_data_rank=None)
+        called = sm.jit(model, backend="eager") if jitted else model
+        losses = []
+        for i in range(STEPS):
+            rank = current_world().rank
+            batch: dict[str, Any] = batch_of(10 * i + rank, i % (rank + 2) == 1, 2)
+            if data == "sharded":
+                batch = {
+                    key: sm.device_put(x, mesh, P("dp"), src_data_rank=None)
+                    for key, x in batch_of(i, i % 2 == 1).items()
+                }
+            loss = called(**batch).loss
+            loss.backward()
+            losses.append(whole(loss.detach()).item())
+        names = [x.name for x in called._parts[current_world()].joined.values()] if jitted else []
+        return losses, [p.grad for p in model.parameters()], names
+
+    eager, results = (sm.simulate(2)(main)(jitted) for jitted in (False, True))
+    for found, expected in zip(results, eager, strict=True):
+        assert found[0] == expected[0]
+        assert all(map(torch.equal, map(whole, found[1]), map(whole, expected[1])))
+        whole_model = ["LlamaForCausalLM"]
+        assert found[2] == (whole_model if data == "plain" else ["LlamaDecoderLayer"])
+    assert ("a value is read" in caplog.text) == (data == "sharded")

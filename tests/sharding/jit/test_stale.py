@@ -5,6 +5,7 @@ or are an error. Never the old value.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,61 @@ def test_a_closure_variable_that_is_bound_again() -> None:
         modules.append(nn.Sigmoid())
         found.append(f(torch.arange(3.0)))
         modules[0] = nn.Tanh()
+        return [*found, f(torch.arange(3.0))]
+
+    both(program)
+
+
+@pytest.mark.parametrize("kind", [list, set, deque, lambda names: dict.fromkeys(names, 1)])
+def test_a_container_that_is_replaced_by_an_equal_one(kind: Any) -> None:
+    """As in `set_adapter` of peft, which assigns a new list of names in every call."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.active = kind(["a"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if "a" in self.active else x * 3
+
+    model = Model()
+    recorded: list[int] = []
+
+    def program(jit: Jit) -> list[Tensor]:
+        f = jit(lambda x: model(x))
+        found = []
+
+        def call() -> None:
+            found.append(f(torch.arange(3.0)))
+            recorded.append(len(getattr(f, "recorded", ())))
+
+        for names in ("a", "a", "a", "b", "b", "a"):
+            model.active = kind([names])
+            call()
+        model.active.clear()  # the newest, which the first recording has not seen
+        call()
+        return found
+
+    both(program)
+    assert recorded[-7:] == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_a_container_of_containers_that_is_replaced() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.active = [["a"]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * len(self.active[0])
+
+    def program(jit: Jit) -> list[Tensor]:
+        model = Model()
+        f = jit(lambda x: model(x))
+        found = [f(torch.arange(3.0)) for _ in range(2)]
+        model.active = [["a"]]
+        found.append(f(torch.arange(3.0)))
+        model.active[0].append("b")
         return [*found, f(torch.arange(3.0))]
 
     both(program)
