@@ -171,6 +171,9 @@ class Snapshot:
             self.sharded.append((x, path))
         elif isinstance(x, Tensor):
             self.tensors.append((x, path))
+        elif isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
+            # by place: a hook that is removed and set again has another key, that of its handle
+            self._hold(path, functools.partial(sequence_items, x.values()), x)
         elif isinstance(x, dict):
             self._hold(path, functools.partial(items, x), x)
         elif isinstance(x, (list, tuple, deque)):
@@ -254,6 +257,8 @@ class Snapshot:
     def _visit_function(self, path: str, f: types.FunctionType) -> None:
         file = f.__code__.co_filename
         if file.startswith(_TORCH):
+            if hasattr(f, "__wrapped__"):  # decorated, as with torch.no_grad()
+                self._todo.append((path, f.__wrapped__))
             return
         inside = f"{f.__qualname__}()"
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):

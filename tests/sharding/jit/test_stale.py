@@ -278,6 +278,55 @@ def test_a_container_that_is_replaced_by_an_equal_one(kind: Any) -> None:
     assert recorded[-7:] == [1, 1, 1, 2, 2, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "decorated",
+    [torch.no_grad(), torch.inference_mode(), torch.enable_grad(), torch.autocast("cpu")],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_a_function_with_a_decorator_of_torch_reaches(decorated: Any) -> None:
+    def program(jit: Jit) -> list[Tensor]:
+        model = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+        names = {"a": 1}
+
+        @jit
+        @decorated
+        def f(x: Tensor) -> Tensor:
+            return model(x) * (3 if "a" in names else 5)
+
+        found = [f(torch.ones(3)) for _ in range(3)]
+        model.eval()
+        found += [f(torch.ones(3)) for _ in range(3)]
+        names.pop("a")
+        found.append(f(torch.ones(3)))
+        model[0] = nn.Tanh()
+        return [*found, f(torch.ones(3))]
+
+    both(program)
+
+
+def test_a_hook_that_is_set_again() -> None:
+    """As that of `generate` is, in every call; another hook is seen."""
+    recorded: list[int] = []
+
+    def twice(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return result * 2
+
+    def program(jit: Jit) -> list[Tensor]:
+        model = nn.Tanh()
+        f = jit(lambda x: model(x))
+        found = []
+        for _ in range(4):
+            handle = model.register_forward_hook(twice)
+            found.append(f(torch.arange(3.0)))
+            handle.remove()
+        recorded.append(len(getattr(f, "recorded", ())))
+        model.register_forward_hook(lambda module, args, result: result * 5)
+        return [*found, f(torch.arange(3.0))]
+
+    both(program)
+    assert recorded == [0, 1]
+
+
 def test_a_container_of_containers_that_is_replaced() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
