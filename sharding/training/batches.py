@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..parallel.uneven_inputs import uneven_inputs
 from ..tensor.mesh_arguments import mesh_and_spec
 from ..tensor.part_shapes import lengths_along
 from ..tensor.process_data import make_array_from_process_local_data
-from .buckets import Buckets, Number
+from .buckets import Buckets, Pad
 from .sampler import DistributedSampler
 
 
@@ -27,7 +27,7 @@ def batches(
     spec: P | None = None,
     *,
     buckets: Sequence[int] | None = None,
-    pad: Mapping[str | int, Number] | None = None,
+    pad: Pad | None = None,
 ) -> Batches:
     """batches(loader, mesh, P("dp")) -> its batches as sharded tensors of each rank's rows.
 

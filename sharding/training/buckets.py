@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ...mesh.comm.agreement import gather_facts
 from ...mesh.context import given_or_current
-from ...mesh.device_mesh import DeviceMesh
+from ...mesh.device_mesh import Axes, DeviceMesh
 
 Number = int | float | bool
+# The entries of a batch that are padded, by key or by place, and with what.
+Pad = Mapping[str, Number] | Mapping[int, Number]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Buckets:
     """
 
     lengths: tuple[int, ...]
-    pad: Mapping[str | int, Number]
+    pad: Pad
 
     @classmethod
-    def of(cls, lengths: Sequence[int], pad: Mapping[str | int, Number] | None) -> Buckets:
+    def of(cls, lengths: Sequence[int], pad: Pad | None) -> Buckets:
         """Return the buckets. Raises: ValueError, TypeError for what are none."""
         ascending = tuple(lengths)
         are_lengths = all(type(n) is int and n > 0 for n in ascending)
@@ -116,9 +118,9 @@ class Buckets:
 def pad_to_buckets(
     loader: Iterable[Any],
     buckets: Sequence[int],
-    pad: Mapping[str | int, Number],
+    pad: Pad,
     mesh: DeviceMesh | None = None,
-    axes: str | Sequence[str] | None = None,
+    axes: Axes | None = None,
 ) -> Iterator[Any]:
     """pad_to_buckets(loader, (64, 128), {"input_ids": 0}) -> its batches, of these lengths.
 

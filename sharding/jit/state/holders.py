@@ -7,7 +7,7 @@ import random
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -35,8 +35,15 @@ PLAIN = (
 # Methods that a program calls where it names the class.
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
-# What is read of a class.
-_OF_CLASSES = (*PLAIN, types.FunctionType, list, dict, tuple, set)
+# What is not read of a class: what the interpreter has put there.
+_OF_INTERPRETER = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.BuiltinFunctionType,
+)
 
 
 class Holder:
@@ -86,8 +93,13 @@ class Holder:
 # -- contents: alternating keys and values ---------------------------------------------------------
 
 
-def items(x: dict[Any, Any]) -> list[Any]:
+def items(x: Mapping[Any, Any]) -> list[Any]:
     return [part for item in x.items() for part in item]
+
+
+def value_items(read: Callable[[], Any]) -> list[Any]:
+    """Return the value of something that has one, such as a weak reference."""
+    return ["", read()]
 
 
 def sequence_items(x: Iterable[Any]) -> list[Any]:
@@ -122,6 +134,16 @@ def named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
     return [part for item in x.items() if item[0] in names for part in item]
 
 
+def marks_of(x: torch.Tensor) -> list[Any]:
+    """Return the plain attributes that a program has given a tensor."""
+    return [
+        part
+        for name, value in vars(x).items()
+        if not name.startswith("_") and isinstance(value, PLAIN)
+        for part in (name, value)
+    ]
+
+
 def class_items(kind: type, names: frozenset[str]) -> list[Any]:
     members = {
         name: x.fget if isinstance(x, property) else getattr(x, "__func__", x)
@@ -132,8 +154,8 @@ def class_items(kind: type, names: frozenset[str]) -> list[Any]:
     return [
         part
         for name, x in members.items()
-        if (name in names or name in implicit) and isinstance(x, _OF_CLASSES)
-        if not name.startswith("__abc")
+        if (name in names or name in implicit) and not isinstance(x, _OF_INTERPRETER)
+        if not name.startswith(("__abc", "_abc"))
         for part in (name, x)
     ]
 

@@ -15,7 +15,7 @@ import dis
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,8 @@ _INSTALLED = (
 )
 _TYPED = ("<stdin>", "<console>", "<python-input", "<ipython-input", "<doctest")  # by the user
 _UNKNOWN = object()
+# In the code of a function that reads attributes whose names it computes: all of them count.
+ANY_ATTRIBUTE = frozenset({"__dict__", "vars"})
 # A name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer").
 Use = tuple[str, "tuple[str, ...] | None"]
 
@@ -73,7 +75,9 @@ def names_of(f: types.FunctionType, selves: Sequence[Any]) -> set[str]:
         selves: what the function's first argument may be; empty if that is not known.
     """
     code = f.__code__
-    names = {x for part in codes(code) for x in part.co_consts if isinstance(x, str)}
+    names = {x for part in codes(code) for x in _strings(part.co_consts)}
+    if any(map(_computes_names, codes(code))):
+        names |= ANY_ATTRIBUTE
     for name, path in _uses(code):
         if path is None or name in names or not _are_foreign(_objects(f, selves, path)):
             names.add(name)
@@ -86,6 +90,37 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
             yield from codes(part)
+
+
+def _strings(constants: Iterable[Any]) -> Iterator[str]:
+    """Yield the strings among constants, also of `for name in ("a", "b")`."""
+    for x in constants:
+        if isinstance(x, str):
+            yield x
+        elif isinstance(x, (tuple, frozenset)):
+            yield from _strings(x)
+
+
+@lru_cache(4096)
+def _computes_names(code: types.CodeType) -> bool:
+    """Return whether the code calls `getattr` with a name that is no constant of it, as far as the
+    instructions up to the next call say.
+    """
+    is_inside = has_constant = False
+    for i in dis.get_instructions(code):
+        if i.opname == "LOAD_GLOBAL" and i.argval == "getattr":
+            is_inside, has_constant = True, False
+        elif not is_inside:
+            continue
+        elif i.opname == "LOAD_CONST" and isinstance(i.argval, str):
+            has_constant = True
+        elif i.opname.startswith(("FORMAT_", "BUILD_STRING", "BINARY_OP")):
+            return True
+        elif i.opname.startswith("CALL"):
+            if not has_constant:
+                return True
+            is_inside = False
+    return False
 
 
 @lru_cache(4096)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
 import functools
 import io
+import operator
 import random
+import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,13 +35,15 @@ from .holders import (
     is_number,
     items,
     key_text,
+    marks_of,
     named_items,
     sequence_items,
     set_items,
     slot_names,
+    value_items,
 )
 from .iterators import iterator_state
-from .names import codes, is_installed, is_program, names_of
+from .names import ANY_ATTRIBUTE, codes, is_installed, is_program, names_of
 
 _PACKAGE = __name__.partition(".")[0]
 _LOOKED_INTO = tuple(
@@ -57,6 +64,14 @@ _OPAQUE = (
 )
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
+
+
+# Those of all modules.
+_GLOBAL_HOOKS = [
+    (name, hooks)
+    for name, hooks in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(hooks, dict)
+]
 
 
 class Snapshot:
@@ -99,8 +114,9 @@ class Snapshot:
         self._containers: dict[int, Holder] = {}
         self._functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
+        self._getters: list[operator.attrgetter[Any]] = []
         self._seen: dict[int, Any] = dict.fromkeys(self._left_out)
-        self._todo: deque[tuple[str, Any]] = deque(roots)
+        self._todo: deque[tuple[str, Any]] = deque([*roots, *_GLOBAL_HOOKS])
         while self._todo:
             path, x = self._todo.popleft()
             if not isinstance(x, PLAIN) and id(x) not in self._seen:
@@ -154,7 +170,9 @@ class Snapshot:
             ]
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
-        return {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()))}
+        names = {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()))}
+        paths = [path for getter in self._getters for path in getter.__reduce__()[1]]
+        return names.union(*(path.split(".") for path in paths))
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -167,19 +185,10 @@ class Snapshot:
             self._todo.append((path + key_text(holder.held[i]), holder.held[i + 1]))
 
     def _visit(self, path: str, x: Any) -> None:
-        if isinstance(x, ShardedTensor):
-            self.sharded.append((x, path))
-        elif isinstance(x, Tensor):
-            self.tensors.append((x, path))
-        elif isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
-            # by place: a hook that is removed and set again has another key, that of its handle
-            self._hold(path, functools.partial(sequence_items, x.values()), x)
-        elif isinstance(x, dict):
-            self._hold(path, functools.partial(items, x), x)
-        elif isinstance(x, (list, tuple, deque)):
-            self._hold(path, functools.partial(sequence_items, x), x)
-        elif isinstance(x, set):
-            self._hold(path, functools.partial(set_items, x), x)
+        if isinstance(x, Tensor):
+            self._visit_tensor(path, x)
+        elif isinstance(x, (dict, list, tuple, deque, set)):
+            self._visit_container(path, x)
         elif isinstance(x, types.FunctionType):
             self._visit_function(path, x)
         elif isinstance(x, types.MethodType):
@@ -187,15 +196,50 @@ class Snapshot:
         elif isinstance(x, functools.partial):
             parts = (path, x.func), (f"{path}.args", x.args), (f"{path}.keywords", x.keywords)
             self._todo += parts
+        elif isinstance(x, types.ModuleType):
+            if is_program(x.__name__):
+                names = sorted(self._names & vars(x).keys())
+                self._hold(path, functools.partial(global_items, vars(x), names))
+        elif isinstance(x, types.MappingProxyType):
+            self._hold(path, functools.partial(items, x))
+        elif isinstance(x, weakref.ref):
+            self._hold(path, functools.partial(value_items, x))
+        elif isinstance(x, contextvars.ContextVar):
+            self._hold(path, functools.partial(value_items, functools.partial(x.get, None)))
         elif isinstance(x, np.ndarray):
             self._hold(path, functools.partial(array_items, x))
+        elif isinstance(x, (bytearray, array.array, memoryview)):
+            self._hold(path, functools.partial(value_items, functools.partial(bytes, x)))
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self._hold(path, functools.partial(generator_items, x))
+        elif isinstance(x, operator.attrgetter):
+            self._getters.append(x)
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
             self.iterators.append((path, x, iterator_state(x)))
         elif isinstance(x, type):
             self._visit_class(path, x)
-        elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):
+        elif not isinstance(x, (types.BuiltinFunctionType, frozenset)):
+            self._visit_instance(path, x)
+
+    def _visit_tensor(self, path: str, x: Tensor) -> None:
+        if isinstance(x, ShardedTensor):
+            self.sharded.append((x, path))
+        else:
+            self.tensors.append((x, path))
+        if vars(x):  # `weight.is_expert = True`
+            self._hold(path, functools.partial(marks_of, x))
+
+    def _visit_container(self, path: str, x: Any) -> None:
+        if isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
+            # by place: a hook that is removed and set again has another key, that of its handle
+            self._hold(path, functools.partial(sequence_items, x.values()), x)
+        elif isinstance(x, dict):
+            self._hold(path, functools.partial(items, x), x)
+        elif isinstance(x, set):
+            self._hold(path, functools.partial(set_items, x), x)
+        else:
+            self._hold(path, functools.partial(sequence_items, x), x)
+        if type(x).__module__ != "builtins":
             self._visit_instance(path, x)
 
     def _visit_instance(self, path: str, x: Any) -> None:
@@ -225,7 +269,7 @@ class Snapshot:
         if isinstance(values, dict):
             read = functools.partial(items, values)
             is_own = is_program(module) and not isinstance(x, torch.optim.Optimizer)
-            if is_own and not self._names & {"__dict__", "vars"}:
+            if is_own and not self._names & ANY_ATTRIBUTE:
                 read = functools.partial(named_items, values, self._names | _OF_MODULES)
             elif is_own:
                 read = functools.partial(named_items, values, frozenset(values) | _OF_MODULES)
@@ -253,6 +297,8 @@ class Snapshot:
         for base in kind.__mro__:
             if is_program(getattr(base, "__module__", None)):
                 self._hold(base.__name__, functools.partial(class_items, base, self._names))
+        if is_program(type(kind).__module__):
+            self._todo.append((type(kind).__name__, type(kind)))
 
     def _visit_function(self, path: str, f: types.FunctionType) -> None:
         file = f.__code__.co_filename
@@ -273,12 +319,14 @@ class Snapshot:
             self._hold(f"{inside} attributes", functools.partial(items, f.__dict__), f.__dict__)
         self._functions.append(f)
         names = sorted({name for code in codes(f.__code__) for name in code.co_names})
+        if "globals" in names:  # globals()["scale"]
+            names = sorted({*names, *names_of(f, ())})
         used = [name for name in names if name in f.__globals__]
         if used:
             read = functools.partial(global_items, f.__globals__, used)
             self._hold(f"globals of {f.__module__}", read)
-        for name in used:
-            module = f.__globals__[name]
-            if isinstance(module, types.ModuleType) and is_program(module.__name__):
-                inside = [n for n in names if n in vars(module)]
-                self._hold(name, functools.partial(global_items, vars(module), inside))
+        package = f.__globals__.get("__package__")
+        for name in names:  # imported inside the function
+            for module in (name, f"{package}.{name}"):
+                if module in sys.modules:
+                    self._todo.append((name, sys.modules[module]))

@@ -4,6 +4,11 @@ that it cannot, may change.
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import operator
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import shardmesh as sm
+from tests.sharding.jit import steps
 
 
 class Counting:
@@ -196,3 +202,199 @@ def test_attributes_that_the_function_reaches_are_compared(
         return found
 
     assert torch.equal(torch.stack(main(eager=False)), torch.stack(main(eager=True)))
+
+
+# -- ways to what changes --------------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def by_partial_method() -> Any:
+    box = [2]
+
+    class Model:
+        def scaled(self, number: int, x: Tensor) -> Tensor:
+            return x * number * box[0]
+
+        twice = functools.partialmethod(scaled, 2)
+
+    model = Model()
+    return lambda x: model.twice(x), lambda: box.__setitem__(0, 5)
+
+
+def by_cached_property() -> Any:
+    class Model:
+        @functools.cached_property
+        def box(self) -> Box:
+            return Box(2)
+
+    model = Model()
+    return lambda x: x * model.box.value, lambda: setattr(model.box, "value", 5)
+
+
+def by_computed_names() -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale_0, self.scale_1 = 2, 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i in range(2):
+                x = x * getattr(self, f"scale_{i}")
+            return x
+
+    model = Model()
+    return model.forward, lambda: setattr(model, "scale_1", 5)
+
+
+def by_names_in_a_tuple() -> Any:
+    box = Box(2)
+
+    def f(x: Tensor) -> Tensor:
+        for name in ("value",):
+            x = x * getattr(box, name)
+        return x
+
+    return f, lambda: setattr(box, "value", 5)
+
+
+def by_an_attrgetter() -> Any:
+    box, get = Box(2), operator.attrgetter("value")
+    return lambda x: x * get(box), lambda: setattr(box, "value", 5)
+
+
+def by_a_view_of_a_dict() -> Any:
+    values = {"a": 2}
+    view = types.MappingProxyType(values)
+    return lambda x: x * view["a"], lambda: values.__setitem__("a", 5)
+
+
+def by_a_weak_reference() -> Any:
+    box = Box(2)
+    reference = weakref.ref(box)
+    return lambda x: x * reference().value, lambda: setattr(box, "value", 5)  # type: ignore[union-attr]
+
+
+def by_a_context_variable() -> Any:
+    variable = contextvars.ContextVar("variable", default=2)
+    return lambda x: x * variable.get(), lambda: variable.set(5)
+
+
+def by_a_metaclass() -> Any:
+    class Meta(type):
+        scale = 2
+
+        def of_class(cls) -> int:
+            return cls.scale
+
+    class Model(metaclass=Meta):
+        pass
+
+    return lambda x: x * Model.of_class(), lambda: setattr(Meta, "scale", 5)
+
+
+def by_a_descriptor() -> Any:
+    class Field:
+        def __get__(self, owner: Any, kind: Any) -> int:
+            return owner.__dict__["_scale"]
+
+    class Model:
+        scale = Field()
+
+        def __init__(self) -> None:
+            self._scale = 2
+
+    model = Model()
+    return lambda x: x * model.scale, lambda: setattr(model, "_scale", 5)
+
+
+def by_globals() -> Any:
+    globals()["SCALE"] = 2
+    return lambda x: x * globals()["SCALE"], lambda: globals().__setitem__("SCALE", 5)
+
+
+def by_getattr_of_a_module() -> Any:
+    steps.SCALE = 2  # type: ignore[attr-defined]
+    return lambda x: x * getattr(steps, "SCALE"), lambda: setattr(steps, "SCALE", 5)  # noqa: B009
+
+
+def by_an_import_inside() -> Any:
+    steps.SCALE = 2  # type: ignore[attr-defined]
+
+    def f(x: Tensor) -> Tensor:
+        import tests.sharding.jit.steps as inner
+
+        return x * inner.SCALE  # type: ignore[attr-defined]
+
+    return f, lambda: setattr(steps, "SCALE", 5)
+
+
+def by_a_subclass_of_dict() -> Any:
+    class Config(dict):  # type: ignore[type-arg]
+        pass
+
+    config = Config()
+    config.scale = 2  # type: ignore[attr-defined]
+    return lambda x: x * config.scale, lambda: setattr(config, "scale", 5)  # type: ignore[attr-defined]
+
+
+def by_a_mark_of_a_parameter() -> Any:
+    weight: Any = nn.Parameter(torch.ones(3))
+    weight.is_shared = False
+    return (
+        lambda x: x * (5 if weight.is_shared else 2),
+        lambda: setattr(weight, "is_shared", True),
+    )
+
+
+def by_a_hook_of_all_modules() -> Any:
+    model = nn.Identity()
+
+    def change() -> None:
+        def hook(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+            return result * 5
+
+        HANDLES.append(nn.modules.module.register_module_forward_hook(hook))
+
+    return lambda x: model(x), change
+
+
+HANDLES: list[Any] = []
+WAYS = [
+    by_partial_method,
+    by_cached_property,
+    by_computed_names,
+    by_names_in_a_tuple,
+    by_an_attrgetter,
+    by_a_view_of_a_dict,
+    by_a_weak_reference,
+    by_a_context_variable,
+    by_a_metaclass,
+    by_a_descriptor,
+    by_globals,
+    by_getattr_of_a_module,
+    by_an_import_inside,
+    by_a_subclass_of_dict,
+    by_a_mark_of_a_parameter,
+    by_a_hook_of_all_modules,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_change_is_seen(way: Callable[[], Any]) -> None:
+    f, change = way()
+    compiled = sm.jit(f, backend="eager", fullgraph=True)
+    x = torch.arange(3.0)
+    try:
+        before = [compiled(x) for _ in range(3)]
+        assert len(compiled.recorded) == 1
+        change()
+        after = compiled(x)
+        assert torch.equal(after, f(x))
+        assert not torch.equal(after, before[-1])
+    finally:
+        while HANDLES:
+            HANDLES.pop().remove()
