@@ -239,7 +239,7 @@ class Snapshot:
             self._hold(path, functools.partial(set_items, x), x)
         else:
             self._hold(path, functools.partial(sequence_items, x), x)
-        if type(x).__module__ != "builtins":
+        if type(x).__module__ not in ("builtins", "collections"):
             self._visit_instance(path, x)
 
     def _visit_instance(self, path: str, x: Any) -> None:
