@@ -125,7 +125,11 @@ def actions_in(row: Iterable[Cell]) -> list[Action]:
 
 
 def parse_action(text: str) -> Action:
-    """parse_action("2F5") -> Action(2, "F", 5).
+    """Return the action that a text stands for.
+
+    Example:
+        >>> parse_action("2F5").microbatch
+        5
 
     Raises:
         ValueError: the text is no action.

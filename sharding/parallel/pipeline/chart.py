@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MAX_DENOMINATOR = 1000  # of times that are fractions of the unit
 WIDTH, ROW, EDGES = 11.0, 0.4, 1.3  # inches
 COLOURS = {"F": "#4878a8", "B": "#6aa56e", "I": "#58b0a7", "W": "#a8c66c", "FB": "#8f7fb8"}
 OPTIMIZER_COLOUR = "#707070"
@@ -32,8 +35,7 @@ def chart_text(events: Events, with_stage: bool) -> str:
     Args:
         with_stage: label actions with their stages.
     """
-    durations = [event.end - event.start for row in events for event in row]
-    unit = min((duration for duration in durations if duration > 0), default=1)
+    unit = _column_length(events)
     labels = {event: _label(event, with_stage) for row in events for event in row}
     width = 1
     for event, label in labels.items():
@@ -57,6 +59,21 @@ def chart_text(events: Events, with_stage: bool) -> str:
         lines.append(" ".join(parts).rstrip())
     names = [f"rank {rank}" for rank in range(len(lines))]
     return "\n".join(table_lines([list(pair) for pair in zip(names, lines, strict=True)], right=()))
+
+
+def _column_length(events: Events) -> float:
+    """Return the longest time of which all starts and ends are multiples.
+
+    If the shortest action would have more than ten columns, half of its duration: times are rounded
+    to it.
+    """
+    durations = [event.end - event.start for row in events for event in row]
+    shortest = min((duration for duration in durations if duration > 0), default=1)
+    times = {time for row in events for event in row for time in (event.start, event.end)}
+    fractions = [Fraction(time).limit_denominator(MAX_DENOMINATOR) for time in times]
+    denominator = math.lcm(*[time.denominator for time in fractions])
+    common = math.gcd(*[int(time * denominator) for time in fractions]) / denominator
+    return common if 10 * common >= shortest else shortest / 2
 
 
 def _column(time: float, unit: float) -> int:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from .actions import Action, Cell, Communication, Rows, actions_of, stages_of
 from .proof import prove
+from .simulation import Costs, simulate
 
 Instruction: TypeAlias = Cell | Communication
 Instructions: TypeAlias = tuple[tuple[Instruction, ...], ...]
@@ -28,19 +29,28 @@ Instructions: TypeAlias = tuple[tuple[Instruction, ...], ...]
 def with_communication(rows: Rows) -> Instructions:
     """Return each rank's row with its sends and receives, in the order in which it calls them.
 
-    A send follows the action whose result it sends. Its receive comes after what the receiver does
-    before that in the order of `proof.prove`, so usually well before the action that uses it.
+    The sequence is that of the simulation at equal costs: a result is sent and received at the time
+    at which its action ends, before any action that starts at this time.
 
     Raises:
         ValueError: the table is no valid schedule.
     """
     rank_of = stages_of(rows)
-    last_stage = max(rank_of)
+    timeline = simulate(rows, Costs())
+    transfers_first, actions_second = 0, 1
+    sequence: list[tuple[float, int, int, Cell]] = []
+    for rank, row in enumerate(timeline.events):
+        for event in row:
+            if event.cell is not None:
+                sequence.append((event.start, actions_second, rank, event.cell))
+                sequence.append((event.end, transfers_first, rank, event.cell))
     instructions: list[list[Instruction]] = [[] for _ in rows]
-    for rank, slot in prove(rows):
-        instructions[rank].append(rows[rank][slot])
-        for action in actions_of(rows[rank][slot]):
-            for send, receive in _transfers_of(action, last_stage):
+    for _, kind, rank, cell in sorted(sequence, key=lambda entry: entry[:3]):
+        if kind == actions_second:
+            instructions[rank].append(cell)
+            continue
+        for action in actions_of(cell):
+            for send, receive in _transfers_of(action, max(rank_of)):
                 receiver = rank_of[receive.stage]
                 if receiver != rank:
                     instructions[rank].append(send)

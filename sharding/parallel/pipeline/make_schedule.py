@@ -96,7 +96,9 @@ def make_schedule(
         >>> print(make_schedule("1f1b", 3, 4))
         1f1b: 3 ranks, 3 stages, 4 microbatches
         makespan 18, bubble 6 (33.3%), 6 by span; live microbatches: 3, 2, 1
-        rank 0  F0 F1 F2 .  .  .  .  B0---
+        rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+        rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+        rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
     """
     known, stages_of_name = _resolve(name)
     for argument, value in (

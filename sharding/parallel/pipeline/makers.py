@@ -93,9 +93,9 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Rows:
     rank does in 1F1B. With several stages on a rank, which go round the ranks, microbatches must be
     a multiple of the number of rounds, as for `interleaved`.
 
-    Bubble (p - 1)(F + I - W) for I >= W and, if v > 1, F = I = W and m a multiple of p; live
-    activations vp. Both for m >= p. (ZB-H1, also ZB1P: Qi et al. 2023, arXiv 2401.10241, section
-    2.3.) Closed form.
+    Bubble (p - 1)(F + I - W) for F >= W and I >= W; live activations vp, on every rank. Both for
+    m >= p, and m a multiple of p if v > 1. (ZB-H1, also ZB1P: Qi et al. 2023, arXiv
+    2401.10241, section 2.) Closed form.
 
     Raises:
         ValueError: with several stages, m is no multiple of max(1, m // p).
@@ -165,9 +165,9 @@ def zb_v(ranks: int, microbatches: int) -> Rows:
 def v_half(ranks: int, microbatches: int) -> Rows:
     """Run two stages per rank in a V, with half the activations of 1F1B.
 
-    Bubble 3p - 4 slots for odd p, one less for even p > 2, inside the 3p of the paper; live
-    activations those of (p + 2) // 2 microbatches. Both for F = I = W, m >= p and p > 1. (V-Half:
-    Qi et al. 2024, arXiv 2405.15362.) List scheduling of a block that goes two slots from rank to
+    Bubble 3p - 4 slots, one less for even p > 2, where the paper has about 3p; live activations
+    those of (p + 2) // 2 microbatches. Both for F = I = W, m >= p and p > 1. (V-Half: Qi et al.
+    2024, arXiv 2405.15362.) List scheduling of a block that goes two slots from rank to
     rank on the way down and one on the way up.
     """
     # forwards up and backwards up are then three slots apart, modulo the period
@@ -180,7 +180,7 @@ def v_min(ranks: int, microbatches: int) -> Rows:
     """Run two stages per rank in a V, with a third of the activations of 1F1B.
 
     A microbatch goes through all stages and back without a wait, which is the least that
-    activations can live. Bubble 4p - 5 slots, inside the 4p of the paper; live activations
+    activations can live. Bubble 4p - 5 slots, where the paper has about 4p; live activations
     those of (p + 4) // 3 microbatches. Both for F = I = W, m >= p and p > 1. (V-Min: Qi et al.
     2024, arXiv 2405.15362.) List scheduling of a block that goes one slot from rank to rank.
     """
@@ -192,8 +192,9 @@ def v_min(ranks: int, microbatches: int) -> Rows:
 def dualpipe_v(ranks: int, microbatches: int) -> Rows:
     """Run two stages per rank in a V, with a forward and a backward of the two overlapped.
 
-    Bubble (p - 1)(FB + B - 3W), where FB is the cost of a forward and a backward together; live
-    activations 2p + 1, so those of p + 1/2 microbatches. Both for m >= 2p and F = I = W.
+    Bubble (p - 1)(FB + B - 3W), where FB is the cost of a forward and a backward together, for
+    F = I = W and FB = F + B (ranks differ in how much an overlap that gains time gains them). Live
+    activations 2p + 1, so those of p + 1/2 microbatches. Both for m >= 2p.
     (DeepSeek 2025, DualPipeV, github.com/deepseek-ai/DualPipe; after DualPipe, arXiv 2412.19437.)
     Closed form.
 

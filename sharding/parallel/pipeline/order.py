@@ -15,6 +15,8 @@ def execution_order(rows: Rows) -> list[tuple[int, int]]:
 
     Raises:
         ValueError: ranks wait for each other; the text names a cycle of them.
+
+    The table has every result that an action uses (`proof` checks this before).
     """
     last_stage = max((action.stage for row in rows for action in actions_in(row)), default=0)
     slots = [0] * len(rows)
@@ -26,9 +28,9 @@ def execution_order(rows: Rows) -> list[tuple[int, int]]:
         rank = runnable.pop()
         while slots[rank] < len(rows[rank]):
             actions = actions_of(rows[rank][slots[rank]])
-            missing = _first_missing(actions, last_stage, results)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            missing = _missing_operands(actions, last_stage, results)
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
             order.append((rank, slots[rank]))
             slots[rank] += 1
@@ -40,35 +42,34 @@ def execution_order(rows: Rows) -> list[tuple[int, int]]:
     return order
 
 
-def _first_missing(
+def _missing_operands(
     actions: tuple[Action, ...], last_stage: int, results: set[Action]
-) -> Action | None:
+) -> list[Action]:
+    missing: list[Action] = []
     for action in actions:
-        for operand in action.operands(last_stage):
-            if operand not in results:
-                return operand
-    return None
+        missing += [operand for operand in action.operands(last_stage) if operand not in results]
+    return missing
 
 
 def _deadlock_text(rows: Rows, slots: list[int], last_stage: int, results: set[Action]) -> str:
-    """Return which ranks wait for which: a cycle, or a chain to a result that nobody computes."""
-    owners: dict[Action, tuple[int, int]] = {}
+    """Return the cells that wait for each other, from a table that has all results."""
+    places: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(rows):
         for slot, cell in enumerate(row):
             for action in actions_of(cell):
-                owners[action.result] = (rank, slot)
+                if action.kind != "W":
+                    places[action.result] = (rank, slot)
     rank = next(rank for rank, row in enumerate(rows) if slots[rank] < len(row))
-    chain: list[int] = []
-    lines: dict[int, str] = {}
-    while rank not in lines:
+    waits: dict[int, str] = {}
+    while rank not in waits:
         cell = rows[rank][slots[rank]]
-        operand = _first_missing(actions_of(cell), last_stage, results)
-        waits = f"rank {rank} waits in slot {slots[rank]} ({cell}) for {operand}"
-        owner = owners.get(operand) if operand is not None else None
-        if owner is None:
-            return f"{waits}, which no rank computes"
-        chain.append(rank)
-        lines[rank] = f"{waits}, which is in slot {owner[1]} of rank {owner[0]}"
-        rank = owner[0]
-    cycle = chain[chain.index(rank) :]
-    return "the schedule deadlocks: " + "; ".join(lines[rank] for rank in cycle)
+        missing = _missing_operands(actions_of(cell), last_stage, results)
+        owner, slot = places[missing[0]]
+        waits[rank] = (
+            f"rank {rank} waits in slot {slots[rank]} ({cell}) for slot {slot} "
+            f"({rows[owner][slot]}) of rank {owner}"
+        )
+        rank = owner
+    ranks = list(waits)
+    cycle = ranks[ranks.index(rank) :]
+    return "the schedule deadlocks: " + "; ".join(waits[rank] for rank in cycle)

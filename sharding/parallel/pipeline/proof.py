@@ -63,8 +63,7 @@ def _check_complete(actions: Iterable[Action]) -> None:
             if Action(stage, "F", microbatch) not in present:
                 raise ValueError(
                     f"stage {stage} has no forward of microbatch {microbatch} "
-                    f"({stage}F{microbatch}), of stages 0 to {stages - 1} and microbatches 0 to "
-                    f"{microbatches - 1}"
+                    f"({stage}F{microbatch}), of {stages} stages and {microbatches} microbatches"
                 )
             whole = Action(stage, "B", microbatch)
             parts = [Action(stage, "I", microbatch), Action(stage, "W", microbatch)]

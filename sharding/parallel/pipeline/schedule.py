@@ -57,7 +57,7 @@ class Schedule:
         >>> print(schedule)
         schedule: 2 ranks, 2 stages, 2 microbatches
         makespan 9, bubble 3 (33.3%), 3 by span; live microbatches: 2, 1
-        rank 0  F0 F1 .  B0--- .  B1---
+        rank 0  F0 F1 .  .  B0--- .  B1---
         rank 1  .  F0 B0--- F1 B1--- .  .
     """
 
@@ -124,10 +124,9 @@ class Schedule:
             ValueError: the first violation, with ranks and slots.
 
         Example:
-            >>> Schedule([["0B0", "0F0"]]).check()
+            >>> Schedule([["0F0", "0B0", "0F0"]]).check()
             Traceback (most recent call last):
-            ValueError: the schedule deadlocks: rank 0 waits in slot 0 (0B0) for 0F0, which is in \
-slot 1 of rank 0
+            ValueError: rank 0: 0F0 is in slots 0 and 2
         """
         check_communication(with_communication(self.rows))
         timeline = self.simulate()
@@ -151,7 +150,7 @@ slot 1 of rank 0
         latency: float = 0,
         optimizer: float = 0,
         steps: int = 1,
-        gradient_check: GradientCheck = "none",
+        gradient_check: GradientCheck = "after",
     ) -> Timeline:
         """Return when each action starts and ends, given what it costs, in any unit of time.
 
@@ -165,12 +164,12 @@ slot 1 of rank 0
             latency: from the end of an action to the arrival of its result on another rank.
             optimizer: cost of the optimizer's step, on each rank.
             steps: number of training steps, one after the other.
-            gradient_check: what the optimizer's step waits for. "none": for the gradients of the
-                rank itself. "before": for those of all ranks, as it must if gradients are clipped
-                or checked for infinities first; this ends the zero bubble, since all ranks stand at
-                one point in time. "after": as "none"; the check comes late, while the next
-                microbatches run, and a step that should not have been taken is rolled back (Qi et
-                al. 2023, arXiv 2401.10241, section 4).
+            gradient_check: when gradients are clipped by their norm or checked for infinities,
+                which takes a sum over all stages. "before": before the optimizer's step. It then
+                starts on all ranks when the last one has its gradients, which ends the zero bubble.
+                "after": each rank steps when it has its own gradients, and a step that turns out
+                wrong is rolled back while the next one runs (Qi et al. 2023, arXiv 2401.10241,
+                section 4); also right for no check at all.
 
         Raises:
             ValueError: the schedule is not valid (see `check`), or a cost is negative.
@@ -218,7 +217,9 @@ slot 1 of rank 0
             csv.writer(file).writerows(rows)
 
     @staticmethod
-    def from_csv(path: str | PathLike[str], *, name: str | None = None) -> Schedule:
+    def from_csv(
+        path: str | PathLike[str], *, name: str | None = None, ignore_communication: bool = False
+    ) -> Schedule:
         """Read a table in either format of torch.distributed.pipelining.
 
         Sends and receives of the file are checked: they must be matched, fit the actions, and not
@@ -227,13 +228,15 @@ slot 1 of rank 0
         Args:
             path: the file.
             name: the name; by default that of the file.
+            ignore_communication: leave sends and receives out unchecked, such as those that torch
+                wrote with `defer_pp_recv=True`, which rely on sends that do not block.
 
         Raises:
             ValueError: a cell is no action, or the communication is wrong; the text is the first
                 violation.
         """
         with open(path, newline="") as file:
-            rows = read_rows(file)
+            rows = read_rows(file, ignore_communication)
         return Schedule(rows, name=Path(path).stem if name is None else name)
 
     def __str__(self) -> str:

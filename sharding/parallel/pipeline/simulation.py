@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .actions import Action, Cell, Overlap, Rows, actions_in, actions_of, stages_of
+from .actions import Action, Cell, Overlap, Rows, actions_of, stages_of
 from .event import Event
 from .proof import prove
 from .timeline import Timeline
 
 Cost: TypeAlias = float | Sequence[float]
-GradientCheck: TypeAlias = Literal["none", "before", "after"]
+GradientCheck: TypeAlias = Literal["before", "after"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def _at(cost: Cost, stage: int) -> float:
 
 
 def simulate(
-    rows: Rows, costs: Costs, steps: int = 1, gradient_check: GradientCheck = "none"
+    rows: Rows, costs: Costs, steps: int = 1, gradient_check: GradientCheck = "after"
 ) -> Timeline:
     """Return when each action starts and ends.
 
@@ -89,10 +89,7 @@ def simulate(
 
     Args:
         steps: the number of training steps, one after the other.
-        gradient_check: what a step of the optimizer waits for. "none": for the gradients of the
-            rank's own stages. "before": for those of all ranks, since a norm to clip by, or a check
-            for infinities, is a sum over all stages. "after": as "none"; the check follows while
-            the next step runs, and a step that should not have been taken is rolled back.
+        gradient_check: see `Schedule.simulate`.
 
     Raises:
         ValueError: the table is no valid schedule, or costs are wrong.
@@ -103,9 +100,9 @@ def simulate(
     costs.check(last_stage + 1)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: the number of steps is 1 or more")
-    if gradient_check not in ("none", "before", "after"):
+    if gradient_check not in ("before", "after"):
         raise ValueError(
-            f"gradient_check={gradient_check!r}: write 'none', 'before' (all ranks wait) or 'after'"
+            f"gradient_check={gradient_check!r}: write 'before' or 'after' the optimizer's step"
         )
     free: list[float] = [0] * len(rows)
     events: list[list[Event]] = [[] for _ in rows]
@@ -139,12 +136,12 @@ def simulate(
 def live_activations(row: Sequence[Cell]) -> int:
     """Return the largest number of activations that a rank holds; see `Timeline.live`.
 
-    The backward of an overlap ends when the forward has already begun, so both count.
+    In an overlap the backward ends after the forward has begun, so the activations of both count.
     """
     live = peak = 0
     for cell in row:
-        actions = actions_in([cell])
-        live += sum(action.kind == "F" for action in actions)
+        kinds = [action.kind for action in actions_of(cell)]
+        live += kinds.count("F")
         peak = max(peak, live)
-        live -= sum(action.kind in "BW" for action in actions)
+        live -= kinds.count("B") + kinds.count("W")
     return peak

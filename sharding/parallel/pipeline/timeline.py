@@ -75,9 +75,9 @@ class Timeline:
     def chart(self) -> str:
         """Return the chart as text: a row for each rank, time to the right.
 
-        A column is as long as the shortest action. An action is named in its first column, hyphens
-        fill the others, and a dot is an idle column. If every rank has one stage, its number is
-        left out: `F5`, else `2F5`. `step` is a step of the optimizer.
+        A column is the longest time of which all starts and ends are multiples. An action is named
+        in its first column, hyphens fill the others, and a dot is an idle column. If every rank has
+        one stage, its number is left out: `F5`, else `2F5`. `step` is a step of the optimizer.
         """
         return chart_text(self.events, with_stage=max(self.stages_per_rank) > 1)
 

@@ -19,12 +19,12 @@ from .communication import Instruction, check_communication, with_communication
 _FULLY_SHARDED = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
-def read_rows(lines: Iterable[str]) -> Rows:
+def read_rows(lines: Iterable[str], ignore_communication: bool) -> Rows:
     """Return the rows of a table in either format, without idle slots and communication.
 
     Raises:
-        ValueError: a cell is none of the texts above; or the file has communication, and it does
-            not fit the actions or deadlocks (`check_communication`).
+        ValueError: a cell is none of the texts above; or the file has communication that is not to
+            be ignored, and it does not fit the actions or deadlocks (`check_communication`).
     """
     instructions: list[list[Instruction]] = []
     for number, line in enumerate(csv.reader(lines)):
@@ -42,7 +42,7 @@ def read_rows(lines: Iterable[str]) -> Rows:
     rows: Rows = tuple(
         tuple(item for item in row if not isinstance(item, Communication)) for row in instructions
     )
-    if sum(map(len, rows)) < sum(map(len, instructions)):
+    if sum(map(len, rows)) < sum(map(len, instructions)) and not ignore_communication:
         check_communication(instructions)
     return rows
 
