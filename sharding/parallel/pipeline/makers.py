@@ -7,7 +7,8 @@ are blocks that repeat, and list scheduling closes the gaps at both ends (`repea
 Formulas are in the costs F, I, W and B = I + W of one stage, with p ranks, m microbatches and v
 stages on each rank, and without latency; "bubble" is makespan minus busy. A rank's live activations
 are counted in stages and microbatches: v of them are one microbatch in all its stages. Each formula
-has a domain, that is where tests compare it with the simulation; elsewhere the simulation holds.
+is for the domain that is stated with it, where tests compare it with the simulation; elsewhere,
+simulate.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Rows:
     a multiple of the number of rounds, as for `interleaved`.
 
     Bubble (p - 1)(F + I - W) for F >= W and I >= W; live activations vp, on every rank. Both for
-    m >= p, and m a multiple of p if v > 1. (ZB-H1, also ZB1P: Qi et al. 2023, arXiv
-    2401.10241, section 2.) Closed form.
+    m >= p, and m a multiple of p if v > 1. (ZB-H1, also ZB1P: Qi et al. 2023, arXiv 2401.10241,
+    section 2.) Closed form.
 
     Raises:
         ValueError: with several stages, m is no multiple of max(1, m // p).
@@ -152,7 +153,7 @@ def zb_v(ranks: int, microbatches: int) -> Rows:
     """Run two stages per rank in a V, with backwards in parts and the memory of 1F1B.
 
     Stages 0 to p - 1 go down the ranks and stages p to 2p - 1 come back, so that the loss is on
-    rank 0, and its gradient returns where it is used first.
+    rank 0.
 
     Bubble (p - 1)F for m >= p; by the spans of ranks it is zero for m >= 2p - 1. Live activations
     min(2m, 2p), so those of p microbatches. All for F = I = W. (ZB-V: Qi et al. 2023, arXiv
@@ -167,10 +168,10 @@ def v_half(ranks: int, microbatches: int) -> Rows:
 
     Bubble 3p - 4 slots, one less for even p > 2, where the paper has about 3p; live activations
     those of (p + 2) // 2 microbatches. Both for F = I = W, m >= p and p > 1. (V-Half: Qi et al.
-    2024, arXiv 2405.15362.) List scheduling of a block that goes two slots from rank to
-    rank on the way down and one on the way up.
+    2024, arXiv 2405.15362.) List scheduling of a block that goes two slots from rank to rank on the
+    way down and one on the way up.
     """
-    # forwards up and backwards up are then three slots apart, modulo the period
+    # so that what a rank does on the way up is three slots apart, modulo the period
     gradient_turn = 2 if ranks % 2 else 5
     block = v_block(ranks, hops=(2, 1), gradient_turn=gradient_turn)
     return schedule_blocks(block, microbatches, limit=2 * ((ranks + 2) // 2))
@@ -184,7 +185,7 @@ def v_min(ranks: int, microbatches: int) -> Rows:
     those of (p + 4) // 3 microbatches. Both for F = I = W, m >= p and p > 1. (V-Min: Qi et al.
     2024, arXiv 2405.15362.) List scheduling of a block that goes one slot from rank to rank.
     """
-    # without the two extra slots forwards and backwards would meet if p is a multiple of 3
+    # if p is a multiple of 3, two more slots: else two actions of a rank would be in one slot
     block = v_block(ranks, hops=(1, 1), turn=1 if ranks % 3 else 3)
     return schedule_blocks(block, microbatches, limit=2 * ((ranks + 4) // 3))
 
@@ -193,8 +194,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Rows:
     """Run two stages per rank in a V, with a forward and a backward of the two overlapped.
 
     Bubble (p - 1)(FB + B - 3W), where FB is the cost of a forward and a backward together, for
-    F = I = W and FB = F + B (ranks differ in how much an overlap that gains time gains them). Live
-    activations 2p + 1, so those of p + 1/2 microbatches. Both for m >= 2p.
+    F = I = W and FB = F + B; if FB < F + B, ranks are busy for different times. Live activations
+    2p + 1, so those of p + 1/2 microbatches. Both for m >= 2p, the only ones that it takes.
     (DeepSeek 2025, DualPipeV, github.com/deepseek-ai/DualPipe; after DualPipe, arXiv 2412.19437.)
     Closed form.
 
@@ -203,8 +204,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Rows:
     """
     if microbatches < 2 * ranks:
         raise ValueError(
-            f"dualpipe_v takes at least twice as many microbatches as ranks: {microbatches} < 2 * "
-            f"{ranks}"
+            f"dualpipe_v takes at least twice as many microbatches as ranks: {microbatches} is "
+            f"less than 2 * {ranks}"
         )
     return tuple(_dualpipe_v_row(rank, ranks, microbatches) for rank in range(ranks))
 
@@ -213,9 +214,9 @@ def _dualpipe_v_row(rank: int, ranks: int, microbatches: int) -> Row:
     """Return the row of one rank.
 
     Let `down` be its stage on the way down and `up` that on the way up, `below` the number of ranks
-    below it, and `above` that of the others, with itself. The rank begins with forwards until the
-    first gradient arrives, overlaps forward and backward while there are forwards, and ends with
-    backwards, the last of which are split.
+    below it, and `above` that of the others, itself included. The rank begins with forwards until
+    the first gradient arrives, overlaps forward and backward while there are forwards, and ends
+    with backwards, the last of which are split.
     """
     down, up = (stage for stage, owner in enumerate(v_placement(ranks)) if owner == rank)
     below, above = ranks - 1 - rank, rank + 1

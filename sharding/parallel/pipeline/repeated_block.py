@@ -15,13 +15,17 @@ a block's offsets decide the memory, and its last slot the bubble.
 3. otherwise it runs a forward of its first stage ahead of the order, if the block has it before the
    first backward of that stage: so many are in flight later on anyway. This fills the first wait.
 
-Rules 1 and 2 close the gaps at both ends of the step, where a block has fewer neighbours. Since the
-stages of a rank keep the order of microbatches, the oldest microbatch can always go on: a limit of
-one activation for each of the rank's stages is enough to reach the end.
+Rules 1 and 2 close the gaps at both ends of the step, where a block has fewer neighbours.
+
+All rows reach their ends if the limit is at least `Block.in_flight`. In the block's order, a stage
+never has more microbatches between forward and backward than at the first backward, and rule 3 adds
+none to them. So when a rank gets to a forward, fewer than `in_flight` are in between; the others
+that it holds wait for backwards for weights, which rule 2 runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -53,6 +57,14 @@ class Block:
         """Return the slot of a forward or a backward for inputs."""
         slots = self.forward if action.kind == "F" else self.backward_input
         return slots[action.stage] + self.period * action.microbatch
+
+    def in_flight(self, rank: int) -> int:
+        """Return how many microbatches are between the forward and the backward for inputs of a
+        rank's stages, at most and summed over the stages.
+        """
+        stages = [stage for stage, owner in enumerate(self.placement) if owner == rank]
+        lifespans = [self.backward_input[stage] - self.forward[stage] for stage in stages]
+        return sum(math.ceil(lifespan / self.period) for lifespan in lifespans)
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -93,9 +105,14 @@ def schedule_blocks(block: Block, microbatches: int, limit: int) -> Rows:
     """Return the rows of a schedule; see above.
 
     Args:
-        limit: the largest number of activations that a rank holds, at least one for each of its
-            stages.
+        limit: the largest number of activations that a rank holds.
+
+    Raises:
+        ValueError: a rank of the block needs more than `limit`.
     """
+    needed = max(block.in_flight(rank) for rank in block.placement)
+    if limit < needed:
+        raise ValueError(f"the block needs {needed} activations on a rank, more than {limit}")
     ranks = [
         _RankScheduler(block, rank, microbatches, limit) for rank in range(1 + max(block.placement))
     ]

@@ -99,10 +99,10 @@ class Schedule:
             ValueError: a stage is on no rank.
         """
         rank_of = stages_of(self.rows)
-        missing = [stage for stage in range(self.stages) if stage not in rank_of]
-        if missing:
+        if len(rank_of) < self.stages:
+            missing = next(stage for stage in range(self.stages) if stage not in rank_of)
             raise ValueError(
-                f"stage {missing[0]} of {self.stages} is on no rank: number stages from 0"
+                f"stage {missing} of {self.stages} is on no rank: number stages from 0"
             )
         return tuple(rank_of[stage] for stage in range(self.stages))
 
@@ -166,7 +166,8 @@ class Schedule:
             steps: number of training steps, one after the other.
             gradient_check: when gradients are clipped by their norm or checked for infinities,
                 which takes a sum over all stages. "before": before the optimizer's step. It then
-                starts on all ranks when the last one has its gradients, which ends the zero bubble.
+                starts on all ranks, one `latency` after the last one has its gradients, and ends the
+                zero bubble.
                 "after": each rank steps when it has its own gradients, and a step that turns out
                 wrong is rolled back while the next one runs (Qi et al. 2023, arXiv 2401.10241,
                 section 4); also right for no check at all.

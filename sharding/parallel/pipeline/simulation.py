@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, TypeAlias
 
 from .actions import Action, Cell, Overlap, Rows, actions_of, stages_of
@@ -48,21 +49,22 @@ class Costs:
             ValueError: a negative or infinite cost, or a wrong number of values.
         """
         for name, value in vars(self).items():
+            if name == "backward" and value is None:
+                continue
             values = list(value) if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(values) != stages:
                 raise ValueError(
                     f"{name} has {len(values)} values, and the schedule has {stages} stages: give "
                     "one number, or one for each stage"
                 )
-            for number in values:
-                if number is not None and not 0 <= number < math.inf:
-                    raise ValueError(f"{name}={value!r}: a cost is a finite number, 0 or more")
+            if not all(isinstance(number, Real) and 0 <= number < math.inf for number in values):
+                raise ValueError(f"{name}={value!r}: a cost is a finite number, 0 or more")
 
     def of(self, cell: Cell) -> float:
         """Return the duration of an action or an overlap."""
         if isinstance(cell, Overlap):
             both = self.of(cell.forward) + self.of(cell.backward)
-            return both if self.overlap == 1 else both * self.overlap
+            return both * self.overlap
         match cell.kind:
             case "F":
                 return _at(self.forward, cell.stage)

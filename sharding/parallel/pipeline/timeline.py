@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the sum of its durations."""
+        """For each rank the sum of its durations, with those of the optimizer."""
         return tuple(sum(event.end - event.start for event in row) for row in self.events)
 
     @property

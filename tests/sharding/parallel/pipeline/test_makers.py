@@ -10,7 +10,11 @@ import pytest
 
 import shardmesh as sm
 from shardmesh.sharding.parallel.pipeline.make_schedule import SCHEDULE_NAMES
-from shardmesh.sharding.parallel.pipeline.repeated_block import v_placement
+from shardmesh.sharding.parallel.pipeline.repeated_block import (
+    schedule_blocks,
+    v_block,
+    v_placement,
+)
 from tests.tiers import slow
 
 make_schedule = sm.parallel.make_schedule
@@ -197,7 +201,7 @@ def test_every_schedule_is_proved():
         (
             ("dualpipe_v", 4, 7),
             {},
-            "dualpipe_v takes at least twice as many microbatches as ranks: 7 < 2 * 4",
+            "dualpipe_v takes at least twice as many microbatches as ranks: 7 is less than 2 * 4",
         ),
         (("1f1b", 0, 4), {}, "ranks=0: a schedule takes a whole number from 1"),
         (("1f1b", 4, 2.5), {}, "microbatches=2.5: a schedule takes a whole number from 1"),
@@ -224,3 +228,25 @@ def test_every_schedule_is_proved():
 def test_what_a_schedule_does_not_take_is_one_error(arguments, options, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         make_schedule(*arguments, **options)
+
+
+def test_the_blocks_of_microbatches_interlock():
+    for p in range(1, 40):
+        for block, limit in (
+            (v_block(p, hops=(4, 2)), 2 * p),
+            (v_block(p, hops=(2, 1), gradient_turn=2 if p % 2 else 5), 2 * ((p + 2) // 2)),
+            (v_block(p, hops=(1, 1), turn=1 if p % 3 else 3), 2 * ((p + 4) // 3)),
+        ):
+            for rank in range(p):
+                down, up = rank, 2 * p - 1 - rank
+                slots = [block.forward[down], block.forward[up]]
+                slots += [block.backward_input[up], block.backward_input[down]]
+                assert slots == sorted(slots)
+                assert len({slot % block.period for slot in slots}) == 4
+                assert block.in_flight(rank) <= limit
+
+
+def test_a_limit_that_is_too_low_for_a_block():
+    assert schedule_blocks(v_block(3, hops=(4, 2)), 4, limit=6)
+    with pytest.raises(ValueError, match="the block needs 6 activations on a rank, more than 5"):
+        schedule_blocks(v_block(3, hops=(4, 2)), 4, limit=5)

@@ -137,6 +137,8 @@ def test_live_activations_end_with_the_backward_for_weights():
     ("options", "text"),
     [
         ({"forward": -1}, "forward=-1: a cost is a finite number, 0 or more"),
+        ({"forward": None}, "forward=None: a cost is a finite number"),
+        ({"backward_input": [1, "1"]}, "backward_input=.*: a cost is a finite number"),
         ({"latency": math.inf}, "latency=inf: a cost is a finite number"),
         ({"backward": [1, 2, 3]}, "backward has 3 values, and the schedule has 2 stages"),
         ({"steps": 0}, "steps=0: the number of steps is 1 or more"),

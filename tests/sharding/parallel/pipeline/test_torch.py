@@ -123,25 +123,25 @@ MULTI = [
 @pytest.mark.parametrize("communication", [False, True])
 @pytest.mark.parametrize(("name", "torch_name"), MULTI)
 def test_torch_reads_what_we_write(name, torch_name, communication, tmp_path):
-    schedule = make_schedule(name, 4, 8, stages_per_rank=2)
+    schedule = make_schedule(name, 3, 6, stages_per_rank=2)
     path = tmp_path / "schedule.csv"
     schedule.to_csv(path, communication=communication)
     assert Schedule.from_csv(path) == schedule
-    theirs = torch_schedule(torch_name, 4, 8, 2)
+    theirs = torch_schedule(torch_name, 3, 6, 2)
     theirs._load_csv(str(path), format="compute_comms" if communication else "compute_only")
     lowered = theirs.pipeline_order_with_comms
-    assert [texts(lowered[rank]) for rank in range(4)] == rows_of(schedule)
-    assert [theirs.stage_index_to_group_rank[stage] for stage in range(8)] == list(
+    assert [texts(lowered[rank]) for rank in range(3)] == rows_of(schedule)
+    assert [theirs.stage_index_to_group_rank[stage] for stage in range(6)] == list(
         schedule.placement
     )
-    counts = [str(action)[-11:] for rank in range(4) for action in lowered[rank]]
-    assert counts.count("REDUCE_GRAD") == 8  # once for each stage, or gradients are not scaled
+    counts = [str(action)[-11:] for rank in range(3) for action in lowered[rank]]
+    assert counts.count("REDUCE_GRAD") == 6  # once for each stage, or gradients are not scaled
     if name != "dualpipe_v":  # torch's own simulation, which does not know overlaps
         moved = {
             rank: [action for action in row if not is_for_fsdp(str(action))]
             for rank, row in lowered.items()
         }
-        torch_schedules._simulate_comms_compute(moved, lambda stage: schedule.placement[stage], 8)
+        torch_schedules._simulate_comms_compute(moved, lambda stage: schedule.placement[stage], 6)
 
 
 @pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
