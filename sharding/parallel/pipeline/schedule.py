@@ -165,12 +165,11 @@ class Schedule:
             optimizer: cost of the optimizer's step, on each rank.
             steps: number of training steps, one after the other.
             gradient_check: when gradients are clipped by their norm or checked for infinities,
-                which takes a sum over all stages. "before": before the optimizer's step. It then
-                starts on all ranks, one `latency` after the last one has its gradients, and ends the
-                zero bubble.
-                "after": each rank steps when it has its own gradients, and a step that turns out
-                wrong is rolled back while the next one runs (Qi et al. 2023, arXiv 2401.10241,
-                section 4); also right for no check at all.
+                which takes a sum over all stages. "before": before the optimizer's step, which
+                then starts on all ranks, one `latency` after the last one has its gradients. This
+                ends the zero bubble. "after": each rank steps when it has its own gradients, and a
+                step that turns out wrong is rolled back while the next one runs (Qi et al. 2023,
+                arXiv 2401.10241, section 4); also right for no check at all.
 
         Raises:
             ValueError: the schedule is not valid (see `check`), or a cost is negative.

@@ -57,7 +57,7 @@ class Costs:
                     f"{name} has {len(values)} values, and the schedule has {stages} stages: give "
                     "one number, or one for each stage"
                 )
-            if not all(isinstance(number, Real) and 0 <= number < math.inf for number in values):
+            if not all(_is_finite(number) for number in values):
                 raise ValueError(f"{name}={value!r}: a cost is a finite number, 0 or more")
 
     def of(self, cell: Cell) -> float:
@@ -75,6 +75,10 @@ class Costs:
         if self.backward is not None:
             return _at(self.backward, cell.stage)
         return _at(self.backward_input, cell.stage) + _at(self.backward_weight, cell.stage)
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, Real) and 0 <= float(number) < math.inf
 
 
 def _at(cost: Cost, stage: int) -> float:
