@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 
 MAX_DENOMINATOR = 1000  # of times that are fractions of the unit
 WIDTH, ROW, EDGES = 11.0, 0.4, 1.3  # inches
-COLOURS = {"F": "#4878a8", "B": "#6aa56e", "I": "#58b0a7", "W": "#a8c66c", "FB": "#8f7fb8"}
-OPTIMIZER_COLOUR = "#707070"
+OPTIMIZER = "optimizer"
+COLOURS = {
+    "F": "#4878a8",
+    "B": "#6aa56e",
+    "I": "#58b0a7",
+    "W": "#a8c66c",
+    "FB": "#8f7fb8",
+    OPTIMIZER: "#707070",
+}
 LEGEND = {
     "F": "forward",
     "B": "backward",
@@ -126,9 +133,10 @@ def _draw(figure_type: type[Figure], events: Events, heading: str) -> Figure:
     axes.set_ylim(len(events) - 0.5, -0.5)
     axes.set_xlim(0, makespan)
     axes.set_title(heading, fontsize=9)
-    axes.set_xlabel(
-        ", ".join(f"{kind}: {text}" for kind, text in LEGEND.items() if kind in used), fontsize=7
-    )
+    legend = [f"{kind}: {text}" for kind, text in LEGEND.items() if kind in used]
+    if OPTIMIZER in used:
+        legend.append("grey: optimizer")
+    axes.set_xlabel(", ".join(legend), fontsize=7)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
@@ -141,7 +149,7 @@ def _stages(row: tuple[Event, ...]) -> list[int]:
 
 def _kind(event: Event) -> str:
     if event.cell is None:
-        return ""
+        return OPTIMIZER
     return event.cell.kind if isinstance(event.cell, Action) else "FB"
 
 
@@ -151,7 +159,7 @@ def _draw_event(axes: Axes, event: Event, rank: int, first_stage: int, makespan:
     axes.broken_barh(
         [(event.start, duration)],
         (rank - 0.4, 0.8),
-        facecolors=COLOURS.get(_kind(event), OPTIMIZER_COLOUR),
+        facecolors=COLOURS[_kind(event)],
         alpha=0.6 if later else 1.0,
         edgecolor="white",
         linewidth=0.3,

@@ -3,9 +3,9 @@
 Let every forward, backward for inputs and backward for weights take one slot. A block says in which
 slots, on every rank, the actions of microbatch 0 are; those of microbatch i are `period` slots
 later each. If no two actions of a rank are in the same slot modulo the period, the blocks of all
-microbatches interlock, ranks that have work are always busy, and the activations that a rank holds
-are the lifespans of its forwards over the period (Qi et al. 2024, arXiv 2405.15362, section 3). So
-a block's offsets decide the memory, and its last slot the bubble.
+microbatches interlock: between both ends of the step ranks are always busy, and the activations
+that a rank holds are the lifespans of its forwards over the period. So the slots of a block decide
+about memory and bubble (Qi et al. 2024, arXiv 2405.15362).
 
 `schedule_blocks` turns a block into rows by list scheduling, slot by slot. On each rank
 
@@ -15,7 +15,8 @@ a block's offsets decide the memory, and its last slot the bubble.
 3. otherwise it runs a forward of its first stage ahead of the order, if the block has it before the
    first backward of that stage: so many are in flight later on anyway. This fills the first wait.
 
-Rules 1 and 2 close the gaps at both ends of the step, where a block has fewer neighbours.
+Rules 1 and 2 close the gaps at both ends of the step, where a block has fewer neighbours, and rule
+3 reorders the beginning (the paper's "squeezing" and "reordering").
 
 All rows reach their ends if the limit is at least `Block.in_flight`. In the block's order, a stage
 never has more microbatches between forward and backward than at the first backward, and rule 3 adds
