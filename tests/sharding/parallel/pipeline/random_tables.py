@@ -64,7 +64,7 @@ def with_other_backwards(rng: random.Random, table: Sequence[Sequence]) -> list[
             if item.kind == "B":
                 at = items.index(item)
                 items[at] = item._replace(kind="I")
-                items.insert(rng.randint(at, len(items)), item._replace(kind="W"))
+                items.insert(rng.randint(at + 1, len(items)), item._replace(kind="W"))
             elif item.kind == "W" and rng.random() < 0.5:
                 items.remove(item)
                 backward = item._replace(kind="I")

@@ -89,7 +89,6 @@ def relaxed_times(schedule: Schedule, costs: dict, latency) -> dict[tuple[int, i
 
 
 def test_times_are_those_of_the_longest_path():
-    compared = 0
     for seed in range(40):
         rng = random.Random(seed)
         schedule = Schedule(with_other_backwards(rng, random_schedule(rng).rows))
@@ -98,22 +97,16 @@ def test_times_are_those_of_the_longest_path():
         }
         values["B"] = [one + other for one, other in zip(values["I"], values["W"], strict=True)]
         latency = Fraction(rng.randint(0, 4), 4)
-        try:
-            timeline = schedule.simulate(
-                forward=values["F"],  # type: ignore[arg-type]
-                backward_input=values["I"],  # type: ignore[arg-type]
-                backward_weight=values["W"],  # type: ignore[arg-type]
-                latency=latency,  # type: ignore[arg-type]
-            )
-        except ValueError as error:
-            assert "deadlocks" in str(error)  # a backward for inputs that others wait for is late
-            continue
+        timeline = schedule.simulate(
+            forward=values["F"],  # type: ignore[arg-type]
+            backward_input=values["I"],  # type: ignore[arg-type]
+            backward_weight=values["W"],  # type: ignore[arg-type]
+            latency=latency,  # type: ignore[arg-type]
+        )
         ends = relaxed_times(schedule, values, latency)
         for (rank, slot), end in ends.items():
             assert timeline.events[rank][slot].end == end, seed
         assert timeline.makespan == max(ends.values())
-        compared += 1
-    assert compared > 30
 
 
 def test_overlaps_and_whole_backwards_have_their_own_costs():
