@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/planner.md and docs/looking.md.
+"""Draws the pictures of docs/planner.md, docs/looking.md and docs/pipeline.md.
 
 `.venv/bin/python docs/make_images.py [folder]`, by default docs/images.
 """
@@ -85,8 +85,19 @@ def draw_timelines(folder: Path) -> None:
     print("timeline.svg")
 
 
+def draw_schedules(folder: Path) -> None:
+    """Writes two steps of a pipeline, with a check of gradients before and after the optimizer."""
+    folder.mkdir(exist_ok=True)
+    schedule = sm.parallel.make_schedule("zb_v", 2, 3)
+    for check in ("before", "after"):
+        timeline = schedule.simulate(steps=2, optimizer=1, gradient_check=check)
+        timeline.picture(folder / f"check_{check}.svg", title=f'zb_v, gradient_check="{check}"')
+        print(f"check_{check}.svg")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images"
     main(target)
     draw_layouts(target)
     draw_timelines(target)
+    draw_schedules(target)

@@ -20,6 +20,8 @@ from shardmesh.sharding.parallel.experts.experts import Experts
 from shardmesh.sharding.parallel.experts.moe import moe
 from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
 from shardmesh.sharding.parallel.module import distribute_module, shard_parameter
+from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
+from shardmesh.sharding.parallel.pipeline.schedule import Schedule
 from shardmesh.sharding.parallel.tensor.plan import parallelize
 from shardmesh.sharding.parallel.tensor.styles import (
     Style,
@@ -37,6 +39,7 @@ __all__ = [
     "Experts",
     "MixedPrecisionPolicy",
     "Routing",
+    "Schedule",
     "Style",
     "balance_sequence",
     "check_lengths",
@@ -47,6 +50,7 @@ __all__ = [
     "distribute_module",
     "fully_shard",
     "load_balance_loss",
+    "make_schedule",
     "materialize",
     "moe",
     "parallelize",

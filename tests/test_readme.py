@@ -24,6 +24,9 @@ MODULES = [
     "debug.picture",
     "debug.visualize",
     "ops.rules.notation",
+    "parallel.pipeline.actions",
+    "parallel.pipeline.make_schedule",
+    "parallel.pipeline.schedule",
 ]
 
 

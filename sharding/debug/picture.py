@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -20,6 +20,7 @@ from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import AbstractMesh, axes_text
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import page_title, pages, shown_dims, title
+from ..parallel.figure import drawn
 from ..parallel.rank_table import colour
 from ..redistribute.plan import Plan, Step
 
@@ -32,8 +33,6 @@ MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
 PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
 _INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
-# to write the same file each time
-_STYLE = {"svg.hashsalt": "shardmesh", "svg.fonttype": "none", "hatch.linewidth": 0.4}
 
 
 @dataclass(frozen=True)
@@ -256,29 +255,6 @@ def _draw_layout(
 
 
 # -- drawing ---------------------------------------------------------------------------------------
-
-
-def drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
-    """Return `draw(Figure)` in the style of all pictures here; write it to a path, if given.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: a file format that matplotlib does not know.
-    """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib, which is not installed: pip install shardmesh[viz]"
-        ) from error
-    # Without the time and the version of matplotlib, which would make each file a different one.
-    metadata = {".svg": {"Date": None, "Creator": "shardmesh"}, ".pdf": {"CreationDate": None}}
-    with style.context(["default", _STYLE]):
-        figure = draw(Figure)
-        if path is not None:
-            figure.savefig(path, dpi=120, metadata=metadata.get(str(path)[-4:].lower(), {}))
-    return figure
 
 
 def _panel_side(panels: Sequence[Panel]) -> float:

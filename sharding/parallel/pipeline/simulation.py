@@ -1,0 +1,153 @@
+"""When each action of a schedule starts and ends, given what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, TypeAlias
+
+from .actions import Action, Cell, Overlap, Rows, actions_of, stages_of
+from .event import Event
+from .proof import prove
+from .timeline import Timeline
+
+Cost: TypeAlias = float | Sequence[float]
+GradientCheck: TypeAlias = Literal["before", "after"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the actions of a schedule cost, in any unit of time.
+
+    Attributes:
+        forward: a forward of one stage for one microbatch; or one value for each stage, as for
+            the other costs of stages.
+        backward_input: a backward for the inputs of a stage.
+        backward_weight: a backward for its weights.
+        backward: a whole backward; by default the sum of the two parts.
+        overlap: a forward and a backward that are executed together, as a fraction of the sum of
+            the two; 1 if nothing is gained.
+        latency: the time from the end of an action to the arrival of its result on another rank.
+            It occupies neither of them.
+        optimizer: a step of the optimizer, on every rank.
+    """
+
+    forward: Cost = 1
+    backward_input: Cost = 1
+    backward_weight: Cost = 1
+    backward: Cost | None = None
+    overlap: float = 1
+    latency: float = 0
+    optimizer: float = 0
+
+    def check(self, stages: int) -> None:
+        """Check that every cost is a number from 0, or one for each stage.
+
+        Raises:
+            ValueError: a negative or infinite cost, or a wrong number of values.
+        """
+        for name, value in vars(self).items():
+            if name == "backward" and value is None:
+                continue
+            values = list(value) if isinstance(value, Sequence) else [value]
+            if isinstance(value, Sequence) and len(values) != stages:
+                raise ValueError(
+                    f"{name} has {len(values)} values, and the schedule has {stages} stages: give "
+                    "one number, or one for each stage"
+                )
+            if not all(_is_finite(number) for number in values):
+                raise ValueError(f"{name}={value!r}: a cost is a finite number, 0 or more")
+
+    def of(self, cell: Cell) -> float:
+        """Return the duration of an action or an overlap."""
+        if isinstance(cell, Overlap):
+            both = self.of(cell.forward) + self.of(cell.backward)
+            return both * self.overlap
+        match cell.kind:
+            case "F":
+                return _at(self.forward, cell.stage)
+            case "I":
+                return _at(self.backward_input, cell.stage)
+            case "W":
+                return _at(self.backward_weight, cell.stage)
+        if self.backward is not None:
+            return _at(self.backward, cell.stage)
+        return _at(self.backward_input, cell.stage) + _at(self.backward_weight, cell.stage)
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, Real) and 0 <= float(number) < math.inf
+
+
+def _at(cost: Cost, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def simulate(
+    rows: Rows, costs: Costs, steps: int = 1, gradient_check: GradientCheck = "after"
+) -> Timeline:
+    """Return when each action starts and ends.
+
+    A rank runs its row from left to right; an action starts when the rank has finished the one
+    before and the results that it uses have arrived.
+
+    Args:
+        steps: the number of training steps, one after the other.
+        gradient_check: see `Schedule.simulate`.
+
+    Raises:
+        ValueError: the table is no valid schedule, or costs are wrong.
+    """
+    order = prove(rows)
+    rank_of = stages_of(rows)
+    last_stage = max(rank_of)
+    costs.check(last_stage + 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: the number of steps is 1 or more")
+    if gradient_check not in ("before", "after"):
+        raise ValueError(
+            f"gradient_check={gradient_check!r}: write 'before' or 'after' the optimizer's step"
+        )
+    free: list[float] = [0] * len(rows)
+    events: list[list[Event]] = [[] for _ in rows]
+    for _ in range(steps):
+        ends: dict[Action, float] = {}
+        for rank, slot in order:
+            cell = rows[rank][slot]
+            start = free[rank]
+            for action in actions_of(cell):
+                for operand in action.operands(last_stage):
+                    moved = rank_of[operand.stage] != rank
+                    start = max(start, ends[operand] + (costs.latency if moved else 0))
+            free[rank] = start + costs.of(cell)
+            events[rank].append(Event(cell, start, free[rank]))
+            for action in actions_of(cell):
+                ends[action.result] = free[rank]
+        if gradient_check == "before":
+            free = [max(free) + costs.latency] * len(rows)
+        if costs.optimizer:
+            for rank, start in enumerate(free):
+                events[rank].append(Event(None, start, start + costs.optimizer))
+            free = [start + costs.optimizer for start in free]
+    stages_per_rank = [0] * len(rows)
+    for rank in rank_of.values():
+        stages_per_rank[rank] += 1
+    return Timeline(
+        tuple(map(tuple, events)), tuple(map(live_activations, rows)), tuple(stages_per_rank)
+    )
+
+
+def live_activations(row: Sequence[Cell]) -> int:
+    """Return the largest number of activations that a rank holds; see `Timeline.live`.
+
+    In an overlap the backward ends after the forward has begun, so the activations of both count.
+    """
+    live = peak = 0
+    for cell in row:
+        kinds = [action.kind for action in actions_of(cell)]
+        live += kinds.count("F")
+        peak = max(peak, live)
+        live -= kinds.count("B") + kinds.count("W")
+    return peak
