@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ...trees import flatten
 from ..collectives import OPERATORS, WAIT
 from ..draws import Draw
 from ..program import is_pure
@@ -152,16 +153,8 @@ def _form(target: Any) -> _Form:
 def _args_named(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
     """Yield the nodes among the arguments with these names."""
     named_args = [*zip(_form(node.target).names, node.args, strict=False), *node.kwargs.items()]
-    return _nodes(x for name, x in named_args if name in names)
-
-
-def _nodes(values: Any) -> Iterator[fx.Node]:
-    """Yield the nodes among arguments and in their lists."""
-    for x in values:
-        if isinstance(x, fx.Node):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _nodes(x)
+    leaves, _ = flatten([x for name, x in named_args if name in names])
+    return (x for x in leaves if isinstance(x, fx.Node))
 
 
 def _classes(inputs: list[fx.Node]) -> list[int | None]:

@@ -285,7 +285,7 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
             (
                 lambda: apply(torch.add, x, 1, out_sharding=None),
                 TypeError,
-                r"for replicated write P\(\)",
+                r"apply\(add, ...\): out_sharding: expected P\(...\) or a list of placements",
             ),
             (
                 lambda: apply(torch.matmul, x, x, out_sharding=P("a", "b", None)),
@@ -293,9 +293,9 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
                 "3 entries but the tensor has 2",
             ),
             (
-                lambda: apply(torch.max, x, 1, out_sharding=(P(), P())),
+                lambda: apply(torch.max, x, 1, out_sharding=(P(),)),
                 ValueError,
-                "the specs are a tuple of 2",
+                "out_sharding: expected .* for a max of 2; got a tuple of 1",
             ),
             (
                 lambda: apply(torch.Tensor.add_, x, 1, out_sharding=P()),
