@@ -285,7 +285,7 @@ def _mapped(kind: PrefixKind, function: Callable[[Any, Any], Any], prefix: Any, 
             raise
     if type(tree) is tuple or type(tree) is list:
         return type(tree)(branches)
-    if pytree.tree_is_leaf(tree):  # a mapping of a class that is not registered
+    if type(tree) is dict or pytree.tree_is_leaf(tree):  # or a mapping that is not registered
         return dict(zip(tree, branches, strict=True))
     return pytree.tree_unflatten(branches, _structure_of(tree))
 

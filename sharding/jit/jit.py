@@ -21,10 +21,10 @@ from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..functional.transforms.parts import with_part
+from ..layout.spec import Sharding
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
-from ..tensor.mesh_arguments import is_placement
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from ..trees import PrefixKind, flatten, map_prefix, unflatten
 from .backends.segments import Backend, find_backend
@@ -562,7 +562,9 @@ def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
 
 def _is_sharding(x: Any) -> bool:
     """Return whether this is no container; `device_put` refuses what is no sharding."""
-    return is_placement(x) or (pytree.tree_is_leaf(x) and not isinstance(x, (tuple, list, dict)))
+    if x is None or isinstance(x, Sharding):
+        return True
+    return not isinstance(x, (tuple, list, dict)) and pytree.tree_is_leaf(x)
 
 
 # A dict may leave out keys: those arguments and results stay as they are.

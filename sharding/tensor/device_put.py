@@ -79,7 +79,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 def _is_tree(x: Any) -> bool:
     """Return True if this is a container other than placements and the leaves of pytree."""
-    return not (is_placement(x) or pytree.tree_is_leaf(x))
+    return not (isinstance(x, Tensor) or is_placement(x) or pytree.tree_is_leaf(x))
 
 
 def _check_fits(leaf: Tensor, mesh: Any, where: Any, path: str) -> None:

@@ -161,6 +161,9 @@ def test_other_operators(mesh):
             assert isinstance(largest, torch.return_types.max)
             close(largest.values, t.max(2).values)
             assert largest.indices.spec == P("b", None)
+            largest = apply(torch.max, x, 2, out_sharding=(P("b"), P()))
+            assert isinstance(largest, torch.return_types.max)
+            assert [y.spec for y in largest] == [P("b", None), P(None, None)]
             first, second = apply(torch.chunk, x, 2, 1, out_sharding=(P("a"), P("b")))
             close(first, t.chunk(2, 1)[0])
             assert (first.spec, second.spec) == (P("a", None, None), P("b", None, None))
