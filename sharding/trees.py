@@ -4,8 +4,9 @@ tree      {"w": x, "layers": [y, z]}       leaves x, y, z; paths ['w'], ['layers
 prefix    {"w": P("dp"), "layers": P()}    one value for a whole subtree: P("dp"), P(), P()
 
 None is a leaf, as in torch, except in a field of a dataclass; `flatten_without_none` leaves it out,
-as JAX does. The state that `checkpoint` saves is another kind of tree, whose names and containers
-are part of the format: `checkpoint/tree.py`.
+as JAX does. Two kinds of trees are not torch's: the state that `checkpoint` saves, whose names and
+containers are part of the format (`checkpoint/tree.py`), and what models return in mappings and
+dataclasses that are not registered (`parallel/tensor/plain_calls.py`).
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def shard_map(
         ValueError: specs that do not match arguments or results, or name an axis that is not
             manual.
         ShardingTypeError: on every rank, an error that the checker finds.
-        TypeError: an argument or result of the wrong kind; a result whose shape differs from the
-            previous call with this signature.
+        TypeError: an argument or result of the wrong kind, or something that is not a spec; a
+            result whose shape differs from the previous call with this signature.
         RuntimeError: this rank is not in the mesh.
 
     Communication: that of redistributing arguments, in as few collectives as possible; for a new

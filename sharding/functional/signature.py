@@ -24,8 +24,10 @@ class _Static:
 STATIC = _Static()
 
 
-def is_spec(x: Any) -> bool:
-    """Return whether this is the spec of one leaf: a `P`, a placement for each axis, or None."""
+def _is_spec(x: Any) -> bool:
+    """Return whether this is the spec of one leaf: a `P`, a placement for each axis, or None; or a
+    sharding, which `specs_for` refuses.
+    """
     return (
         x is None
         or isinstance(x, (P, Sharding))
@@ -33,7 +35,7 @@ def is_spec(x: Any) -> bool:
     )
 
 
-_SPECS = PrefixKind(is_spec, "P(...), one placement per mesh axis, or None for what is no tensor")
+_SPECS = PrefixKind(_is_spec, "P(...), one placement per mesh axis, or None for what is no tensor")
 
 
 def specs_for(name: str, specs: Any, tree: Any) -> list[Any]:

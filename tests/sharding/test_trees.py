@@ -48,11 +48,6 @@ class Box:
     def __init__(self, *items: Any) -> None:
         self.items = items
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box) and self.items == other.items
-
-    __hash__ = None
-
 
 class Unregistered(dict):
     """A dict that is a leaf."""
