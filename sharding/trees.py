@@ -12,7 +12,6 @@ dataclasses that are not registered (`parallel/tensor/plain_calls.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -305,12 +304,14 @@ def _branches(kind: PrefixKind, prefix: Any, tree: Any) -> list[tuple[Any, Any]]
             return [(prefix.get(key), branch) for key, branch in _items(tree)]
         if _is_dict(tree) and prefix.keys() == tree.keys():
             return [(prefix[key], branch) for key, branch in _items(tree)]
-    elif type(prefix) is type(tree) and is_dataclass(prefix) and not pytree.tree_is_leaf(tree):
-        # by name: a field that is None is no branch of a dataclass
-        return [(getattr(prefix, key.name), branch) for key, branch in _entries(tree)]
-    elif not pytree.tree_is_leaf(prefix) and _structure_of(prefix) == _structure_of(tree):
-        parts, branches = _entries(prefix), _entries(tree)
-        return [(part, x) for (_, part), (_, x) in zip(parts, branches, strict=True)]
+    elif type(prefix) is type(tree) and not pytree.tree_is_leaf(tree):
+        branches = _entries(tree)
+        if all(isinstance(key, pytree.GetAttrKey) for key, _ in branches):
+            # by name, since a field of a dataclass that is None is no branch
+            return [(getattr(prefix, key.name), branch) for key, branch in branches]
+        if _structure_of(prefix) == _structure_of(tree):
+            pairs = zip(_entries(prefix), branches, strict=True)
+            return [(part, branch) for (_, part), (_, branch) in pairs]
     raise _Mismatch(kind, prefix, tree)
 
 
@@ -353,4 +354,6 @@ def _described(x: Any) -> str:
         return f"{article} {name} with keys [{keys}]" if x else f"an empty {name}"
     if isinstance(x, (tuple, list)):
         return f"{article} {name} of {len(x)}" if x else f"an empty {name}"
+    if not pytree.tree_is_leaf(x):
+        return f"{article} {name} of {len(_entries(x))}"
     return f"{article} {name}"

@@ -301,16 +301,22 @@ MISMATCHES = {
         "f: axes[0]: expected an int or None, or a tree of these like it, for an empty dict; got "
         "an empty tuple",
     ),
+    "another number of branches": (
+        Box(1),
+        Box(X, X),
+        "f: axes: expected an int or None, or a tree of these like it, for a Box of 2; got a Box of 1",
+    ),
     "another class": (
         Point(1, 2),
         Box(X, X),
-        "f: axes: expected an int or None, or a tree of these like it, for a Box; got a Point",
+        "f: axes: expected an int or None, or a tree of these like it, for a Box of 2; got a "
+        "Point of 2",
     ),
     "a dict for a dataclass": (
         Point(1, {"x": 1, "y": 2}),
         Point(X, Point(X, X)),
-        "f: axes.y: expected an int or None, or a tree of these like it, for a Point; got a dict "
-        "with keys ['x', 'y']",
+        "f: axes.y: expected an int or None, or a tree of these like it, for a Point of 2; got a "
+        "dict with keys ['x', 'y']",
     ),
     "a tree for None": (
         {"a": [1]},
