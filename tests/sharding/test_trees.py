@@ -304,7 +304,8 @@ MISMATCHES = {
     "another number of branches": (
         Box(1),
         Box(X, X),
-        "f: axes: expected an int or None, or a tree of these like it, for a Box of 2; got a Box of 1",
+        "f: axes: expected an int or None, or a tree of these like it, for a Box of 2; got a Box "
+        "of 1",
     ),
     "another class": (
         Point(1, 2),
