@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...mesh.comm.thread_context import thread_context
-from ..ops.plain_operands import tensors_in
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import tensors_in
 
 # the only operator that is called on the wrapper of a ShardedTensor
 _DETACH = torch.ops.aten.detach.default

@@ -23,9 +23,9 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.monitor.monitor import monitor_of
 from ..autograd.engine_hooks import innermost
 from ..layout.layout import Layout, dtype_name
-from ..ops.plain_operands import tensors_in
 from ..ops.strategy import name_of
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import tensors_in
 
 # Operators whose results are uninitialised.
 _UNSET = frozenset(

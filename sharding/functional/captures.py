@@ -15,7 +15,7 @@ is tracked at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
@@ -29,10 +29,10 @@ from ...mesh.device_mesh import DeviceMesh
 from ..autograd import engine_hooks
 from ..autograd.named_axes import AxisEnv, CapturedTensors
 from ..layout.layout import dtype_name
-from ..ops.plain_operands import tensors_in
 from ..ops.rules.registry import writes_first_operand
 from ..ops.strategy import name_of
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import map_tensors, tensors_in
 from .inputs import InputSpec, alias, make_input_spec, prepare_inputs
 from .types.type_checker import TypeChecker, untracked
 from .types.types import ShardingTypeError, TypeOrigin, user_location
@@ -152,8 +152,8 @@ class Captures:
         Raises:
             ShardingTypeError: the operator would write to a captured tensor.
         """
-        new = _map_tensors(self.local, args)
-        named = dict(zip(kwargs, _map_tensors(self.local, kwargs.values()), strict=True))
+        new = map_tensors(self.local, args)
+        named = dict(zip(kwargs, map_tensors(self.local, kwargs.values()), strict=True))
         before, after = tensors_in((*args, *kwargs.values())), tensors_in((*new, *named.values()))
         if all(x is y for x, y in zip(before, after, strict=True)):
             return None
@@ -189,8 +189,8 @@ class ReplayCaptures(TorchFunctionMode):
         if not self._inputs:
             return func(*args, **kwargs)
         return func(
-            *_map_tensors(self._part, args),
-            **dict(zip(kwargs, _map_tensors(self._part, kwargs.values()), strict=True)),
+            *map_tensors(self._part, args),
+            **dict(zip(kwargs, map_tensors(self._part, kwargs.values()), strict=True)),
         )
 
     def _part(self, x: Any) -> Any:
@@ -203,19 +203,3 @@ def replace_captures(tree: Any, captures: CapturedTensors | None) -> Any:
     over.
     """
     return tree if captures is None else pytree.tree_map(captures.local, tree)
-
-
-def _map_tensors(f: Callable[[Any], Any], items: Any) -> list[Any]:
-    """Return the items with `f` applied to every tensor, also to those in lists, tuples and
-    dicts.
-    """
-    out: list[Any] = []
-    for item in items:
-        if isinstance(item, Tensor):
-            item = f(item)
-        elif type(item) in (list, tuple):
-            item = type(item)(_map_tensors(f, item))
-        elif type(item) is dict:
-            item = dict(zip(item, _map_tensors(f, item.values()), strict=True))
-        out.append(item)
-    return out

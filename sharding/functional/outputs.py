@@ -23,9 +23,10 @@ from ..lineage import piece_of
 from ..tensor.global_shape import shape_of_parts
 from ..tensor.part_shapes import by_coordinate
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import flatten, unflatten
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
-from .signature import STATIC, flatten_tree, unflatten_tree
+from .signature import STATIC
 from .types.types import ShardingTypeError, Tag
 
 T = TypeVar("T")
@@ -55,14 +56,14 @@ def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequ
     """
     if type(out) is Tensor and len(outputs) == 1:
         return _wrap_output(name, out, outputs[0], _identities(parts))
-    leaves, tree = flatten_tree(out)
+    leaves, tree = flatten(out)
     if len(leaves) != len(outputs):
         raise TypeError(
             f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with "
             "this signature"
         )
     taken, pairs = _identities(parts), zip(leaves, outputs, strict=True)
-    return unflatten_tree(tree, [_wrap_output(name, x, spec, taken) for x, spec in pairs])
+    return unflatten(tree, [_wrap_output(name, x, spec, taken) for x, spec in pairs])
 
 
 def with_lineage(lineage: int, out: Any) -> Any:

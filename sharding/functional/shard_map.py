@@ -38,6 +38,7 @@ from ..lineage import comm_context, mixed, seed_of
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import paths_of, unflatten
 from .captures import Captures, replace_captures
 from .inputs import (
     InputMutationCheck,
@@ -59,7 +60,7 @@ from .outputs import (
     wrap_outputs,
 )
 from .replicas import check_replicas
-from .signature import key_of, leaves_of, paths_of, position, specs_for, unflatten_tree
+from .signature import key_of, leaves_of, position, specs_for
 from .transforms.batch import current_batch
 from .types.custom_functions import CustomFunctionCall
 from .types.type_checker import CaptureTracker, TypeChecker, untracked
@@ -111,8 +112,8 @@ def shard_map(
         ValueError: specs that do not match arguments or results, or name an axis that is not
             manual.
         ShardingTypeError: on every rank, an error that the checker finds.
-        TypeError: an argument or result of the wrong kind; a result whose shape differs from the
-            previous call with this signature.
+        TypeError: an argument or result of the wrong kind, or something that is not a spec; a
+            result whose shape differs from the previous call with this signature.
         RuntimeError: this rank is not in the mesh.
 
     Communication: that of redistributing arguments, in as few collectives as possible; for a new
@@ -262,7 +263,7 @@ class Mapped:
             if tree is None and cached.auto_mesh is None:
                 return f(*parts, **kwargs)
             with cached.auto_mesh or nullcontext():
-                return f(*(parts if tree is None else unflatten_tree(tree, parts)), **kwargs)
+                return f(*(parts if tree is None else unflatten(tree, parts)), **kwargs)
         finally:
             swap(before)
 
@@ -372,7 +373,7 @@ class Mapped:
         auto_mesh = mesh[auto] if auto else None
         specs: Sequence[Any] = [None] * len(leaves)
         if self.in_specs is not None:
-            specs = specs_for("in_specs", self.in_specs, args)
+            specs = specs_for(f"shard_map({self.name}): in_specs", self.in_specs, args)
         paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
         triples = zip(paths, leaves, specs, strict=True)
         inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in triples]
@@ -519,7 +520,8 @@ class Mapped:
     ) -> list[P | None]:
         """Return the spec of every result, checked against its kind and type."""
         names, partly = cached.manual_mesh.axis_names, cached.auto_mesh is not None
-        triples = zip(paths, leaves, specs_for("out_specs", self.out_specs, out), strict=True)
+        out_specs = specs_for(f"shard_map({self.name}): out_specs", self.out_specs, out)
+        triples = zip(paths, leaves, out_specs, strict=True)
         specs = [resolve_output_spec(*each, cached.mesh, names, partly) for each in triples]
         for path, x, spec in zip(paths, leaves, specs, strict=True):
             if checker is not None and spec is not None:

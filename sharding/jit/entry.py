@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
 
 from ...mesh.comm.world import World
-from ..functional.signature import unflatten_tree
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import unflatten
 from .backends.segments import Backend
 from .collectives import forget_lineages
 from .draws import advance
@@ -146,7 +146,7 @@ class Entry:
         for result in recording.results:
             value = value_of(result, outputs, leaves)
             results.append(seal(value, *self._differentiable(leaves)) if result.sealed else value)
-        return unflatten_tree(recording.tree, results)
+        return unflatten(recording.tree, results)
 
     def _outputs(self, values: Sequence[Any], world: World, backend: Backend) -> Sequence[Any]:
         """Run the program on what its sources return of these values; return its outputs."""

@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
-from ..functional.signature import flatten_tree, unflatten_tree
 from ..functional.transforms.parts import with_part
-from ..functional.trees import pytree
+from ..layout.spec import Sharding
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
+from ..trees import PrefixKind, flatten, map_prefix, unflatten
 from .backends.segments import Backend, find_backend
 from .collectives import forget_lineages
 from .entry import Entry, Static, key_of, local_parts
@@ -104,7 +105,8 @@ class JitFunction:
     @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        args = args if self._in is None else _placed(args, self._in)
+        if self._in is not None:
+            args = _placed(f"{self!r}: in_shardings", args, self._in)
         leaves, tree = self._flatten(args, kwargs)
         world = current_world()
         if _is_inside(leaves, world):
@@ -203,17 +205,20 @@ class JitFunction:
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         numbers, names = self._static
         if not numbers and not names:
-            return flatten_tree((args, kwargs))
+            return flatten((args, kwargs))
         args = tuple([Static(x) if i in numbers else x for i, x in enumerate(args)])
         kwargs = {name: Static(x) if name in names else x for name, x in kwargs.items()}
         return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Static)
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
-        args, kwargs = unflatten_tree(tree, [x.value if type(x) is Static else x for x in leaves])
+        args, kwargs = unflatten(tree, [x.value if type(x) is Static else x for x in leaves])
         return self._placed_result(*args, **kwargs)
 
     def _placed_result(self, *args: Any, **kwargs: Any) -> Any:
-        return _placed(self._f(*args, **kwargs), self._out)
+        result = self._f(*args, **kwargs)
+        if self._out is None:
+            return result
+        return _placed(f"{self!r}: out_shardings", result, self._out)
 
     def _record(
         self,
@@ -555,20 +560,26 @@ def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
         x._lineage = lineage
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
-    """Return a tree with its tensors laid out as a prefix tree of shardings says."""
-    if shardings is None:
-        return tree
-    if isinstance(shardings, (list, tuple)):
-        if not isinstance(tree, (list, tuple)) or len(tree) != len(shardings):
-            raise ValueError(
-                f"sm.jit: {len(shardings)} shardings for "
-                f"{len(tree) if isinstance(tree, (list, tuple)) else 1} values"
-            )
-        return type(tree)([_placed(x, one) for x, one in zip(tree, shardings, strict=True)])
-    if isinstance(shardings, dict):
-        return {name: _placed(x, shardings.get(name)) for name, x in tree.items()}
-    return device_put(tree, shardings)
+def _is_sharding(x: Any) -> bool:
+    """Return whether this is no container; `device_put` refuses what is no sharding."""
+    if x is None or isinstance(x, Sharding):
+        return True
+    return not isinstance(x, (tuple, list, dict)) and pytree.tree_is_leaf(x)
+
+
+# A dict may leave out keys: those arguments and results stay as they are.
+_SHARDINGS = PrefixKind(_is_sharding, "a NamedSharding or None", is_partial=True)
+
+
+def _placed(name: str, tree: Any, shardings: Any) -> Any:
+    """Return a tree with its tensors laid out as a prefix of shardings says; None leaves a
+    subtree as it is.
+    """
+
+    def put(subtree: Any, sharding: Any) -> Any:
+        return subtree if sharding is None else device_put(subtree, sharding)
+
+    return map_prefix(name, put, shardings, tree, _SHARDINGS)
 
 
 def _donate(args: list[Any], result: Any) -> None:

@@ -35,9 +35,9 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
-from ..functional.signature import flatten_tree, unflatten_tree
 from ..functional.transforms.parts import with_part
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import flatten, unflatten
 from .backends.segments import Backend
 from .draws import Draw
 from .entry import Entry, key_of, value_of
@@ -94,7 +94,7 @@ class JoinedFunction:
         world = current_world()
         if self.broken is not None or thread_context.needs_each_operator:
             return self._f(*args, **kwargs)
-        leaves, tree = flatten_tree((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         count = len(leaves)
         leaves = [*leaves, *(holder[name] for holder, name in self._state())]
         key = tree, key_of(leaves)
@@ -144,7 +144,7 @@ class JoinedFunction:
         recorder = GraphRecorder(world, fullgraph=self._fullgraph)
 
         def call(inputs: Sequence[Any]) -> Any:
-            args, kwargs = unflatten_tree(tree, list(inputs[:count]))
+            args, kwargs = unflatten(tree, list(inputs[:count]))
             return self._f(*args, **kwargs)
 
         saved = _SavedTensors(recorder)
@@ -228,7 +228,7 @@ class _RecordedCall:
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
-        self.flat, self.tree = flatten_tree(result)
+        self.flat, self.tree = flatten(result)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
         pairs = zip(map(local_of, leaves), map(local_of, stand_ins), strict=True)
@@ -282,7 +282,7 @@ class _RecordedCall:
                 check.atexit = False
         elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
-        return unflatten_tree(self.tree, flat)
+        return unflatten(self.tree, flat)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class JoinedEntry(Entry):
             joined = _Join.apply(backward, saved, local_results, *inputs)
             for i, x in zip(self._with_history, joined, strict=True):
                 results[i] = with_part(results[i], x)
-        return unflatten_tree(self.recording.tree, results)
+        return unflatten(self.recording.tree, results)
 
     def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Call the backward program."""

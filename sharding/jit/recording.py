@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from ...mesh.comm.world import World
-from ..functional.signature import flatten_tree, unflatten_tree
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import flatten, unflatten
 from .draws import Position
 from .errors import Break, JitError
 from .graph_builder import Captured
@@ -122,15 +122,15 @@ def record(
     needs_grad = [x.requires_grad for x in tensors]
     recorder = GraphRecorder(world, abstract, fullgraph)
     result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
-    flat, tree = flatten_tree(result)
+    flat, tree = flatten(result)
     builder = recorder.builder
     if builder.refusal is not None:
         settle(snapshot)
         as_value = _shown if builder.numbers else _known  # see `is_open` below
-        result = unflatten_tree(tree, [as_value(x) for x in flat])
+        result = unflatten(tree, [as_value(x) for x in flat])
         return result, Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
-    shown = unflatten_tree(tree, [_shown(x) for x in flat])
+    shown = unflatten(tree, [_shown(x) for x in flat])
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
@@ -258,8 +258,8 @@ def _shown(x: Any) -> Any:
 
 def without_history(result: Any) -> Any:
     """Return the result of a call that is not recorded as others return it."""
-    flat, tree = flatten_tree(result)
-    return unflatten_tree(tree, [_shown(x) for x in flat])
+    flat, tree = flatten(result)
+    return unflatten(tree, [_shown(x) for x in flat])
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from ..redistribute.autograd import redistribute_local
 from ..tensor.autograd.local_part import known_local
 from ..tensor.resharding import Resharding, settled
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import map_tensors, tensors_in
 from . import nonmember, plain_operands, torch_transforms
 from .rules.argument_forms import (
     has_numpy_names,
@@ -280,7 +281,7 @@ def _make_strategy(
     call = _Call(func, args, kwargs, operands, wrapped, plain)
     run = next((run for applies, run in _KINDS_OF_CALLS if applies(call)), None)
     if run is _WITH_PLAIN and not operands:
-        tensors = plain_operands.tensors_in((*args, *kwargs.values()))
+        tensors = tensors_in((*args, *kwargs.values()))
         plain_operands.refuse(next(filter(plain_operands.is_plain_operand, tensors)), func)
     if run is not None:
         strategy = OpStrategy(func, run=run)
@@ -447,9 +448,9 @@ def _run(
         return result
     if outputs is AS_RETURNED:
         like = operands[0]._layout
-        return nonmember.map_tensors(
-            result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like))
-        )
+        return map_tensors(
+            lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)), (result,)
+        )[0]
     return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
 
 

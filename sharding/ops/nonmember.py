@@ -22,6 +22,7 @@ from ..autograd.transforms import Linear, under_transforms
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import map_tensors
 from .rules.registry import RESULT_IS_VIEW, functions
 from .strategy import AS_RETURNED, OpStrategy, name_of, with_values
 
@@ -162,8 +163,8 @@ def _wrapped(
     """Return the whole results as `ShardedTensor`s with an empty part on this rank."""
     if strategy.outputs is AS_RETURNED:
         return map_tensors(
-            result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout))
-        )
+            lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)), (result,)
+        )[0]
     if strategy.outputs is None:
         return None
     if type(strategy.outputs) is Layout:
@@ -175,13 +176,3 @@ def _wrapped(
 def whole_like(tensor: Tensor, layout: Layout) -> Layout:
     """Return the layout of a tensor that every rank holds whole."""
     return Layout.of(layout.mesh, P(), tensor.shape, tensor.dtype)
-
-
-def map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
-    """Return nested tuples and lists with every tensor converted."""
-    if isinstance(tree, Tensor):
-        return convert(tree)
-    if not isinstance(tree, (tuple, list)):
-        return tree
-    items = [map_tensors(item, convert) for item in tree]
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...mesh.comm.call_site import DESCRIBERS, OperatorCall
 from ..tensor.autograd import backward
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import tensors_in
 from . import dispatch, methods
 from .rules.registry import HANDLERS
 from .strategy import OpStrategy, name_of
@@ -21,17 +22,10 @@ def _describe(frame: dict[str, Any]) -> OperatorCall | str:
     func = frame["func"]
     if getattr(HANDLERS.get(func), "__module__", None) in _ASKED_IN:
         return name_of(func)
-    operands = list(_sharded((*frame["args"], *(frame["kwargs"] or {}).values())))
+    tensors = tensors_in((*frame["args"], *(frame["kwargs"] or {}).values()))
+    operands = [x for x in tensors if isinstance(x, ShardedTensor)]
     layouts = ", ".join(str(x._layout) for x in operands)
     return OperatorCall(name_of(func), layouts, _advice(operands, frame.get("strategy")))
-
-
-def _sharded(items: Sequence[Any]) -> Iterator[ShardedTensor]:
-    for item in items:
-        if isinstance(item, ShardedTensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _sharded(item)
 
 
 def _advice(operands: Sequence[ShardedTensor], strategy: OpStrategy | None) -> str:

@@ -29,9 +29,11 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.plan import plan
 from ..redistribute.plan.traffic import most_received
-from ..tensor.constraint import matched, with_sharding_constraint
+from ..tensor.constraint import with_sharding_constraint
+from ..tensor.mesh_arguments import SPECS
 from ..tensor.redistribute import redistribute_many
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import broadcast_prefix, flatten, place_of, tensors_in
 from . import dispatch, plain_operands, strategy
 from .rules.notation import Rule
 from .rules.propagation import assign, axis_order, factors_alone
@@ -87,9 +89,7 @@ DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(frame["func"])
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = strategy.name_of(func)
-    if not any(
-        isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))
-    ):
+    if not any(isinstance(x, ShardedTensor) for x in tensors_in((*args, *kwargs.values()))):
         raise TypeError(
             f"apply({name}, ...): no ShardedTensor among the arguments, whose mesh the result "
             "would have; place one first with device_put(t, mesh, P(...))"
@@ -188,14 +188,16 @@ def _requested_layouts(
     if result is None:
         return []
     name = strategy.name_of(func)
-    matches = list(matched(result, out, f"apply({name}, ...)"))
-    for path, leaf, _ in matches:
+    leaves, _ = flatten(result)
+    specs = broadcast_prefix(f"apply({name}, ...): out_sharding", out, result, SPECS)
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call "
-                f"{name} itself"
+                f"apply({name}, ...): the result{place_of(result, i)} is {leaf!r}, which has no "
+                f"layout; call {name} itself"
             )
-    return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in matches]
+    pairs = zip(leaves, specs, strict=True)
+    return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for leaf, where in pairs]
 
 
 @dataclass

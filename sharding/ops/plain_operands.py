@@ -26,6 +26,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -48,6 +49,7 @@ from ..replicas.compare import ReplicaError, compare
 from ..replicas.leaves import ReplicaLeaf
 from ..tensor.from_dtensor import is_dtensor
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import map_tensors, tensors_in
 from .implicit_comm import implicit_comm
 from .prepared_modules import adapts_prepared, is_prepared
 from .rules.registry import writes_first_operand
@@ -420,36 +422,18 @@ def replicated_arguments(
     )
     if mesh is None:
         return args, kwargs
-    return _replicate_plain(args, mesh), dict(
-        zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True)
-    )
+    replicate = partial(_replicate_plain, mesh)
+    named = zip(kwargs, map_tensors(replicate, kwargs.values()), strict=True)
+    return map_tensors(replicate, args), dict(named)
 
 
 def replicated_gradients(gradients: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     """Return gradients of a custom function's backward, with plain ones as replicated tensors."""
-    return tuple(_replicate_plain(gradients, mesh))
+    return tuple(map_tensors(partial(_replicate_plain, mesh), gradients))
 
 
-def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
-    out: list[Any] = []
-    for item in items:
-        if type(item) in (list, tuple):
-            item = type(item)(_replicate_plain(item, mesh))
-        elif is_plain_operand(item):
-            item = ShardedTensor.from_local(item, mesh, P())
-        out.append(item)
-    return out
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors among arguments, also those in lists, tuples and dicts."""
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from tensors_in(item)
-        elif isinstance(item, dict):
-            yield from tensors_in(item.values())
+def _replicate_plain(mesh: DeviceMesh, x: Any) -> Any:
+    return ShardedTensor.from_local(x, mesh, P()) if is_plain_operand(x) else x
 
 
 def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:

@@ -30,6 +30,7 @@ from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P
 from ..tensor import random
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import map_tensors
 from .device_result import device_result
 from .rules.notation import Dim, NoMatch, Rule
 from .rules.propagation import CannotKeep, assign
@@ -178,18 +179,15 @@ def operand_meta(layout: Layout) -> Tensor:
 
 def meta_numbers(items: Iterable[Any]) -> list[Any]:
     """Return the arguments with plain 0-d tensors, which are numbers, on the meta device too."""
-    out: list[Any] = []
-    for item in items:
-        if type(item) in (list, tuple):
-            item = type(item)(meta_numbers(item))
-        elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor):
-            item = (
-                torch.empty(item.shape, dtype=item.dtype, device="meta")
-                if is_transformed(item)
-                else item.detach().to("meta")
-            )
-        out.append(item)
-    return out
+    return map_tensors(_meta_number, items)
+
+
+def _meta_number(x: Tensor) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        return x
+    if is_transformed(x):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return x.detach().to("meta")
 
 
 def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ...mesh.comm.first_use import first_leaf
 from ..tensor.sharded_tensor import ShardedTensor
-from .plain_operands import tensors_in
+from ..trees import tensors_in
 
 _PYTHON_FUNCTION = "_torchdynamo_inline"  # set by torch.jit.script and torch.jit.trace
 

@@ -6,13 +6,11 @@ spec   {"w": P("dp"),   "layers": P()}                   one spec for everything
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from ..layout.spec import UNCONSTRAINED, Cut, P, Sharding
-from .mesh_arguments import is_placement
+from ..trees import broadcast_prefix, flatten, place_of, unflatten
+from .mesh_arguments import SPECS
 from .redistribute import redistribute, redistribute_many
 from .sharded_tensor import ShardedTensor
 
@@ -45,9 +43,22 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     Example:
         >>> y = sm.with_sharding_constraint(x, P("dp"))
     """
-    leaves = list(constrained_leaves(x, spec, "with_sharding_constraint"))
-    moving = [(i, leaf, where) for i, (leaf, where) in enumerate(leaves) if leaf is not None]
-    out = [leaf for leaf, _ in leaves]
+    name = "with_sharding_constraint"
+    leaves, structure = flatten(x)
+    specs = broadcast_prefix(f"{name}: spec", spec, x, SPECS)
+    moving = []
+    for i, (leaf, where) in enumerate(zip(leaves, specs, strict=True)):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, ShardedTensor):
+            raise TypeError(
+                f"{name}: expected a ShardedTensor{place_of(x, i)}, got {type(leaf).__name__}; "
+                "place it on a mesh first, with device_put(t, mesh, P(...)) or "
+                "ShardedTensor.from_local(part, mesh, P(...))"
+            )
+        target = leaf._layout.replace(_constrained_spec(leaf, where)).spec
+        moving.append((i, leaf, target))
+    out = list(leaves)
     if len(moving) == 1:
         laid = [redistribute(moving[0][1], moving[0][2])]
     else:
@@ -59,29 +70,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
         )
     for (i, *_), tensor in zip(moving, laid, strict=True):
         out[i] = tensor
-    return pytree.tree_unflatten(out, pytree.tree_structure(x))
-
-
-def constrained_leaves(x: Any, spec: Any, context: str) -> Iterator[tuple[Any, Any]]:
-    """Yield every leaf of the tree with its spec, in order.
-
-    Args:
-        context: the name of the caller, for errors.
-
-    Raises:
-        TypeError, ValueError: see `with_sharding_constraint`.
-    """
-    for path, leaf, where in matched(x, spec, context):
-        if not isinstance(leaf, ShardedTensor) and leaf is not None:
-            raise TypeError(
-                f"{context}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it "
-                "on a mesh first, with device_put(t, mesh, P(...)) or "
-                "ShardedTensor.from_local(part, mesh, P(...))"
-            )
-        yield (
-            leaf,
-            where if leaf is None else leaf._layout.replace(_constrained_spec(leaf, where)).spec,
-        )
+    return unflatten(structure, out)
 
 
 def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
@@ -106,46 +95,3 @@ def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
             ]
             cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
-
-
-def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each leaf's (path, leaf, spec); a spec applies to everything below its place.
-
-    Raises:
-        TypeError: an invalid spec.
-        ValueError: specs that do not fit the tree.
-    """
-    if is_placement(spec):
-        for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            yield _at(path + pytree.keystr(keys)), leaf, spec
-        return
-    children, shape = _children(tree)
-    specs, spec_shape = _children(spec)
-    if spec_shape.is_leaf():
-        raise TypeError(
-            f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for "
-            "replicated write P()"
-        )
-    if shape != spec_shape:
-        raise ValueError(
-            f"{context}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the "
-            f"values a {type(tree).__name__} of {len(children)}{_with_keys(children, specs)}; give "
-            "specs of the same structure, or one P for all of them"
-        )
-    for (key, child), (_, one) in zip(children, specs, strict=True):
-        yield from matched(child, one, context, path + key)
-
-
-def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the root's children, each with its key as text, and the structure of that level."""
-    entries, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return [(pytree.keystr(keys), child) for keys, child in entries], shape
-
-
-def _at(path: str) -> str:
-    return f" at {path}" if path else ""
-
-
-def _with_keys(children: list[tuple[str, Any]], specs: list[tuple[str, Any]]) -> str:
-    tree_keys, spec_keys = [key for key, _ in children], [key for key, _ in specs]
-    return "" if tree_keys == spec_keys else f" ({', '.join(spec_keys)} for {', '.join(tree_keys)})"

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..layout.layout import Layout
+from ..trees import broadcast_prefix, flatten, paths_of, unflatten
 from . import from_dtensor
-from .constraint import matched
 from .convert import as_tensor
 from .convert import device_put as put
-from .mesh_arguments import is_placement, mesh_and_spec
+from .mesh_arguments import SPECS, is_placement, mesh_and_spec
 
 
 def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int | None = 0) -> Any:
@@ -49,41 +49,37 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         >>> params = sm.device_put({"w": torch.ones(8, 4), "b": 0.0},
         ...     {"w": NamedSharding(mesh, P("dp")), "b": NamedSharding(mesh, P())})
     """
+    name = "spec"
     if _is_tree(mesh):
         if spec is not None:
             raise TypeError(
                 f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: "
                 "give either shardings, or a mesh and specs"
             )
-        mesh, spec = None, mesh
+        mesh, spec, name = None, mesh, "shardings"
     if x is None or not (_is_tree(x) or _is_tree(spec)):
         return None if x is None else put(x, mesh, spec, src_data_rank=src_data_rank)
     if is_placement(mesh):
         mesh, spec = mesh_and_spec(mesh, spec)
-    if spec is None:
-        entries: list[Any] = [
-            (pytree.keystr(keys), leaf, None) for keys, leaf in pytree.tree_flatten_with_path(x)[0]
-        ]
-    else:
-        entries = [
-            (path.removeprefix(" at "), leaf, where)
-            for path, leaf, where in matched(x, spec, "device_put")
-        ]
-    todo: list[Any] = []
-    for path, leaf, where in entries:
-        todo.append(None if leaf is None else (as_tensor(leaf, path=f" at {path}"), where))
+    leaves, structure = flatten(x)
+    specs = [None] * len(leaves)
+    if spec is not None:
+        specs = broadcast_prefix(f"device_put: {name}", spec, x, SPECS)
+    tensors: list[Any] = []
+    for path, leaf, where in zip(paths_of(x), leaves, specs, strict=True):
+        tensors.append(None if leaf is None else as_tensor(leaf, path=f" at {path}"))
         if leaf is not None and not from_dtensor.is_dtensor(leaf):
-            _check_fits(todo[-1][0], mesh, where, path)
-    done = [
-        None if item is None else put(item[0], mesh, item[1], src_data_rank=src_data_rank)
-        for item in todo
+            _check_fits(tensors[-1], mesh, where, path)
+    placed = [
+        None if tensor is None else put(tensor, mesh, where, src_data_rank=src_data_rank)
+        for tensor, where in zip(tensors, specs, strict=True)
     ]
-    return pytree.tree_unflatten(done, pytree.tree_structure(x))
+    return unflatten(structure, placed)
 
 
 def _is_tree(x: Any) -> bool:
     """Return True if this is a container other than placements and the leaves of pytree."""
-    return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
+    return not (isinstance(x, Tensor) or is_placement(x) or pytree.tree_is_leaf(x))
 
 
 def _check_fits(leaf: Tensor, mesh: Any, where: Any, path: str) -> None:

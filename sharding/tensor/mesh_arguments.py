@@ -12,6 +12,7 @@ from typing import Any
 from ...mesh.context import get_mesh, given_or_current
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..layout.spec import P, Placement, Sharding, SpecLike
+from ..trees import PrefixKind
 from .sharded_tensor import ShardedTensor
 
 
@@ -20,6 +21,10 @@ def is_placement(x: Any) -> bool:
     return isinstance(x, (P, Sharding)) or (
         isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x)
     )
+
+
+# What specs for a tree of tensors are made of.
+SPECS = PrefixKind(is_placement, "P(...) or a list of placements (P() for replicated)")
 
 
 def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[DeviceMesh, SpecLike]:

@@ -23,9 +23,10 @@ from ...mesh.launch.environment import launch_environment
 from ...mesh.launch.preemption import reached_preemption
 from ...mesh.processes.process import ProcessGroup, ProcessWorld
 from ..layout.layout import dtype_name
-from .constraint import matched
+from ..trees import broadcast_prefix, flatten, unflatten
 from .convert import as_tensor, from_local
 from .device_put import device_put
+from .mesh_arguments import SPECS
 from .process_data import make_array_from_process_local_data
 from .sharded_tensor import ShardedTensor
 
@@ -190,11 +191,11 @@ def global_array_to_host_local_array(
 
 
 def _map_leaves(context: str, tree: Any, specs: Any, convert: Callable[[Any, Any], Any]) -> Any:
-    leaves = [
-        None if leaf is None else convert(leaf, spec)
-        for _, leaf, spec in matched(tree, specs, context)
-    ]
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
+    leaves, structure = flatten(tree)
+    leaf_specs = broadcast_prefix(f"{context}: pspecs", specs, tree, SPECS)
+    pairs = zip(leaves, leaf_specs, strict=True)
+    converted = [None if leaf is None else convert(leaf, spec) for leaf, spec in pairs]
+    return unflatten(structure, converted)
 
 
 def _group() -> Group:

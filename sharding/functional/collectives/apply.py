@@ -32,8 +32,8 @@ from ...autograd.named_axes import (
 from ...layout.bounded_cache import keep
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import flatten, unflatten
 from ..mapped_env import current_mapped_env
-from ..signature import flatten_tree, unflatten_tree
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location
 from .linear_maps import apply
@@ -203,7 +203,7 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     """
     if isinstance(x, Tensor):
         return _apply_one(x, call)
-    parts, tree = flatten_tree(x)
+    parts, tree = flatten(x)
     buckets: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
@@ -212,7 +212,7 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
             results[i] = out
-    return unflatten_tree(tree, results)
+    return unflatten(tree, results)
 
 
 def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:

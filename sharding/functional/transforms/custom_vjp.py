@@ -32,10 +32,10 @@ from ...tensor.autograd.local_part import known_local, part_of
 from ...tensor.convert import from_local
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import paths_of
 from ..collectives.apply import current_checker
 from ..collectives.linear_maps import KeepFirstMap, apply
 from ..mapped_env import MappedEnv, current_mapped_env
-from ..signature import paths_of
 
 
 class custom_vjp:

@@ -18,8 +18,8 @@ from ...autograd.transforms import on_own_level
 from ...tensor.autograd import backward
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import flatten_without_none
 from ..mapped_env import current_mapped_env
-from ..trees import flatten_without_none
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
 from .pullback import detached, differentiating, fresh_leaves

@@ -25,7 +25,7 @@ from ...autograd.named_axes import (
 )
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.random import replay_random
-from ..trees import flatten_without_none
+from ...trees import flatten_without_none
 from .parts import replace_args
 from .pullback import Pullback, detached, differentiating
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ....kernels.box import slices
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.sharded_tensor import ShardedTensor
-from ..trees import flatten_without_none
+from ...trees import flatten_without_none
 from .forward import jvp
 from .gradients import vjp
 from .parts import Results, layout_with, replace_args, same_type

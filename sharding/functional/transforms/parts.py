@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import flatten, unflatten
 from ..mapped_env import current_mapped_env
 from ..types.type_checker import untracked
 
@@ -52,7 +52,7 @@ class Results(NamedTuple):
     @staticmethod
     def of(value: Any) -> Results:
         """Return the results in this tree."""
-        leaves, tree = pytree.tree_flatten(value)
+        leaves, tree = flatten(value)
         return Results(leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)])
 
     @property
@@ -74,7 +74,7 @@ class Results(NamedTuple):
         leaves = list(self.leaves)
         for i, x in zip(self.at, tensors, strict=True):
             leaves[i] = x
-        return pytree.tree_unflatten(leaves, self.tree)
+        return unflatten(self.tree, leaves)
 
 
 def replace_args(args: Sequence[Any], nums: Sequence[int], new: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ....mesh import context
 from ....mesh.comm.call_site import DESCRIBERS, OperatorCall
@@ -26,15 +25,14 @@ from ...autograd.transforms import own_level
 from ...layout.layout import Layout
 from ...layout.spec import Cut, P
 from ...lineage import mixed, seed_of
-from ...ops.plain_operands import tensors_in
 from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...redistribute.autograd import redistribute_local, redistribute_locals
 from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import PrefixKind, broadcast_prefix, flatten, paths_of, tensors_in, unflatten
 from ..inputs import inner_layout, restrict_to_axes
 from ..outputs import with_lineage
-from ..signature import paths_of
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, user_location
 from .batch import Batch, current_batch, use_batch
@@ -127,7 +125,7 @@ class _Batched:
     @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         axes = self._axes(args, kwargs, leaves)
         size = self._size(leaves, axes, args, kwargs)
         cuts, mesh = self._split(leaves, axes)
@@ -141,8 +139,7 @@ class _Batched:
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
-        in_axes = tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes
-        axes = axes_for("in_axes", in_axes, args)
+        axes = broadcast_prefix(f"vmap({self.name}): in_axes", self.in_axes, args, _AXES)
         axes += [0] * (len(leaves) - len(axes))
         for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
             is_tensor = isinstance(leaf, Tensor)
@@ -313,7 +310,7 @@ class _Run:
                 parts[i] = part
             layouts = [layout for _, _, layout in examples]
             inside = list(map(_argument, parts, layouts, leaves))
-            args, kwargs = pytree.tree_unflatten(inside, tree)
+            args, kwargs = unflatten(tree, inside)
             with own_level(owner.randomness), self._within(inside, examples):
                 out = owner.fun(*args, **kwargs)
             results[:] = self._results(out)
@@ -334,7 +331,7 @@ class _Run:
             self._out(part if axis is None else next(batched), axis, layout, x, nothing)
             for axis, part, layout, x in described
         ]
-        return pytree.tree_unflatten(outs, out_tree)
+        return unflatten(out_tree, outs)
 
     @contextmanager
     def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
@@ -358,9 +355,10 @@ class _Run:
         """Return the tree of the results, and for each leaf: its batch dim, local part, layout, and
         the leaf itself.
         """
-        leaves, tree = pytree.tree_flatten(out)
-        axes = axes_for("out_axes", self.owner.out_axes, out)
-        paths = [f"vmap({self.owner.name}): result {path}".rstrip() for path in paths_of(out)]
+        leaves, tree = flatten(out)
+        name = f"vmap({self.owner.name})"
+        axes = broadcast_prefix(f"{name}: out_axes", self.owner.out_axes, out, _AXES)
+        paths = [f"{name}: result {path}".rstrip() for path in paths_of(out)]
         return tree, [self._result(*each) for each in zip(paths, leaves, axes, strict=True)]
 
     def _result(self, path: str, x: Any, axis: int | None) -> tuple[Any, ...]:
@@ -484,24 +482,8 @@ class _ClosedOverParams(TorchFunctionMode):
 # -- axes ------------------------------------------------------------------------------------------
 
 
-def axes_for(what: str, axes: Axes, tree: Any) -> list[int | None]:
-    """Return the axis of every leaf of a tree, from axes for leaves or whole branches.
+def _is_axis(x: Any) -> bool:
+    return x is None or (isinstance(x, int) and not isinstance(x, bool))
 
-    Raises: ValueError if the two trees do not match; TypeError for an object that is not an axis.
-    """
-    if axes is None or (isinstance(axes, int) and not isinstance(axes, bool)):
-        return [axes] * len(pytree.tree_leaves(tree))
-    if not isinstance(axes, (tuple, list, dict)):
-        raise TypeError(f"{what}: {axes!r} is not an axis; write an int, None, or a tree of them")
-    if type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys():
-        pairs = [(axes[k], tree[k]) for k in tree]
-    elif isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)):
-        pairs = list(zip(axes, tree, strict=False)) if len(axes) == len(tree) else None
-    else:
-        pairs = None
-    if pairs is None:
-        raise ValueError(
-            f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis "
-            "for each branch"
-        )
-    return [x for one, branch in pairs for x in axes_for(f"{what}[...]", one, branch)]
+
+_AXES = PrefixKind(_is_axis, "an int or None")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from ...ops.rules.propagation import CannotKeep
 from ...ops.rules.registry import DECOMPOSITIONS, RULES
 from ...ops.strategy import choose_strategy, name_of
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import map_tensors, tensors_in
 from .types import ShardingTypeError, user_location
 
 if TYPE_CHECKING:
@@ -44,10 +46,11 @@ def stays_pending(
     Raises: ShardingTypeError if the operator is not linear in the pending operands.
     """
     with torch._C.DisableTorchFunction():
-        operands: list[Any] = []
-        positional = _as_sharded(checker, axis, args, operands, zeros)
-        values = _as_sharded(checker, axis, kwargs.values(), operands, zeros)
+        convert = partial(_as_sharded, checker, axis, zeros)
+        positional = map_tensors(convert, args)
+        values = map_tensors(convert, kwargs.values())
         named = dict(zip(kwargs, values, strict=True))
+        operands = list(tensors_in((*positional, *values)))
         layouts = [x._layout for x in operands]
         try:
             with warnings.catch_warnings(action="ignore"):  # of operators without a rule
@@ -79,25 +82,14 @@ def share_of_gradient(
         return stays_pending(checker, axis, func, args, kwargs, zeros=True)
 
 
-def _as_sharded(
-    checker: TypeChecker, axis: str, items: Any, operands: list[Any], zeros: bool
-) -> list[Any]:
-    """Return the arguments with every tensor as a `ShardedTensor` that is pending or replicated
-    over two ranks; with `zeros`, a tensor of zeros counts as pending."""
-    sharded = []
-    for item in items:
-        if isinstance(item, Tensor):
-            type_ = checker.tag_of(item).type
-            is_zero = zeros and not item.is_meta and not item.any()
-            pends = axis in type_.pending or axis in type_.varying or is_zero
-            layout = Layout.of(_MESH, _PENDING if pends else _WHOLE, item.shape, item.dtype)
-            meta = torch.empty(item.shape, dtype=item.dtype, device="meta")
-            item = ShardedTensor._make(meta, layout)
-            operands.append(item)
-        elif isinstance(item, (list, tuple)):
-            item = type(item)(_as_sharded(checker, axis, item, operands, zeros))
-        sharded.append(item)
-    return sharded
+def _as_sharded(checker: TypeChecker, axis: str, zeros: bool, x: Tensor) -> ShardedTensor:
+    """Return a `ShardedTensor` like an operand, pending or replicated over two ranks; with `zeros`,
+    a tensor of zeros counts as pending."""
+    type_ = checker.tag_of(x).type
+    is_zero = zeros and not x.is_meta and not x.any()
+    pends = axis in type_.pending or axis in type_.varying or is_zero
+    layout = Layout.of(_MESH, _PENDING if pends else _WHOLE, x.shape, x.dtype)
+    return ShardedTensor._make(torch.empty(x.shape, dtype=x.dtype, device="meta"), layout)
 
 
 def _not_linear(

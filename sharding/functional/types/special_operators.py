@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.plain_operands import tensors_in
 from ...ops.rules.registry import writes_first_operand
 from ...ops.strategy import name_of
+from ...trees import tensors_in
 from .types import ShardingTypeError, TypeOrigin, user_location
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...autograd import engine_hooks
 from ...autograd.named_axes import AxisEnv, current_captures
-from ...ops.plain_operands import tensors_in
 from ...ops.strategy import name_of
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import tensors_in
 from .custom_functions import CustomFunctionCall, CustomFunctionCalls, is_custom
 from .pending import share_of_gradient, stays_pending
 from .special_operators import SPECIAL, special_of

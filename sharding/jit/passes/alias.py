@@ -17,11 +17,11 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..collectives import OPERATORS, WAIT
 from ..draws import Draw
@@ -149,19 +149,12 @@ def _form(target: Any) -> _Form:
     )
 
 
-def _args_named(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
-    """Yield the nodes among the arguments with these names."""
+def _args_named(node: fx.Node, names: frozenset[str]) -> list[fx.Node]:
+    """Return the nodes among the arguments with these names, also those in their lists."""
     named_args = [*zip(_form(node.target).names, node.args, strict=False), *node.kwargs.items()]
-    return _nodes(x for name, x in named_args if name in names)
-
-
-def _nodes(values: Any) -> Iterator[fx.Node]:
-    """Yield the nodes among arguments and in their lists."""
-    for x in values:
-        if isinstance(x, fx.Node):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _nodes(x)
+    nodes: list[fx.Node] = []
+    map_arg([x for name, x in named_args if name in names], nodes.append)
+    return nodes
 
 
 def _classes(inputs: list[fx.Node]) -> list[int | None]:
@@ -214,7 +207,8 @@ def owner_of(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[node.meta["owner"]]
     if not isinstance(node.target, torch._ops.OpOverload) or not _form(node.target).is_view:
         return None
-    return next(_args_named(node, _form(node.target).shared), None) or node.all_input_nodes[0]
+    shared = _args_named(node, _form(node.target).shared)
+    return shared[0] if shared else node.all_input_nodes[0]
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -227,7 +221,7 @@ def root_of(node: fx.Node) -> fx.Node:
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the operands that a node declares to write."""
     return (
-        list(_args_named(node, _form(node.target).written))
+        _args_named(node, _form(node.target).written)
         if isinstance(node.target, torch._ops.OpOverload)
         else []
     )

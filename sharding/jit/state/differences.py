@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...functional.signature import paths_of, unflatten_tree
 from ...layout.layout import Layout
+from ...trees import paths_of, unflatten
 from .slots import GradSlot
 
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def leaf_names(f: Callable[..., Any], tree: Any, count: int) -> list[str]:
         parameters = [p.name for p in all_parameters if p.kind in kinds]
     except (TypeError, ValueError):
         parameters = []
-    args, kwargs = unflatten_tree(tree, list(range(count)))
+    args, kwargs = unflatten(tree, list(range(count)))
     parameters += [f"args[{i}]" for i in range(len(parameters), len(args))]
     named = [*zip(parameters, args, strict=False), *kwargs.items()]
     return [name + path for name, x in named for path in paths_of(x)]

@@ -28,6 +28,7 @@ from ....mesh.simulated.simulate import simulate
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import flatten, map_tensors, tensors_in
 from .propagation import CannotKeep
 from .registry import writes_first_operand
 
@@ -145,7 +146,7 @@ class _Sample:
     def of(
         func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], kinds: Sequence[str]
     ) -> _Sample:
-        values = [_exact(t) for t in _leaves([args, kwargs]) if isinstance(t, Tensor)]
+        values = [_exact(t) for t in tensors_in((args, kwargs))]
         in_place = writes_first_operand(func) or kwargs.get("inplace") is True
         sample = _Sample(func, args, kwargs, kinds, values, in_place)
         sample.differentiable = [sample.is_differentiable_in(i) for i in range(len(values))]
@@ -185,10 +186,9 @@ class _Sample:
         """Call the operator on other tensors, on a copy of what it writes: leaves refuse it."""
         inputs = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(inputs)
-        args = _filled(self.args, rest)
-        kwargs = {name: _filled(value, rest) for name, value in self.kwargs.items()}
+        args, kwargs = map_tensors(lambda _: next(rest), (tuple(self.args), self.kwargs))
         result = self.func(*args, **kwargs)
-        return [inputs[0]] if self.in_place else list(_leaves(result))
+        return [inputs[0]] if self.in_place else flatten(result)[0]
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -199,24 +199,6 @@ def _exact(x: Tensor) -> Tensor:
     if x.is_complex():
         return torch.view_as_complex((torch.view_as_real(x.detach()) * quantum).round() / quantum)
     return (x.detach() * quantum).round() / quantum
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield everything in nested lists, tuples and dictionaries, in order."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
-
-
-def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the arguments with other tensors."""
-    if type(tree) in (list, tuple):
-        return type(tree)(_filled(item, tensors) for item in tree)
-    return next(tensors) if isinstance(tree, Tensor) else tree
 
 
 def _gradients(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...layout.spec import KINDS
+from ...trees import tensors_in
 from .elementwise.pointwise import is_operand
 from .notation import Rule, einrule
 from .registry import RULES
@@ -63,9 +64,5 @@ def register_rule(
 
 
 def operands_in(items: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the operands among the arguments of a rule maker, in order."""
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            yield from operands_in(item)
-        elif is_operand(item):
-            yield item
+    """Return the operands among the arguments of a rule maker, in order."""
+    return filter(is_operand, tensors_in(items))

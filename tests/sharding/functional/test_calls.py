@@ -116,19 +116,25 @@ WRONG = {
     "specs for fewer arguments": (
         lambda m: identity(m, (P("a"),))(X, X),
         ValueError,
-        "in_specs do not match",
+        "shard_map(f): in_specs: expected P(...), one placement per mesh axis, or None for what is "
+        "no tensor, or a tree of these like it, for a tuple of 2; got a tuple of 1",
     ),
     "specs of another tree": (
         lambda m: identity(m, ({"x": P()},))([X]),
         ValueError,
-        "in_specs[0] do not match",
+        "for a list of 1; got a dict with keys ['x']",
     ),
     "another key": (
         lambda m: identity(m, ({"x": P()},))({"y": X}),
         ValueError,
-        "keys ['x'] for keys ['y']",
+        "for a dict with keys ['y']; got a dict with keys ['x']",
     ),
-    "no spec": (lambda m: identity(m, ("a",))(X), ValueError, "in_specs[0]: 'a' is not a spec"),
+    "no spec": (lambda m: identity(m, ("a",))(X), TypeError, "for a Tensor; got 'a'"),
+    "a sharding": (
+        lambda m: identity(m, (sm.NamedSharding(m, P("a")),))(X),
+        TypeError,
+        "in_specs[0]: NamedSharding(",
+    ),
     "an axis that the mesh has not": (lambda m: identity(m, P("z"))(X), ValueError, "'z'"),
     "more dims than the argument has": (
         lambda m: identity(m, P(None, None, "a"))(X),
@@ -168,12 +174,12 @@ WRONG_RESULTS = {
     "specs for fewer results": (
         lambda m: identity(m, P("a"), (P("a"),))(X, X),
         ValueError,
-        "out_specs do not match",
+        "for a tuple of 2; got a tuple of 1",
     ),
     "another tree": (
         lambda m: identity(m, P("a"), {"y": P("a")})(X),
         ValueError,
-        "out_specs do not match",
+        "for a Tensor; got a dict with keys ['y']",
     ),
     "an axis that the mesh has not": (lambda m: identity(m, P("a"), P("z"))(X), ValueError, "'z'"),
     "a tensor without a spec": (

@@ -161,6 +161,9 @@ def test_other_operators(mesh):
             assert isinstance(largest, torch.return_types.max)
             close(largest.values, t.max(2).values)
             assert largest.indices.spec == P("b", None)
+            largest = apply(torch.max, x, 2, out_sharding=(P("b"), P()))
+            assert isinstance(largest, torch.return_types.max)
+            assert [y.spec for y in largest] == [P("b", None), P(None, None)]
             first, second = apply(torch.chunk, x, 2, 1, out_sharding=(P("a"), P("b")))
             close(first, t.chunk(2, 1)[0])
             assert (first.spec, second.spec) == (P("a", None, None), P("b", None, None))
@@ -285,7 +288,7 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
             (
                 lambda: apply(torch.add, x, 1, out_sharding=None),
                 TypeError,
-                r"for replicated write P\(\)",
+                r"apply\(add, ...\): out_sharding: expected P\(...\) or a list of placements",
             ),
             (
                 lambda: apply(torch.matmul, x, x, out_sharding=P("a", "b", None)),
@@ -293,9 +296,9 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
                 "3 entries but the tensor has 2",
             ),
             (
-                lambda: apply(torch.max, x, 1, out_sharding=(P(), P())),
+                lambda: apply(torch.max, x, 1, out_sharding=(P(),)),
                 ValueError,
-                "the specs are a tuple of 2",
+                "out_sharding: expected .* for a max of 2; got a tuple of 1",
             ),
             (
                 lambda: apply(torch.Tensor.add_, x, 1, out_sharding=P()),

@@ -20,7 +20,7 @@ from ....autograd.engine_hooks import transforming
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
-from ...plain_operands import tensors_in
+from ....trees import tensors_in
 from ..decomposition_utils import (
     all_from_parts,
     layout_of,

@@ -200,8 +200,16 @@ def refused(mesh_shape, call, kind, match, silent=True):
             ValueError,
             r"has shape \[4, 6, 8\], and in_axes map it over dim 3",
         ),
-        (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
-        (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is not an axis"),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w),
+            ValueError,
+            "in_axes: expected an int or None, .* for a tuple of 2; got a tuple of 3",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w),
+            TypeError,
+            r"in_axes\[1\]: expected .*; got 'b'",
+        ),
         (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; pass axis_size="),
         (
             lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3),
