@@ -17,7 +17,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.parallel import fully_shard, parallelize
+from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 from tests.models.tiny import whole
 
 tf = pytest.importorskip("transformers")
@@ -135,15 +135,40 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+FORMS = ("fsdp", "tp", "fsdp+tp")
+_COLUMNS_AND_ROWS: dict[str, tuple[str, str]] = {
+    "GPT-2": ("c_attn|c_fc", "c_proj"),
+    "GPT-NeoX": ("query_key_value|dense_h_to_4h", "dense|dense_4h_to_h"),
+    "OPT": ("q_proj|k_proj|v_proj|fc1", "out_proj|fc2"),
+    "Falcon": ("dense_h_to_4h", "dense_4h_to_h"),
+    "Bloom": ("query_key_value|dense_h_to_4h", "dense|dense_4h_to_h"),
+    "BERT": ("query|key|value|intermediate.dense", "output.dense"),
+    "T5": ("q|k|v|wi", "o|wo"),
+    "ViT": ("q_proj|k_proj|v_proj|fc1", "o_proj|fc2"),
+    "Whisper": ("q_proj|k_proj|v_proj|fc1", "out_proj|fc2"),
+}
+
+
+def plan_of(name: str) -> Any:
+    """Return a plan by patterns for models without one of their own."""
+    if name not in _COLUMNS_AND_ROWS:
+        return "auto"
+    columns, rows = _COLUMNS_AND_ROWS[name]
+    return {f"*.{x}": colwise() for x in columns.split("|")} | {
+        f"*.{x}": rowwise() for x in rows.split("|")
+    }
+
+
 def train(name: str, form: str, inputs: str, jit: bool, backend: str = "eager") -> dict[str, Any]:
     """Return the losses, the parameters, and the numbers of graphs and of parts."""
-    mesh = sm.init_device_mesh("cpu", (2,), axis_names=("d",))
+    axes = tuple(form.split("+"))
+    mesh = sm.init_device_mesh("cpu", (2,) * len(axes), axis_names=axes)
     torch.manual_seed(0)
     model = MODELS[name]()
-    if form == "fsdp":
-        fully_shard(model, mesh, units=model._no_split_modules or "auto")
-    else:
-        parallelize(model, mesh, "auto")
+    if "tp" in axes:
+        parallelize(model, mesh, plan_of(name))
+    if "fsdp" in axes:
+        fully_shard(model, mesh, axes="fsdp", units=model._no_split_modules or "auto")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def step(values: Any) -> Any:
@@ -157,10 +182,10 @@ def train(name: str, form: str, inputs: str, jit: bool, backend: str = "eager") 
     for i in range(STEPS):
         values: dict[str, Any] = batch(name, i)
         if inputs == "sharded":
-            spec = P("d") if form == "fsdp" else P()
+            spec = P("fsdp") if "fsdp" in axes else P()
             values = {k: sm.device_put(v, mesh, spec) for k, v in values.items()}
-        elif form == "fsdp":
-            values = {k: v.chunk(2)[mesh.get_rank()] for k, v in values.items()}
+        elif "fsdp" in axes:
+            values = {k: v.chunk(2)[mesh.get_local_rank("fsdp")] for k, v in values.items()}
         torch.manual_seed(i)
         sm.random.manual_seed(i)
         losses.append(whole(f(values)))
@@ -173,28 +198,33 @@ def train(name: str, form: str, inputs: str, jit: bool, backend: str = "eager") 
     }
 
 
-CASES = [(form, inputs) for form in ("fsdp", "tp") for inputs in ("sharded", "plain")]
-WITHOUT_PLAN = {"GPT-2", "OPT", "Falcon", "Bloom", "BERT", "T5", "ViT", "Whisper", "Mamba2"} | {
-    "GPT-NeoX",
-    "Llama with LoRA",
-}
+CASES = [(form, inputs) for form in FORMS for inputs in ("sharded", "plain")]
 
 
-@pytest.mark.one_in(6, each=["form", "inputs"])
+def runs(name: str, form: str) -> bool:
+    """Return whether the model has a plan, if the form needs one."""
+    return form == "fsdp" or name != "Mamba2"
+
+
+def ranks_of(form: str) -> int:
+    return 2 ** len(form.split("+"))
+
+
+@pytest.mark.one_in(10, each=["form", "inputs"])
 @pytest.mark.parametrize(("form", "inputs"), CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps_have_the_bits_of_eager(name: str, form: str, inputs: str) -> None:
-    if form == "tp" and name in WITHOUT_PLAN:
-        pytest.skip("the model has no plan of its own")
-    expected = sm.simulate(2)(train)(name, form, inputs, False)
+    if not runs(name, form):
+        pytest.skip("the model has no plan")
+    expected = sm.simulate(ranks_of(form))(train)(name, form, inputs, False)
     for values, other in zip(
-        sm.simulate(2)(train)(name, form, inputs, True), expected, strict=True
+        sm.simulate(ranks_of(form))(train)(name, form, inputs, True), expected, strict=True
     ):
         for key in ("losses", "parameters"):
             for one, two in zip(values[key], other[key], strict=True):
                 assert torch.equal(one, two), key
         assert not values["parts"]
-        assert str(values["graphs"]) == documented()[name][form == "tp"]
+        assert str(values["graphs"]) == documented()[name][FORMS.index(form)]
 
 
 def documented() -> dict[str, list[str]]:
@@ -213,12 +243,14 @@ def table() -> list[str]:
     """Return the rows of the table."""
     lines = []
     for name in MODELS:
-        numbers = {}
-        for form, inputs in CASES:
-            if form != "tp" or name not in WITHOUT_PLAN:
-                values = sm.simulate(2)(train)(name, form, inputs, True)[0]
-                numbers.setdefault(form, set()).add(values["graphs"])
-        cells = [", ".join(map(str, sorted(numbers.get(form, ())))) for form in ("fsdp", "tp")]
+        cells = []
+        for form in FORMS:
+            numbers = {
+                sm.simulate(ranks_of(form))(train)(name, form, inputs, True)[0]["graphs"]
+                for inputs in ("sharded", "plain")
+                if runs(name, form)
+            }
+            cells.append(", ".join(map(str, sorted(numbers))))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
