@@ -57,6 +57,21 @@ class GraphRecorder(Protocol):
     def effect(self, function: Callable[..., None], values: Sequence[Any]) -> None:
         """Call a function of plain tensors, numbers and constants, and record the call."""
 
+    def opaque(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        name: str,
+        group: Any,
+        like: Callable[[], Any],
+    ) -> Any:
+        """Return `function(*inputs)` of plain tensors, with its gradient history, and record that
+        later calls call it as it is, with values that may decide sizes inside.
+
+        The shape of the result depends on those of the inputs only. The ranks of the group call it
+        together. `like()` returns an empty tensor like the result, without communication.
+        """
+
     def refuse(self, problem: str, advice: str) -> None:
         """Note what the program does next and the graph cannot repeat, with its line; or raise
         that as an error.

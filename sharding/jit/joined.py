@@ -539,7 +539,7 @@ class _Join(torch.autograd.Function):
 
     Args:
         backward: returns the gradients of the inputs, from what was saved and those of the results.
-        saved: tensors and numbers that it needs.
+        saved: tensors and numbers that it needs, and what opaque functions have saved.
     """
 
     @staticmethod
@@ -551,18 +551,20 @@ class _Join(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         ctx.backward_of_call = backward
-        ctx.tensors = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
-        ctx.save_for_backward(*[saved[i] for i in ctx.tensors])
-        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        flat, ctx.tree = pytree.tree_flatten(list(saved))
+        ctx.tensors = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*[flat[i] for i in ctx.tensors])
+        ctx.others = [None if isinstance(x, Tensor) else x for x in flat]
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        saved = list(ctx.others)
+        flat = list(ctx.others)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            saved[i] = x
+            flat[i] = x
+        saved = pytree.tree_unflatten(flat, ctx.tree)
         return (None, None, None, *ctx.backward_of_call(saved, grads))
 
 

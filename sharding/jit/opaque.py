@@ -1,0 +1,524 @@
+"""Functions that run as they are inside of a graph: two nodes, one forward and one backward.
+
+    graph       x, params ──► [ moe ] ──► result            shapes of inputs, results and gradients
+                                │ saved                     are fixed
+                grads     ◄── [ backward of moe ] ◄── grad
+
+    inside      autograd's nodes, collectives of sizes that depend on values, reads on the host
+
+What autograd saves inside leaves through the graph as any tensor does: a backward program that is
+joined to its forward (`joined.py`), and hooks such as those of `torch.utils.checkpoint`, get it
+like the tensors that eager code saves. Views of the inputs are saved as their place in the input,
+which backward takes from the graph: under `fully_shard` it is gathered again.
+
+A compiler does not look inside, and passes move nothing across the nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...mesh.comm.call_site import DESCRIBERS, user_call
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
+from ...mesh.comm.thread_context import thread_context
+from ..autograd import engine_hooks
+from ..ops.recomputation import in_present_state
+from .collectives import Site, at_site, group_name
+from .graph_builder import storage_of
+
+if TYPE_CHECKING:
+    from .recorder import GraphRecorder
+
+_Function = Callable[..., Tensor]
+
+
+class _InputView(NamedTuple):
+    """A saved tensor that is a view of an input."""
+
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Saved(NamedTuple):
+    """What the backward of a call needs besides its inputs.
+
+    Attributes:
+        tensors: what autograd has saved, but for views of inputs. Backward empties the list as it
+            uses them, unless they are needed again.
+        tape: autograd's nodes of the call, without tensors.
+    """
+
+    tensors: list[Tensor | None]
+    tape: Tape
+
+
+class Tape:
+    """Autograd's nodes of one call of a function.
+
+    Args:
+        inputs: the inputs of the call.
+        needs_grad: which of them have a gradient.
+        passed: numbers of the inputs that backward gets again.
+
+    Attributes:
+        used: those of which autograd has saved views.
+        leaves: tensors besides the inputs to which a gradient flows.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Tensor], needs_grad: Sequence[bool], passed: frozenset[int]
+    ) -> None:
+        self._kinds = [
+            (x.shape, x.dtype, x.device) if needs else None
+            for x, needs in zip(inputs, needs_grad, strict=True)
+        ]
+        self._edge: GradientEdge | None = None
+        self._edges: list[GradientEdge] = []
+        self._saved: list[Tensor | None] = []
+        self._inputs: Sequence[Tensor | None] = ()
+        self._keep = False
+        self._passed, self.used = passed, set[int]()
+        self.leaves: list[Tensor] = []
+
+    def run(self, function: _Function, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved]:
+        """Return the result of the function, without history, and what backward needs."""
+        saved: list[Tensor | None] = []
+        numbers = {storage_of(inputs[i]): i for i in self._passed}
+
+        def pack(x: Tensor) -> Any:
+            number = numbers.get(storage_of(x))
+            if number is not None and x.dtype is inputs[number].dtype:
+                self.used.add(number)
+                return _InputView(number, tuple(x.shape), x.stride(), int(x.storage_offset()))
+            saved.append(x.detach())
+            return len(saved) - 1
+
+        root = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            operands: Any = [
+                x if kind is None else _WithHistory.apply(root, x)
+                for x, kind in zip(inputs, self._kinds, strict=True)
+            ]
+        with saved_tensors_hooks(pack, self._unpack):
+            result = function(*operands)
+        if result.requires_grad:
+            self._edge = get_gradient_edge(result)
+        self._edges = [
+            get_gradient_edge(x)
+            for x, kind in zip(operands, self._kinds, strict=True)
+            if kind is not None
+        ]
+        self.leaves = _leaves_of(result, root)
+        return result.detach(), Saved(saved, self)
+
+    def backward(
+        self,
+        saved: list[Tensor | None],
+        inputs: Sequence[Tensor | None],
+        grad: Tensor,
+        keep: bool,
+        leaves: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Return the gradients of the inputs, zeros where a value has decided that there is none;
+        of those without a gradient None. Those of some leaves follow.
+        """
+        count = sum(kind is not None for kind in self._kinds)
+        grads: Sequence[Tensor | None] = [None] * (count + len(leaves))
+        if self._edge is not None:
+            edges = [*self._edges, *map(get_gradient_edge, leaves)]
+            self._saved, self._inputs, self._keep = saved, inputs, keep
+            try:
+                grads = torch.autograd.grad(
+                    [self._edge], edges, [grad], retain_graph=keep, allow_unused=True
+                )
+            finally:
+                self._saved, self._inputs = [], ()
+        of_inputs = iter(grads)
+        result: list[Tensor | None] = []
+        for kind in self._kinds:
+            if kind is None:
+                result.append(None)
+                continue
+            shape, dtype, device = kind
+            g = next(of_inputs)
+            result.append(torch.zeros(shape, dtype=dtype, device=device) if g is None else g)
+        return [*result, *of_inputs]
+
+    def _unpack(self, packed: Any) -> Any:
+        if isinstance(packed, _InputView):
+            x: Any = self._inputs[packed.number]
+            return x.detach().as_strided(packed.size, packed.stride, packed.offset)
+        x = self._saved[packed]
+        if not self._keep:
+            self._saved[packed] = None
+        return x
+
+
+class _WithHistory(torch.autograd.Function):
+    """Give a tensor a history that does not hold it, unlike that of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("gradients of inputs are taken before this node")
+
+
+def _leaves_of(result: Tensor, root: Tensor) -> list[Tensor]:
+    """Return the tensors besides the inputs to which a gradient flows."""
+    leaves: list[Tensor] = []
+    todo = [result.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for other, _ in node.next_functions if node is not None else ():
+            if other is None or other in seen:
+                continue
+            seen.add(other)
+            leaf = getattr(other, "variable", None)
+            if leaf is not None and leaf is not root:
+                leaves.append(leaf)
+            todo.append(other)
+    return leaves
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+class OpaqueFunction:
+    """A function of plain tensors with one result.
+
+    Args:
+        function: the function. It runs in the state, and under the autocast, of now.
+        name: of it, for people.
+        needs_grad: which inputs have a gradient; all False for a function without backward.
+        group: the group of the ranks that run it together.
+
+    Attributes:
+        passed: numbers of the inputs that backward gets again: after the first call those of which
+            autograd has saved views.
+    """
+
+    def __init__(
+        self, function: _Function, name: str, needs_grad: Sequence[bool], group: Group
+    ) -> None:
+        self.name, self.needs_grad, self.group = name, list(needs_grad), group_name(group)
+        self.passed = frozenset(i for i, needs in enumerate(needs_grad) if needs)
+        self._function = in_present_state(function)
+        devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+        self._autocast = [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            for device in devices
+        ]
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved | None]:
+        """Return the result, and what backward needs; None where no input has a gradient."""
+        if any(self.needs_grad):
+            tape = Tape(inputs, self.needs_grad, self.passed)
+            return tape.run(self.with_history, inputs)
+        with self._state(), torch.no_grad():
+            return self._function(*inputs), None
+
+    def with_history(self, *inputs: Tensor) -> Tensor:
+        """Return the result with autograd's own history."""
+        with self._state(), torch.enable_grad():
+            return self._function(*inputs)
+
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
+
+
+class OpaqueNode:
+    """The target of a node.
+
+    Attributes:
+        site: what the collectives inside are part of.
+    """
+
+    def __init__(self, function: OpaqueFunction, site: Site) -> None:
+        self.function, self.site = function, site
+        self.group = function.group
+        self.__name__ = self.__qualname__ = function.name
+
+    def at(self, site: Site) -> OpaqueNode:
+        """Return the same at another site."""
+        return type(self)(self.function, site)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+class Forward(OpaqueNode):
+    """Calls a function: the target of a node whose value is a result and a `Saved`."""
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Saved | None]:
+        with at_site(current_world(), self.site):
+            return self.function.run(inputs)
+
+
+class Backward(OpaqueNode):
+    """Computes the gradients of inputs: the target of a node whose value is a list."""
+
+    def __init__(self, function: OpaqueFunction, site: Site) -> None:
+        super().__init__(function, site)
+        self.__name__ = self.__qualname__ = f"backward_of_{function.name}"
+
+    def __call__(
+        self, saved: Saved, grad: Tensor, keep: bool, *inputs: Tensor | None
+    ) -> list[Tensor | None]:
+        """Return the gradients.
+
+        Args:
+            keep: whether what is saved is needed again; outside of a backward pass, which knows.
+            inputs: those of forward; None for one that is not passed.
+        """
+        keep = engine_hooks.keeps_graph() if engine_hooks.current_backward() != -1 else keep
+        with at_site(current_world(), self.site):
+            return saved.tape.backward(saved.tensors, inputs, grad, keep)
+
+
+for _call in (Forward.__call__, Backward.__call__):
+    DESCRIBERS[_call.__code__] = lambda frame: frame["self"].site.name
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+def record_opaque(
+    recorder: GraphRecorder,
+    function: _Function,
+    inputs: Sequence[Tensor],
+    name: str,
+    group: Group,
+    like: Callable[[], Tensor],
+) -> Tensor:
+    """Call a function, and record the call as one node; its backward as another.
+
+    Args:
+        like: returns an empty tensor like the result, without communication.
+    """
+    builder = recorder.builder
+    if engine_hooks.transforming() or thread_context.grad_is_nested:
+        recorder.refuse(
+            f"{name} inside of a transform runs one operator after the other, whose sizes depend "
+            "on values",
+            "Call it outside of sm.jit",
+        )
+        return function(*inputs)
+    has_history = torch.is_grad_enabled()
+    needs_grad = [has_history and x.requires_grad for x in inputs]
+    opaque = OpaqueFunction(function, name, needs_grad, group)
+    forward = Forward(opaque, _present_site())
+    node = builder.call(forward, [builder.input_of(x) for x in inputs])
+    node.meta["type"] = "(result, saved)"
+    before = recorder.draws.end()
+    watch = _Watch(recorder, inputs)
+    with recorder.hidden():
+        if recorder.abstract:
+            result, saved = like(), None
+        else:
+            with watch:
+                result, saved = forward(*[x.detach() for x in inputs])
+    if builder.passed_as_double or recorder.draws.end() != before:
+        builder.passed_as_double = []
+        watch.problem = watch.problem or "numbers that the graph computes"
+    if watch.problem is not None:
+        recorder.refuse(
+            f"{name} runs as one operator in a graph, and uses {watch.problem} besides its inputs",
+            "Pass tensors as inputs (for experts: in params), and numbers as static arguments",
+        )
+    builder.know(result, builder.call(operator.getitem, (node, 0)))
+    leaves = []
+    if saved is not None:
+        opaque.passed, leaves = frozenset(saved.tape.used), saved.tape.leaves
+    if leaves:
+        recorder.refuse(
+            f"{name} runs as one operator in a graph, and a gradient flows to tensors that are no "
+            f"inputs of it, of shapes {[list(x.shape) for x in leaves]}",
+            "Pass them as inputs (for experts: in params)",
+        )
+    if not any(needs_grad):
+        return result
+    token = torch.empty(0)
+    saved_node = builder.call(operator.getitem, (node, 1))
+    builder.know(token, saved_node)
+    del saved_node.meta["val"]
+    saved_node.meta["type"] = "saved"
+    call = _RecordedCall(recorder, opaque, saved, token, leaves)
+    return _Recorded.apply(call, [result], *inputs, *leaves)  # type: ignore[return-value]
+
+
+def _present_site() -> Site:
+    call = user_call()
+    return Site(None, current_world().comm_context.lineage, call.name, call.place)
+
+
+class _Watch(TorchDispatchMode):
+    """Note the first use of a tensor or number that belongs to one call of the recorded function: a
+    later call would use it again.
+
+    Attributes:
+        problem: what it is.
+    """
+
+    def __init__(self, recorder: GraphRecorder, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._inside = {storage_of(x) for x in inputs}
+        self.problem: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        flat, tree = pytree.tree_flatten((tuple(args), kwargs or {}))
+        if self.problem is None:
+            self.problem = self._problem(func, flat)
+        values = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
+        args, kwargs = pytree.tree_unflatten(values, tree)
+        result = func(*args, **kwargs)
+        self._inside.update(
+            storage_of(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)
+        )
+        return result
+
+    def _problem(self, func: Any, operands: Sequence[Any]) -> str | None:
+        if torch.Tag.nondeterministic_seeded in func.tags and self._recorder.draws.refusal():
+            return "random numbers of torch's generator after it was seeded inside sm.jit"
+        for x in operands:
+            if isinstance(x, torch.SymFloat):
+                return "numbers that the graph computes"
+            if not isinstance(x, Tensor) or storage_of(x) in self._inside:
+                continue
+            node = self._recorder.builder.node_of(x)
+            by_reference = node is None or node.op == "placeholder"
+            if not by_reference or node in self._recorder.builder.arguments:
+                return f"a tensor of shape {list(x.shape)} that the function computes or takes"
+        return None
+
+
+class _RecordedCall(NamedTuple):
+    """The call that is recorded.
+
+    Attributes:
+        saved: what its backward needs; None on "meta".
+        token: stands for it among what autograd saves. A recomputation of the forward is recorded,
+            too, and its token takes the place of this one.
+        leaves: tensors besides the inputs that have a gradient, which no graph computes.
+    """
+
+    recorder: GraphRecorder
+    function: OpaqueFunction
+    saved: Saved | None
+    token: Tensor | None
+    leaves: list[Tensor]
+
+
+class _Recorded(torch.autograd.Function):
+    """The node of a recorded call. Its backward is recorded if that runs inside of the recording."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _RecordedCall, results: list[Tensor], *inputs: Tensor) -> Any:
+        tensors = [] if call.saved is None else call.saved.tensors
+        ctx.save_for_backward(call.token, *inputs, *tensors)
+        saved = None if call.saved is None else Saved([], call.saved.tape)
+        ctx.call = call._replace(token=None, saved=saved)
+        ctx.count = len(inputs)
+        return results.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = engine_hooks.with_memory(grads[0])
+        token, *tensors = ctx.saved_tensors
+        inputs, tensors = tensors[: ctx.count], tensors[ctx.count :]
+        call: _RecordedCall = ctx.call
+        recorder = call.recorder
+        is_recorded = thread_context.recorder is recorder
+        if torch.is_grad_enabled():
+            return (None, None, *_differentiable(call, inputs, grad, is_recorded))
+        count = ctx.count - len(call.leaves)
+        operands = [x if i in call.function.passed else None for i, x in enumerate(inputs[:count])]
+        if not is_recorded:
+            return (None, None, *_run_backward(call, tensors, operands, grad, _present_site()))
+        return (None, None, *_record_backward(call, token, tensors, operands, grad))
+
+
+def _run_backward(
+    call: _RecordedCall,
+    tensors: list[Any],
+    inputs: Sequence[Tensor | None],
+    grad: Tensor,
+    site: Site,
+) -> list[Tensor | None]:
+    keep = engine_hooks.keeps_graph() or bool(call.leaves)
+    if call.saved is None:  # on "meta"
+        return [
+            torch.empty_like(x) if needs else None
+            for x, needs in zip(inputs, call.function.needs_grad, strict=False)
+        ]
+    with at_site(current_world(), site):
+        return call.saved.tape.backward(tensors, inputs, grad, keep, call.leaves)
+
+
+def _record_backward(
+    call: _RecordedCall,
+    token: Tensor,
+    tensors: list[Any],
+    inputs: Sequence[Tensor | None],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    recorder, builder = call.recorder, call.recorder.builder
+    recorder.ran_backward = True
+    backward = Backward(call.function, _present_site())
+    saved: Any = builder.node_of(token)
+    nodes: list[fx.Node | None] = [None if x is None else builder.input_of(x) for x in inputs]
+    keep = engine_hooks.keeps_graph()
+    node = builder.call(backward, (saved, builder.input_of(grad), keep, *nodes))
+    node.meta["type"] = "list"
+    with recorder.hidden():
+        gradients = _run_backward(call, tensors, inputs, grad, backward.site)
+    for i, g in enumerate(gradients[: len(inputs)]):
+        if g is not None:
+            builder.know(g, builder.call(operator.getitem, (node, i)))
+    return gradients
+
+
+def _differentiable(
+    call: _RecordedCall, inputs: Sequence[Tensor], grad: Tensor, is_recorded: bool
+) -> list[Tensor | None]:
+    """Return gradients that have a history themselves: the function runs again, and no graph.
+
+    Raises: JitError with `fullgraph`.
+    """
+    if is_recorded:
+        call.recorder.refuse(
+            f"{call.function.name} runs as one operator in a graph, and its gradient has no "
+            "derivative there (create_graph=True)",
+            "Call it outside of sm.jit",
+        )
+    count = len(inputs) - len(call.leaves)
+    needs_grad = [*call.function.needs_grad, *[True] * len(call.leaves)]
+    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
+    with at_site(current_world(), _present_site()):
+        result = call.function.with_history(*inputs[:count])
+        gradients = iter(
+            torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True)
+        )
+    return [next(gradients) if needs else None for needs in needs_grad]
