@@ -125,6 +125,8 @@ class ThreadContext(threading.local):
         schedule: that of the running `fully_shard` model (`Unit.call`).
         elementwise_step: which of torch's optimizer steps over lists runs, "foreach" or "fused";
             None for others.
+        runs_opaque: whether a graph runs a function as it is; modules in it use the parameters that
+            it was passed.
         segment_calls: the collectives of the compiled segment that runs, as functions of x that
             return the result.
         last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
@@ -152,6 +154,7 @@ class ThreadContext(threading.local):
     starts_async: bool = False
     schedule: Any = None
     elementwise_step: str | None = None
+    runs_opaque: bool = False
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None
     on_stand_ins: bool = False

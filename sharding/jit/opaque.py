@@ -17,7 +17,7 @@ A compiler does not look inside, and passes move nothing across the nodes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,12 +43,38 @@ _Function = Callable[..., Tensor]
 
 
 class _InputView(NamedTuple):
-    """A saved tensor that is a view of an input."""
+    """A saved tensor that is a view of an input, by its place in that."""
 
     number: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def find(cls, x: Tensor, inputs: Sequence[Tensor], numbers: Iterable[int]) -> _InputView | None:
+        """Return which of some inputs a tensor is a view of; None if it is of none."""
+        start, stop = _extent(x)
+        for i in numbers:
+            other = inputs[i]
+            if storage_of(x) != storage_of(other) or x.dtype is not other.dtype:
+                continue
+            first, last = _extent(other)
+            if first <= start and stop <= last:
+                return cls(i, tuple(x.shape), x.stride(), start - first)
+        return None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the view of an input."""
+        return x.detach().as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return the first element of a tensor in its memory, and the end of the last one."""
+    start = int(x.storage_offset())
+    if not x.numel():
+        return start, start
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + last + 1
 
 
 class Saved(NamedTuple):
@@ -95,13 +121,12 @@ class Tape:
     def run(self, function: _Function, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved]:
         """Return the result of the function, without history, and what backward needs."""
         saved: list[Tensor | None] = []
-        numbers = {storage_of(inputs[i]): i for i in self._passed}
 
         def pack(x: Tensor) -> Any:
-            number = numbers.get(storage_of(x))
-            if number is not None and x.dtype is inputs[number].dtype:
-                self.used.add(number)
-                return _InputView(number, tuple(x.shape), x.stride(), int(x.storage_offset()))
+            view = _InputView.find(x, inputs, self._passed)
+            if view is not None:
+                self.used.add(view.number)
+                return view
             saved.append(x.detach())
             return len(saved) - 1
 
@@ -158,8 +183,7 @@ class Tape:
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, _InputView):
-            x: Any = self._inputs[packed.number]
-            return x.detach().as_strided(packed.size, packed.stride, packed.offset)
+            return packed.of(self._inputs[packed.number])  # type: ignore[arg-type]
         x = self._saved[packed]
         if not self._keep:
             self._saved[packed] = None
@@ -241,6 +265,7 @@ class OpaqueFunction:
     @contextmanager
     def _state(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(thread_context.setting(runs_opaque=True))
             for device, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
             yield
