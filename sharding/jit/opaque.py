@@ -77,6 +77,55 @@ def _extent(x: Tensor) -> tuple[int, int]:
     return start, start + last + 1
 
 
+class _SavedHooks:
+    """What autograd calls to save a tensor of a call and to take it again. Nodes of autograd refer
+    to it as long as they live, so it holds tensors only while the call or its backward runs.
+
+    Args:
+        passed: numbers of the inputs that backward gets again.
+
+    Attributes:
+        used: those of which autograd has saved views.
+        inputs, tensors: those of the call, and what is saved besides views of inputs.
+        keep: whether they are needed again after backward.
+    """
+
+    def __init__(self, passed: frozenset[int]) -> None:
+        self._passed, self.used = passed, set[int]()
+        self.inputs: Sequence[Any] = ()
+        self.tensors: list[Tensor | None] = []
+        self.keep = False
+
+    @contextmanager
+    def holding(
+        self, inputs: Sequence[Tensor | None], tensors: list[Tensor | None]
+    ) -> Iterator[None]:
+        """Hold these tensors in the block."""
+        self.inputs, self.tensors = inputs, tensors
+        try:
+            yield
+        finally:
+            self.inputs, self.tensors = (), []
+
+    def pack(self, x: Tensor) -> Any:
+        """Return where a tensor that autograd saves will be found."""
+        view = _InputView.find(x, self.inputs, self._passed)
+        if view is not None:
+            self.used.add(view.number)
+            return view
+        self.tensors.append(x.detach())
+        return len(self.tensors) - 1
+
+    def unpack(self, packed: Any) -> Any:
+        """Return the tensor at such a place."""
+        if isinstance(packed, _InputView):
+            return packed.of(self.inputs[packed.number])
+        x = self.tensors[packed]
+        if not self.keep:
+            self.tensors[packed] = None
+        return x
+
+
 class Saved(NamedTuple):
     """What the backward of a call needs besides its inputs.
 
@@ -96,10 +145,9 @@ class Tape:
     Args:
         inputs: the inputs of the call.
         needs_grad: which of them have a gradient.
-        passed: numbers of the inputs that backward gets again.
+        passed: numbers of those that backward gets again.
 
     Attributes:
-        used: those of which autograd has saved views.
         leaves: tensors besides the inputs to which a gradient flows.
     """
 
@@ -110,33 +158,26 @@ class Tape:
             (x.shape, x.dtype, x.device) if needs else None
             for x, needs in zip(inputs, needs_grad, strict=True)
         ]
+        self._hooks = _SavedHooks(passed)
         self._edge: GradientEdge | None = None
         self._edges: list[GradientEdge] = []
-        self._saved: list[Tensor | None] = []
-        self._inputs: Sequence[Tensor | None] = ()
-        self._keep = False
-        self._passed, self.used = passed, set[int]()
         self.leaves: list[Tensor] = []
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Numbers of the inputs of which autograd has saved views."""
+        return frozenset(self._hooks.used)
 
     def run(self, function: _Function, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved]:
         """Return the result of the function, without history, and what backward needs."""
-        saved: list[Tensor | None] = []
-
-        def pack(x: Tensor) -> Any:
-            view = _InputView.find(x, inputs, self._passed)
-            if view is not None:
-                self.used.add(view.number)
-                return view
-            saved.append(x.detach())
-            return len(saved) - 1
-
+        hooks, tensors = self._hooks, list[Tensor | None]()
         root = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             operands: Any = [
                 x if kind is None else _WithHistory.apply(root, x)
                 for x, kind in zip(inputs, self._kinds, strict=True)
             ]
-        with saved_tensors_hooks(pack, self._unpack):
+        with hooks.holding(inputs, tensors), saved_tensors_hooks(hooks.pack, hooks.unpack):
             result = function(*operands)
         if result.requires_grad:
             self._edge = get_gradient_edge(result)
@@ -146,11 +187,11 @@ class Tape:
             if kind is not None
         ]
         self.leaves = _leaves_of(result, root)
-        return result.detach(), Saved(saved, self)
+        return result.detach(), Saved(tensors, self)
 
     def backward(
         self,
-        saved: list[Tensor | None],
+        tensors: list[Tensor | None],
         inputs: Sequence[Tensor | None],
         grad: Tensor,
         keep: bool,
@@ -163,13 +204,11 @@ class Tape:
         grads: Sequence[Tensor | None] = [None] * (count + len(leaves))
         if self._edge is not None:
             edges = [*self._edges, *map(get_gradient_edge, leaves)]
-            self._saved, self._inputs, self._keep = saved, inputs, keep
-            try:
+            self._hooks.keep = keep
+            with self._hooks.holding(inputs, tensors):
                 grads = torch.autograd.grad(
                     [self._edge], edges, [grad], retain_graph=keep, allow_unused=True
                 )
-            finally:
-                self._saved, self._inputs = [], ()
         of_inputs = iter(grads)
         result: list[Tensor | None] = []
         for kind in self._kinds:
@@ -180,14 +219,6 @@ class Tape:
             g = next(of_inputs)
             result.append(torch.zeros(shape, dtype=dtype, device=device) if g is None else g)
         return [*result, *of_inputs]
-
-    def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, _InputView):
-            return packed.of(self._inputs[packed.number])  # type: ignore[arg-type]
-        x = self._saved[packed]
-        if not self._keep:
-            self._saved[packed] = None
-        return x
 
 
 class _WithHistory(torch.autograd.Function):
@@ -373,7 +404,7 @@ def record_opaque(
     builder.know(result, builder.call(operator.getitem, (node, 0)))
     leaves = []
     if saved is not None:
-        opaque.passed, leaves = frozenset(saved.tape.used), saved.tape.leaves
+        opaque.passed, leaves = saved.tape.used, saved.tape.leaves
     if leaves:
         recorder.refuse(
             f"{name} runs as one operator in a graph, and a gradient flows to tensors that are no "
