@@ -34,6 +34,7 @@ from ...mesh.comm.thread_context import thread_context
 from ..autograd import engine_hooks
 from ..ops.recomputation import in_present_state
 from .collectives import Site, at_site, group_name
+from .errors import at_line
 from .graph_builder import storage_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class _InputView(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    whole_size: tuple[int, ...]
+    whole_stride: tuple[int, ...]
 
     @classmethod
     def find(cls, x: Tensor, inputs: Sequence[Tensor], numbers: Iterable[int]) -> _InputView | None:
@@ -60,12 +63,18 @@ class _InputView(NamedTuple):
                 continue
             first, last = _extent(other)
             if first <= start and stop <= last:
-                return cls(i, tuple(x.shape), x.stride(), start - first)
+                of_whole = tuple(other.shape), other.stride()
+                return cls(i, tuple(x.shape), x.stride(), start - first, *of_whole)
         return None
 
     def of(self, x: Tensor) -> Tensor:
         """Return the view of an input."""
         return x.detach().as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+    def whole(self, view: Tensor) -> Tensor:
+        """Return the input of a view."""
+        offset = view.storage_offset() - self.offset
+        return view.as_strided(self.whole_size, self.whole_stride, offset)
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
@@ -85,13 +94,14 @@ class _SavedHooks:
         passed: numbers of the inputs that backward gets again.
 
     Attributes:
-        used: those of which autograd has saved views.
+        places: where each tensor that was saved will be found, in their order.
         inputs, tensors: those of the call, and what is saved besides views of inputs.
         keep: whether they are needed again after backward.
     """
 
     def __init__(self, passed: frozenset[int]) -> None:
-        self._passed, self.used = passed, set[int]()
+        self._passed = passed
+        self.places: list[int | _InputView] = []
         self.inputs: Sequence[Any] = ()
         self.tensors: list[Tensor | None] = []
         self.keep = False
@@ -107,22 +117,22 @@ class _SavedHooks:
         finally:
             self.inputs, self.tensors = (), []
 
-    def pack(self, x: Tensor) -> Any:
-        """Return where a tensor that autograd saves will be found."""
-        view = _InputView.find(x, self.inputs, self._passed)
-        if view is not None:
-            self.used.add(view.number)
-            return view
-        self.tensors.append(x.detach())
-        return len(self.tensors) - 1
+    def pack(self, x: Tensor) -> int | _InputView:
+        """Return the place of a tensor that autograd saves."""
+        place = _InputView.find(x, self.inputs, self._passed)
+        if place is None:
+            place = len(self.tensors)
+            self.tensors.append(x.detach())
+        self.places.append(place)
+        return place
 
-    def unpack(self, packed: Any) -> Any:
-        """Return the tensor at such a place."""
-        if isinstance(packed, _InputView):
-            return packed.of(self.inputs[packed.number])
-        x = self.tensors[packed]
+    def unpack(self, place: int | _InputView) -> Any:
+        """Return the tensor at a place."""
+        if isinstance(place, _InputView):
+            return place.of(self.inputs[place.number])
+        x = self.tensors[place]
         if not self.keep:
-            self.tensors[packed] = None
+            self.tensors[place] = None
         return x
 
 
@@ -166,7 +176,31 @@ class Tape:
     @property
     def used(self) -> frozenset[int]:
         """Numbers of the inputs of which autograd has saved views."""
-        return frozenset(self._hooks.used)
+        return frozenset(x.number for x in self._hooks.places if isinstance(x, _InputView))
+
+    def all_saved(self, tensors: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that autograd has saved, in its order, views of inputs included."""
+        return [
+            x.of(inputs[x.number]) if isinstance(x, _InputView) else tensors[x]
+            for x in self._hooks.places
+        ]
+
+    def separate(self, saved: Sequence[Tensor], count: int) -> tuple[list[Any], list[Any]]:
+        """Return what `backward` takes: what is saved but for views of inputs, and the inputs of
+        which there are views, None for others.
+
+        Args:
+            saved: as `all_saved` returns it, maybe in other memory.
+            count: the number of inputs.
+        """
+        tensors: list[Any] = []
+        inputs: list[Any] = [None] * count
+        for place, x in zip(self._hooks.places, saved, strict=True):
+            if not isinstance(place, _InputView):
+                tensors.append(x)
+            elif inputs[place.number] is None:
+                inputs[place.number] = place.whole(x)
+        return tensors, inputs
 
     def run(self, function: _Function, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved]:
         """Return the result of the function, without history, and what backward needs."""
@@ -413,12 +447,9 @@ def record_opaque(
         )
     if not any(needs_grad):
         return result
-    token = torch.empty(0)
     saved_node = builder.call(operator.getitem, (node, 1))
-    builder.know(token, saved_node)
-    del saved_node.meta["val"]
     saved_node.meta["type"] = "saved"
-    call = _RecordedCall(recorder, opaque, saved, token, leaves)
+    call = _RecordedCall(recorder, opaque, saved, saved_node, leaves)
     return _Recorded.apply(call, [result], *inputs, *leaves)  # type: ignore[return-value]
 
 
@@ -475,45 +506,72 @@ class _RecordedCall(NamedTuple):
 
     Attributes:
         saved: what its backward needs; None on "meta".
-        token: stands for it among what autograd saves. A recomputation of the forward is recorded,
-            too, and its token takes the place of this one.
+        node: that of `saved`.
         leaves: tensors besides the inputs that have a gradient, which no graph computes.
     """
 
     recorder: GraphRecorder
     function: OpaqueFunction
     saved: Saved | None
-    token: Tensor | None
+    node: fx.Node
     leaves: list[Tensor]
 
 
 class _Recorded(torch.autograd.Function):
-    """The node of a recorded call. Its backward is recorded if that runs inside of the recording."""
+    """The node of a recorded call. It saves what autograd has saved inside, one by one, as
+    `torch.utils.checkpoint` compares their number with that of a call that is not recorded. Its
+    backward is recorded if that runs inside of the recording.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _RecordedCall, results: list[Tensor], *inputs: Tensor) -> Any:
-        tensors = [] if call.saved is None else call.saved.tensors
-        ctx.save_for_backward(call.token, *inputs, *tensors)
-        saved = None if call.saved is None else Saved([], call.saved.tape)
-        ctx.call = call._replace(token=None, saved=saved)
-        ctx.count = len(inputs)
+        if call.saved is not None:
+            tensors, tape = call.saved
+            ctx.save_for_backward(*tape.all_saved(tensors, inputs))
+            _know_saved(call, tensors, inputs)
+            call = call._replace(saved=Saved([], tape))
+        else:
+            needed = zip(inputs, call.function.needs_grad, strict=True)
+            ctx.save_for_backward(*[x for x, needs in needed if needs])
+        ctx.call = call
         return results.pop()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = engine_hooks.with_memory(grads[0])
-        token, *tensors = ctx.saved_tensors
-        inputs, tensors = tensors[: ctx.count], tensors[ctx.count :]
         call: _RecordedCall = ctx.call
-        recorder = call.recorder
-        is_recorded = thread_context.recorder is recorder
         if torch.is_grad_enabled():
-            return (None, None, *_differentiable(call, inputs, grad, is_recorded))
-        count = ctx.count - len(call.leaves)
-        operands = [x if i in call.function.passed else None for i, x in enumerate(inputs[:count])]
-        if not is_recorded:
-            return (None, None, *_run_backward(call, tensors, operands, grad, _present_site()))
-        return (None, None, *_record_backward(call, token, tensors, operands, grad))
+            raise at_line(
+                f"{call.function.name} runs as one operator in a graph, and its gradient has no "
+                "derivative there (create_graph=True)",
+                "Call it outside of sm.jit",
+            )
+        grad = engine_hooks.with_memory(grads[0])
+        needs_grad = call.function.needs_grad
+        if call.saved is not None:
+            tensors, inputs = call.saved.tape.separate(ctx.saved_tensors, len(needs_grad))
+        else:
+            of_needed = iter(ctx.saved_tensors)
+            tensors, inputs = [], [next(of_needed) if needs else None for needs in needs_grad]
+        if thread_context.recorder is call.recorder:
+            return (None, None, *_record_backward(call, tensors, inputs, grad))
+        return (None, None, *_run_backward(call, tensors, inputs, grad, _present_site()))
+
+
+def _know_saved(call: _RecordedCall, tensors: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    """Let one tensor that is saved stand for all in the recording: a recomputation of the forward
+    is recorded, too, and puts its own in the place of this one.
+    """
+    of_inputs = {storage_of(x) for x in inputs}
+    own = [x for x in tensors if storage_of(x) not in of_inputs]
+    if own:
+        call.recorder.builder.know(own[0], call.node)
+        del call.node.meta["val"]
+
+
+def _node_of_saved(call: _RecordedCall, tensors: Sequence[Any]) -> fx.Node:
+    """Return the node of what is saved, of the call or of its recomputation."""
+    nodes = [call.recorder.builder.node_of(x) for x in tensors]
+    return next((x for x in nodes if x is not None and x.meta.get("type") == "saved"), call.node)
 
 
 def _run_backward(
@@ -523,27 +581,20 @@ def _run_backward(
     grad: Tensor,
     site: Site,
 ) -> list[Tensor | None]:
-    keep = engine_hooks.keeps_graph() or bool(call.leaves)
     if call.saved is None:  # on "meta"
-        return [
-            torch.empty_like(x) if needs else None
-            for x, needs in zip(inputs, call.function.needs_grad, strict=False)
-        ]
+        return [None if x is None else torch.empty_like(x) for x in inputs]
+    keep = engine_hooks.keeps_graph() or bool(call.leaves)
     with at_site(current_world(), site):
         return call.saved.tape.backward(tensors, inputs, grad, keep, call.leaves)
 
 
 def _record_backward(
-    call: _RecordedCall,
-    token: Tensor,
-    tensors: list[Any],
-    inputs: Sequence[Tensor | None],
-    grad: Tensor,
+    call: _RecordedCall, tensors: list[Any], inputs: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
     recorder, builder = call.recorder, call.recorder.builder
     recorder.ran_backward = True
     backward = Backward(call.function, _present_site())
-    saved: Any = builder.node_of(token)
+    saved = _node_of_saved(call, tensors)
     nodes: list[fx.Node | None] = [None if x is None else builder.input_of(x) for x in inputs]
     keep = engine_hooks.keeps_graph()
     node = builder.call(backward, (saved, builder.input_of(grad), keep, *nodes))
@@ -554,27 +605,3 @@ def _record_backward(
         if g is not None:
             builder.know(g, builder.call(operator.getitem, (node, i)))
     return gradients
-
-
-def _differentiable(
-    call: _RecordedCall, inputs: Sequence[Tensor], grad: Tensor, is_recorded: bool
-) -> list[Tensor | None]:
-    """Return gradients that have a history themselves: the function runs again, and no graph.
-
-    Raises: JitError with `fullgraph`.
-    """
-    if is_recorded:
-        call.recorder.refuse(
-            f"{call.function.name} runs as one operator in a graph, and its gradient has no "
-            "derivative there (create_graph=True)",
-            "Call it outside of sm.jit",
-        )
-    count = len(inputs) - len(call.leaves)
-    needs_grad = [*call.function.needs_grad, *[True] * len(call.leaves)]
-    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
-    with at_site(current_world(), _present_site()):
-        result = call.function.with_history(*inputs[:count])
-        gradients = iter(
-            torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True)
-        )
-    return [next(gradients) if needs else None for needs in needs_grad]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.ranks import every_rank
-from tests.tiers import slow
 
 D, COUNT, K, CLASSES, STEPS = 6, 5, 2, 3, 5
 # experts that the tokens of a step prefer
@@ -113,11 +113,13 @@ def trained(
     backend: str | None,
     is_plain: bool = False,
     recompute: bool = False,
+    passes: Any = False,
+    has_peak: bool = False,
 ) -> tuple[list[Tensor], list[Any], int]:
     """Train for some steps, under `sm.jit` if a backend is given.
 
     Returns: losses, gradients and parameters; for each step how many collectives were launched, and
-        with how many bytes, by kind and by axes; the peak of memory in the last step.
+        with how many bytes, by kind and by axes; the peak of memory in the last step, with `has_peak`.
     """
     shape = {"ep": (1, 4), "fsdp": (2, 2)}[form]
     mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("dp", "ep"))
@@ -134,11 +136,12 @@ def trained(
 
     f = step
     if backend is not None:
-        f = sm.jit(step, backend=backend, fullgraph=True, compiler_options=False)
+        f = sm.jit(step, backend=backend, fullgraph=True, compiler_options=passes)
     values, launches, peak = [], [], 0
     for i in range(STEPS):
         inputs = batch(mesh, i, is_plain)
-        with sm.debug.comm_report() as report, PeakMemory(DEVICE) as memory:
+        memory = PeakMemory(DEVICE)
+        with sm.debug.comm_report() as report, memory if has_peak else nullcontext():
             loss, gradients = f(*inputs)
         values += map(whole, [loss, *gradients])
         del loss, gradients
@@ -161,18 +164,208 @@ def test_steps_have_the_bits_and_the_collectives_of_eager(
 ) -> None:
     form, is_plain = case
     run = sm.simulate(4)(trained)
-    for eager, jitted in zip(
-        run(form, capacity, None, is_plain), run(form, capacity, "eager", is_plain), strict=True
-    ):
-        assert all(map(torch.equal, eager[0], jitted[0]))
-        assert eager[1] == jitted[1]
+    assert_same(
+        run(form, capacity, None, is_plain=is_plain),
+        run(form, capacity, "eager", is_plain=is_plain),
+    )
+
+
+def assert_same(eager: list[Any], jitted: list[Any]) -> None:
+    for expected, found in zip(eager, jitted, strict=True):
+        assert all(map(torch.equal, found[0], expected[0]))
+        assert found[1] == expected[1]
 
 
 def test_processes_have_the_bits_and_the_memory_of_eager(world4: Pool) -> None:
-    for form in ("ep", "fsdp"):
-        for eager, jitted in zip(
-            world4(trained, form, None, None), world4(trained, form, None, "eager"), strict=True
-        ):
-            assert all(map(torch.equal, eager[0], jitted[0]))
-            assert eager[1] == jitted[1]
-            print(eager[2], jitted[2])
+    eager, jitted = (
+        world4(trained, "fsdp", None, backend, has_peak=True) for backend in (None, "eager")
+    )
+    assert_same(eager, jitted)
+    for (*_, expected), (*_, found) in zip(eager, jitted, strict=True):
+        assert found <= expected
+
+
+def test_a_block_that_is_recomputed() -> None:
+    run = sm.simulate(4)(trained)
+    assert_same(run("ep", None, None, recompute=True), run("ep", None, "eager", recompute=True))
+
+
+@pytest.mark.timeout(300)  # Inductor compiles
+def test_inductor() -> None:
+    run = sm.simulate(4)(trained)
+    for eager, jitted in zip(
+        run("fsdp", 0.8, None), run("fsdp", 0.8, "inductor", passes=None), strict=True
+    ):
+        torch.testing.assert_close(jitted[0], eager[0], rtol=1e-5, atol=1e-5)
+
+
+# -- one layer -------------------------------------------------------------------------------------
+
+
+def layer_of(mesh: Any, **options: Any) -> Experts:
+    torch.manual_seed(0)
+    make = options.pop("make", Expert)
+    return Experts([make() for _ in range(COUNT)], mesh, axis="a", **options)
+
+
+def routed(mesh: Any, i: int) -> tuple[Any, Any]:
+    """Return rows [n d] and the experts' logits [n e] of a call."""
+    generator = torch.Generator().manual_seed(i)
+    parts = [torch.randn(6, n, generator=generator).to(DEVICE) for n in (D, COUNT)]
+    return tuple(sm.distribute_tensor(x, mesh, P("a"), src_data_rank=None) for x in parts)  # type: ignore[return-value]
+
+
+def compared(
+    mesh: Any, make: Callable[[], nn.Module], use: Callable[[nn.Module, int], list[Any]]
+) -> nn.Module:
+    """Check that a module under `sm.jit` does what it does in eager mode; return it."""
+    eager, jitted = make(), sm.jit(make(), backend="eager", fullgraph=True)
+    for i in range(4):
+        torch.manual_seed(i)
+        expected = use(eager, i)
+        torch.manual_seed(i)
+        assert all(map(torch.equal, map(whole, use(jitted, i)), map(whole, expected)))
+    assert len(jitted.recorded) >= 1
+    return jitted
+
+
+class Routed(nn.Module):
+    """Experts of given logits."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Any, logits: Any) -> Any:
+        return self.experts(x, top_k_routing(logits, K))
+
+
+def gradients(module: nn.Module, *inputs: Any) -> list[Any]:
+    found = [x.grad.clone() for x in (*module.parameters(), *inputs)]
+    module.zero_grad()
+    return found
+
+
+@every_rank(2)
+def test_a_module_whose_loss_is_outside(mesh: sm.DeviceMesh) -> None:
+    def use(module: nn.Module, i: int) -> list[Any]:
+        x, logits = (t.requires_grad_() for t in routed(mesh, i))
+        y = module(x, logits) if i % 2 else checkpoint(module, x, logits, use_reentrant=False)
+        loss = y.square().mean() + module(x, logits).mean()
+        if i % 2:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return [y, *gradients(module, x, logits)]
+
+    compared(mesh, lambda: Routed(layer_of(mesh)), use)
+
+
+@every_rank(2)
+def test_without_gradients(mesh: sm.DeviceMesh) -> None:
+    def use(module: nn.Module, i: int) -> list[Any]:
+        with torch.no_grad():
+            return [module(*routed(mesh, i))]
+
+    jitted = compared(mesh, lambda: Routed(layer_of(mesh)), use)
+    assert "saved" not in str(jitted.recorded[0]).replace("(result, saved)", "")
+
+
+class Noisy(Expert):
+    """An expert with dropout."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.dropout(super().forward(rows), 0.5)
+
+
+@every_rank(1)
+def test_dropout_and_autocast_inside(mesh: sm.DeviceMesh) -> None:
+    def use(module: nn.Module, i: int) -> list[Any]:
+        x, logits = (t.requires_grad_() for t in routed(mesh, i))
+        with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+            y = module(x, logits)
+        y.square().mean().backward()
+        return [y, *gradients(module, x, logits)]
+
+    compared(mesh, lambda: Routed(layer_of(mesh, make=Noisy)), use)
+
+
+def test_lowering_lists_what_is_not_counted() -> None:
+    def main() -> None:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        module = Routed(layer_of(mesh))
+
+        def step(x: Any, logits: Any) -> Any:
+            loss = module(x, logits).square().mean()
+            loss.backward()
+            module.zero_grad()
+            return loss
+
+        f = sm.jit(step, backend="eager")
+        lowered = f.lower(*routed(mesh, 0))
+        for i in range(2):
+            f(*routed(mesh, i))
+        for cost in (lowered.cost_analysis(), f.recorded[0].cost_analysis()):
+            assert (cost.launches, cost.not_counted) == ({}, ("backward_of_moe", "moe"))
+        assert " = moe(" in str(lowered)
+        assert sm.debug.timeline(lowered)
+
+    sm.simulate(2)(main)()
+
+
+# -- what is no operator of its inputs alone -------------------------------------------------------
+
+
+def scaled(mesh: Any, factor: Any) -> Callable[[Any, Any], Any]:
+    """Return a step whose experts multiply by `factor(x)`, which is no parameter of theirs."""
+    weights = sm.distribute_tensor(torch.ones(COUNT, D), mesh, P("a"), src_data_rank=None)
+    params = {"w": weights.requires_grad_()}
+
+    def step(x: Any, logits: Any) -> Any:
+        more = factor(x)
+        expert = lambda rows, p: rows * p["w"] * more  # noqa: E731
+        y = moe(x, top_k_routing(logits, K), expert, params, axis="a")
+        y.square().mean().backward()
+        found, params["w"].grad = params["w"].grad, None
+        return y.detach(), found
+
+    return step
+
+
+OTHERS = {
+    "a tensor of shape .* that the function computes": lambda x: x.to_local().sum().detach(),
+    "a gradient flows to tensors that are no inputs of it, of shapes": (
+        lambda x, w=nn.Parameter(torch.tensor(2.0)): w  # noqa: B008
+    ),
+}
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_an_expert_that_uses_other_tensors_is_a_break(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def main() -> None:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        step = scaled(mesh, OTHERS[text])
+        with pytest.raises(JitError, match=rf"test_experts.py:\d+: moe runs as one .*{text}"):
+            sm.jit(step, backend="eager", fullgraph=True)(*routed(mesh, 0))
+        parts = sm.jit(step, backend="eager")
+        for i in range(4):
+            expected, found = step(*routed(mesh, i)), parts(*routed(mesh, i))
+            assert all(map(torch.equal, map(whole, found), map(whole, expected)))
+
+    with caplog.at_level(logging.WARNING, logger="shardmesh"):
+        sm.simulate(2)(main)()
+
+
+@every_rank(2)
+def test_a_derivative_of_a_gradient_raises(mesh: sm.DeviceMesh) -> None:
+    module = Routed(layer_of(mesh))
+
+    def step(x: Any, logits: Any) -> Any:
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(module(x, logits).square().mean(), x, create_graph=True)
+        g.square().sum().backward()
+        return gradients(module)
+
+    with pytest.raises(JitError, match=r"its gradient has no derivative there \(create_graph=True"):
+        sm.jit(step, backend="eager")(*routed(mesh, 0))
