@@ -16,10 +16,11 @@ A compiler does not look inside, and passes move nothing across the nodes.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -34,11 +35,9 @@ from ...mesh.comm.thread_context import thread_context
 from ..autograd import engine_hooks
 from ..ops.recomputation import in_present_state
 from .collectives import Site, at_site, group_name
+from .draws import Draws
 from .errors import at_line
-from .graph_builder import storage_of
-
-if TYPE_CHECKING:
-    from .recorder import GraphRecorder
+from .graph_builder import GraphBuilder, storage_of
 
 _Function = Callable[..., Tensor]
 
@@ -71,9 +70,16 @@ class _InputView(NamedTuple):
         """Return the view of an input."""
         return x.detach().as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
-    def whole(self, view: Tensor) -> Tensor:
-        """Return the input of a view."""
+    def whole(self, view: Tensor) -> Tensor | None:
+        """Return the input of a view; None if the view is a copy."""
         offset = view.storage_offset() - self.offset
+        last = sum(
+            (n - 1) * step for n, step in zip(self.whole_size, self.whole_stride, strict=True)
+        )
+        size = (offset + last + 1) * view.itemsize if math.prod(self.whole_size) else 0
+        is_view = (tuple(view.shape), view.stride()) == (self.size, self.stride)
+        if offset < 0 or not is_view or size > view.untyped_storage().nbytes():
+            return None
         return view.as_strided(self.whole_size, self.whole_stride, offset)
 
 
@@ -94,14 +100,12 @@ class _SavedHooks:
         passed: numbers of the inputs that backward gets again.
 
     Attributes:
-        places: where each tensor that was saved will be found, in their order.
         inputs, tensors: those of the call, and what is saved besides views of inputs.
         keep: whether they are needed again after backward.
     """
 
     def __init__(self, passed: frozenset[int]) -> None:
         self._passed = passed
-        self.places: list[int | _InputView] = []
         self.inputs: Sequence[Any] = ()
         self.tensors: list[Tensor | None] = []
         self.keep = False
@@ -119,12 +123,11 @@ class _SavedHooks:
 
     def pack(self, x: Tensor) -> int | _InputView:
         """Return the place of a tensor that autograd saves."""
-        place = _InputView.find(x, self.inputs, self._passed)
-        if place is None:
-            place = len(self.tensors)
-            self.tensors.append(x.detach())
-        self.places.append(place)
-        return place
+        view = _InputView.find(x, self.inputs, self._passed)
+        if view is not None:
+            return view
+        self.tensors.append(x.detach())
+        return len(self.tensors) - 1
 
     def unpack(self, place: int | _InputView) -> Any:
         """Return the tensor at a place."""
@@ -173,42 +176,13 @@ class Tape:
         self._edges: list[GradientEdge] = []
         self.leaves: list[Tensor] = []
 
-    @property
-    def used(self) -> frozenset[int]:
-        """Numbers of the inputs of which autograd has saved views."""
-        return frozenset(x.number for x in self._hooks.places if isinstance(x, _InputView))
-
-    def all_saved(self, tensors: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that autograd has saved, in its order, views of inputs included."""
-        return [
-            x.of(inputs[x.number]) if isinstance(x, _InputView) else tensors[x]
-            for x in self._hooks.places
-        ]
-
-    def separate(self, saved: Sequence[Tensor], count: int) -> tuple[list[Any], list[Any]]:
-        """Return what `backward` takes: what is saved but for views of inputs, and the inputs of
-        which there are views, None for others.
-
-        Args:
-            saved: as `all_saved` returns it, maybe in other memory.
-            count: the number of inputs.
-        """
-        tensors: list[Any] = []
-        inputs: list[Any] = [None] * count
-        for place, x in zip(self._hooks.places, saved, strict=True):
-            if not isinstance(place, _InputView):
-                tensors.append(x)
-            elif inputs[place.number] is None:
-                inputs[place.number] = place.whole(x)
-        return tensors, inputs
-
     def run(self, function: _Function, inputs: Sequence[Tensor]) -> tuple[Tensor, Saved]:
         """Return the result of the function, without history, and what backward needs."""
         hooks, tensors = self._hooks, list[Tensor | None]()
         root = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             operands: Any = [
-                x if kind is None else _WithHistory.apply(root, x)
+                x if kind is None else _WithHistory.apply(root, x.detach())
                 for x, kind in zip(inputs, self._kinds, strict=True)
             ]
         with hooks.holding(inputs, tensors), saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -298,15 +272,15 @@ class OpaqueFunction:
         group: the group of the ranks that run it together.
 
     Attributes:
-        passed: numbers of the inputs that backward gets again: after the first call those of which
-            autograd has saved views.
+        passed: numbers of the inputs that backward gets again: those of which autograd has saved
+            views in the recorded call, in which it gets none.
     """
 
     def __init__(
         self, function: _Function, name: str, needs_grad: Sequence[bool], group: Group
     ) -> None:
         self.name, self.needs_grad, self.group = name, list(needs_grad), group_name(group)
-        self.passed = frozenset(i for i, needs in enumerate(needs_grad) if needs)
+        self.passed: frozenset[int] = frozenset()
         self._function = in_present_state(function)
         devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
         self._autocast = [
@@ -392,8 +366,24 @@ for _call in (Forward.__call__, Backward.__call__):
 # -- recording -------------------------------------------------------------------------------------
 
 
+class Recorder(Protocol):
+    """What records: see `recorder.py`."""
+
+    abstract: bool
+    builder: GraphBuilder
+    draws: Draws
+    ran_backward: bool
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Record nothing in the block."""
+        ...
+
+    def refuse(self, problem: str, advice: str) -> None:
+        """Note that there is no graph, or raise the error."""
+
+
 def record_opaque(
-    recorder: GraphRecorder,
+    recorder: Recorder,
     function: _Function,
     inputs: Sequence[Tensor],
     name: str,
@@ -436,9 +426,7 @@ def record_opaque(
             "Pass tensors as inputs (for experts: in params), and numbers as static arguments",
         )
     builder.know(result, builder.call(operator.getitem, (node, 0)))
-    leaves = []
-    if saved is not None:
-        opaque.passed, leaves = saved.tape.used, saved.tape.leaves
+    leaves = [] if saved is None else saved.tape.leaves
     if leaves:
         recorder.refuse(
             f"{name} runs as one operator in a graph, and a gradient flows to tensors that are no "
@@ -449,7 +437,16 @@ def record_opaque(
         return result
     saved_node = builder.call(operator.getitem, (node, 1))
     saved_node.meta["type"] = "saved"
-    call = _RecordedCall(recorder, opaque, saved, saved_node, leaves)
+    call = _RecordedCall(recorder, opaque, saved, saved_node, leaves, [])
+    if saved is not None:
+        numbers = [i for i, needs in enumerate(needs_grad) if needs]
+        views = [_InputView.find(x, inputs, numbers) for x in saved.tensors if x is not None]
+        opaque.passed = frozenset(view.number for view in views if view is not None)
+        call = call._replace(views=views)
+        own = [x for x in saved.tensors if x is not None and storage_of(x) in watch.made]
+        if own:  # stands for all: a recomputation is recorded, too, and puts another in its place
+            builder.know(own[0], saved_node)
+            del saved_node.meta["val"]
     return _Recorded.apply(call, [result], *inputs, *leaves)  # type: ignore[return-value]
 
 
@@ -464,12 +461,14 @@ class _Watch(TorchDispatchMode):
 
     Attributes:
         problem: what it is.
+        made: the memory that the function has allocated.
     """
 
-    def __init__(self, recorder: GraphRecorder, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: Recorder, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._recorder = recorder
         self._inside = {storage_of(x) for x in inputs}
+        self.made: set[int] = set()
         self.problem: str | None = None
 
     def __torch_dispatch__(
@@ -481,9 +480,9 @@ class _Watch(TorchDispatchMode):
         values = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
         args, kwargs = pytree.tree_unflatten(values, tree)
         result = func(*args, **kwargs)
-        self._inside.update(
-            storage_of(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)
-        )
+        results = {storage_of(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
+        self._inside |= results
+        self.made |= results.difference(storage_of(x) for x in values if isinstance(x, Tensor))
         return result
 
     def _problem(self, func: Any, operands: Sequence[Any]) -> str | None:
@@ -508,13 +507,15 @@ class _RecordedCall(NamedTuple):
         saved: what its backward needs; None on "meta".
         node: that of `saved`.
         leaves: tensors besides the inputs that have a gradient, which no graph computes.
+        views: for each tensor that is saved, of which input it is a view.
     """
 
-    recorder: GraphRecorder
+    recorder: Recorder
     function: OpaqueFunction
     saved: Saved | None
     node: fx.Node
     leaves: list[Tensor]
+    views: list[_InputView | None]
 
 
 class _Recorded(torch.autograd.Function):
@@ -527,12 +528,14 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, call: _RecordedCall, results: list[Tensor], *inputs: Tensor) -> Any:
         if call.saved is not None:
             tensors, tape = call.saved
-            ctx.save_for_backward(*tape.all_saved(tensors, inputs))
-            _know_saved(call, tensors, inputs)
+            saved = [
+                x if view is None else view.of(inputs[view.number])  # seen by the recorder
+                for x, view in zip(tensors, call.views, strict=True)
+            ]
+            ctx.save_for_backward(*saved)
             call = call._replace(saved=Saved([], tape))
         else:
-            needed = zip(inputs, call.function.needs_grad, strict=True)
-            ctx.save_for_backward(*[x for x, needs in needed if needs])
+            ctx.save_for_backward(*_needing_grad(call, inputs))
         ctx.call = call
         return results.pop()
 
@@ -546,62 +549,63 @@ class _Recorded(torch.autograd.Function):
                 "Call it outside of sm.jit",
             )
         grad = engine_hooks.with_memory(grads[0])
-        needs_grad = call.function.needs_grad
-        if call.saved is not None:
-            tensors, inputs = call.saved.tape.separate(ctx.saved_tensors, len(needs_grad))
-        else:
-            of_needed = iter(ctx.saved_tensors)
-            tensors, inputs = [], [next(of_needed) if needs else None for needs in needs_grad]
+        saved = list(ctx.saved_tensors)
         if thread_context.recorder is call.recorder:
-            return (None, None, *_record_backward(call, tensors, inputs, grad))
-        return (None, None, *_run_backward(call, tensors, inputs, grad, _present_site()))
+            return (None, None, *_record_backward(call, saved, grad))
+        return (None, None, *_run_backward(call, saved, grad, _present_site()))
 
 
-def _know_saved(call: _RecordedCall, tensors: Sequence[Any], inputs: Sequence[Tensor]) -> None:
-    """Let one tensor that is saved stand for all in the recording: a recomputation of the forward
-    is recorded, too, and puts its own in the place of this one.
-    """
-    of_inputs = {storage_of(x) for x in inputs}
-    own = [x for x in tensors if storage_of(x) not in of_inputs]
-    if own:
-        call.recorder.builder.know(own[0], call.node)
-        del call.node.meta["val"]
+def _needing_grad(call: _RecordedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x, needs in zip(inputs, call.function.needs_grad, strict=True) if needs]
+
+
+def _run_backward(
+    call: _RecordedCall, saved: list[Any], grad: Tensor, site: Site
+) -> list[Tensor | None]:
+    if call.saved is None:  # on "meta"
+        of_needed = map(torch.empty_like, saved)
+        return [next(of_needed) if needs else None for needs in call.function.needs_grad]
+    keep = engine_hooks.keeps_graph() or bool(call.leaves)
+    with at_site(current_world(), site):
+        return call.saved.tape.backward(saved, (), grad, keep, call.leaves)
+
+
+def _record_backward(call: _RecordedCall, saved: list[Any], grad: Tensor) -> list[Tensor | None]:
+    recorder, builder = call.recorder, call.recorder.builder
+    recorder.ran_backward = True
+    backward = Backward(call.function, _present_site())
+    nodes = [None if x is None else builder.input_of(x) for x in _inputs_of_saved(call, saved)]
+    node_of_saved = _node_of_saved(call, saved)
+    keep = engine_hooks.keeps_graph()
+    node = builder.call(backward, (node_of_saved, builder.input_of(grad), keep, *nodes))
+    node.meta["type"] = "list"
+    with recorder.hidden():
+        gradients = _run_backward(call, saved, grad, backward.site)
+    for i, g in enumerate(gradients[: len(nodes)]):
+        if g is not None:
+            builder.know(g, builder.call(operator.getitem, (node, i)))
+    return gradients
+
+
+def _inputs_of_saved(call: _RecordedCall, saved: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the inputs of which tensors that are saved are views, None for the others."""
+    inputs: list[Tensor | None] = [None] * len(call.function.needs_grad)
+    if call.saved is None:  # on "meta"
+        of_needed = iter(saved)
+        return [next(of_needed) if needs else None for needs in call.function.needs_grad]
+    for x, view in zip(saved, call.views, strict=True):
+        if view is not None and inputs[view.number] is None:
+            inputs[view.number] = view.whole(x)
+            if inputs[view.number] is None:
+                call.recorder.refuse(
+                    f"a hook for saved tensors copies what {call.function.name} saves of its "
+                    "inputs, and in a graph that is one operator",
+                    "Leave it out of the hook",
+                )
+    return inputs
 
 
 def _node_of_saved(call: _RecordedCall, tensors: Sequence[Any]) -> fx.Node:
     """Return the node of what is saved, of the call or of its recomputation."""
     nodes = [call.recorder.builder.node_of(x) for x in tensors]
     return next((x for x in nodes if x is not None and x.meta.get("type") == "saved"), call.node)
-
-
-def _run_backward(
-    call: _RecordedCall,
-    tensors: list[Any],
-    inputs: Sequence[Tensor | None],
-    grad: Tensor,
-    site: Site,
-) -> list[Tensor | None]:
-    if call.saved is None:  # on "meta"
-        return [None if x is None else torch.empty_like(x) for x in inputs]
-    keep = engine_hooks.keeps_graph() or bool(call.leaves)
-    with at_site(current_world(), site):
-        return call.saved.tape.backward(tensors, inputs, grad, keep, call.leaves)
-
-
-def _record_backward(
-    call: _RecordedCall, tensors: list[Any], inputs: Sequence[Tensor | None], grad: Tensor
-) -> list[Tensor | None]:
-    recorder, builder = call.recorder, call.recorder.builder
-    recorder.ran_backward = True
-    backward = Backward(call.function, _present_site())
-    saved = _node_of_saved(call, tensors)
-    nodes: list[fx.Node | None] = [None if x is None else builder.input_of(x) for x in inputs]
-    keep = engine_hooks.keeps_graph()
-    node = builder.call(backward, (saved, builder.input_of(grad), keep, *nodes))
-    node.meta["type"] = "list"
-    with recorder.hidden():
-        gradients = _run_backward(call, tensors, inputs, grad, backward.site)
-    for i, g in enumerate(gradients[: len(inputs)]):
-        if g is not None:
-            builder.know(g, builder.call(operator.getitem, (node, i)))
-    return gradients

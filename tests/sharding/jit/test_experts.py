@@ -23,6 +23,7 @@ from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.ranks import every_rank
+from tests.tiers import slow
 
 D, COUNT, K, CLASSES, STEPS = 6, 5, 2, 3, 5
 # experts that the tokens of a step prefer
@@ -99,12 +100,17 @@ def batch(mesh: Any, i: int, is_plain: bool = False) -> tuple[Any, Any, Any]:
     if is_plain:  # each rank has other rows
         return x[: 3 + mesh.world.rank] + mesh.world.rank, y[: 3 + mesh.world.rank], pull
     split = P("ep", sizes={"ep": SIZES[4]}) if mesh.size() == mesh.size("ep") else P(("dp", "ep"))
-    place = [sm.distribute_tensor(t, mesh, split, src_data_rank=None) for t in (x, y)]
-    return *place, sm.distribute_tensor(pull, mesh, P(), src_data_rank=None)
+    x, y = (sm.distribute_tensor(t, mesh, split, src_data_rank=None) for t in (x, y))
+    return x, y, sm.distribute_tensor(pull, mesh, P(), src_data_rank=None)
 
 
 def whole(x: Any) -> Tensor:
     return x.detach().full_tensor() if isinstance(x, sm.ShardedTensor) else x.detach()
+
+
+def gradients_of(module: nn.Module, *inputs: Any) -> list[Any]:
+    tensors: list[Any] = [*module.parameters(), *inputs]
+    return [x.grad.clone() for x in tensors]
 
 
 def trained(
@@ -119,7 +125,7 @@ def trained(
     """Train for some steps, under `sm.jit` if a backend is given.
 
     Returns: losses, gradients and parameters; for each step how many collectives were launched, and
-        with how many bytes, by kind and by axes; the peak of memory in the last step, with `has_peak`.
+        with how many bytes, by kind and by axes; with `has_peak` the peak of memory in the last.
     """
     shape = {"ep": (1, 4), "fsdp": (2, 2)}[form]
     mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("dp", "ep"))
@@ -129,7 +135,7 @@ def trained(
     def step(x: Any, y: Any, pull: Any) -> Any:
         loss = F.cross_entropy(model(x, pull), y)
         loss.backward()
-        gradients = [p.grad.clone() for p in model.parameters()]
+        gradients = gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()
         return loss, gradients
@@ -190,13 +196,22 @@ def test_a_block_that_is_recomputed() -> None:
     assert_same(run("ep", None, None, recompute=True), run("ep", None, "eager", recompute=True))
 
 
-@pytest.mark.timeout(300)  # Inductor compiles
+@pytest.mark.slow  # Inductor compiles
 def test_inductor() -> None:
     run = sm.simulate(4)(trained)
     for eager, jitted in zip(
         run("fsdp", 0.8, None), run("fsdp", 0.8, "inductor", passes=None), strict=True
     ):
         torch.testing.assert_close(jitted[0], eager[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [None, slow({"overlap": True, "regather": True})])
+def test_passes(options: Any) -> None:
+    run = sm.simulate(4)(trained)
+    for eager, jitted in zip(
+        run("fsdp", None, None), run("fsdp", None, "eager", passes=options), strict=True
+    ):
+        assert all(map(torch.equal, jitted[0], eager[0]))
 
 
 # -- one layer -------------------------------------------------------------------------------------
@@ -215,16 +230,17 @@ def routed(mesh: Any, i: int) -> tuple[Any, Any]:
     return tuple(sm.distribute_tensor(x, mesh, P("a"), src_data_rank=None) for x in parts)  # type: ignore[return-value]
 
 
-def compared(
-    mesh: Any, make: Callable[[], nn.Module], use: Callable[[nn.Module, int], list[Any]]
-) -> nn.Module:
+def compared(mesh: Any, make: Callable[[], nn.Module], use: Callable[[Any, int], list[Any]]) -> Any:
     """Check that a module under `sm.jit` does what it does in eager mode; return it."""
-    eager, jitted = make(), sm.jit(make(), backend="eager", fullgraph=True)
+    eager: Any = make()
+    jitted: Any = sm.jit(make(), backend="eager", fullgraph=True)
     for i in range(4):
         torch.manual_seed(i)
         expected = use(eager, i)
         torch.manual_seed(i)
         assert all(map(torch.equal, map(whole, use(jitted, i)), map(whole, expected)))
+        eager.zero_grad()
+        jitted.zero_grad()
     assert len(jitted.recorded) >= 1
     return jitted
 
@@ -240,12 +256,6 @@ class Routed(nn.Module):
         return self.experts(x, top_k_routing(logits, K))
 
 
-def gradients(module: nn.Module, *inputs: Any) -> list[Any]:
-    found = [x.grad.clone() for x in (*module.parameters(), *inputs)]
-    module.zero_grad()
-    return found
-
-
 @every_rank(2)
 def test_a_module_whose_loss_is_outside(mesh: sm.DeviceMesh) -> None:
     def use(module: nn.Module, i: int) -> list[Any]:
@@ -255,7 +265,7 @@ def test_a_module_whose_loss_is_outside(mesh: sm.DeviceMesh) -> None:
         if i % 2:
             loss.backward(retain_graph=True)
         loss.backward()
-        return [y, *gradients(module, x, logits)]
+        return [y, *gradients_of(module, x, logits)]
 
     compared(mesh, lambda: Routed(layer_of(mesh)), use)
 
@@ -284,7 +294,7 @@ def test_dropout_and_autocast_inside(mesh: sm.DeviceMesh) -> None:
         with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
             y = module(x, logits)
         y.square().mean().backward()
-        return [y, *gradients(module, x, logits)]
+        return [y, *gradients_of(module, x, logits)]
 
     compared(mesh, lambda: Routed(layer_of(mesh, make=Noisy)), use)
 
@@ -365,7 +375,7 @@ def test_a_derivative_of_a_gradient_raises(mesh: sm.DeviceMesh) -> None:
         x = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(module(x, logits).square().mean(), x, create_graph=True)
         g.square().sum().backward()
-        return gradients(module)
+        return gradients_of(module)
 
     with pytest.raises(JitError, match=r"its gradient has no derivative there \(create_graph=True"):
         sm.jit(step, backend="eager")(*routed(mesh, 0))
