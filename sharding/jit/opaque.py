@@ -73,12 +73,9 @@ class _InputView(NamedTuple):
     def whole(self, view: Tensor) -> Tensor | None:
         """Return the input of a view; None if the view is a copy."""
         offset = view.storage_offset() - self.offset
-        last = sum(
-            (n - 1) * step for n, step in zip(self.whole_size, self.whole_stride, strict=True)
-        )
-        size = (offset + last + 1) * view.itemsize if math.prod(self.whole_size) else 0
-        is_view = (tuple(view.shape), view.stride()) == (self.size, self.stride)
-        if offset < 0 or not is_view or size > view.untyped_storage().nbytes():
+        end = offset + _span(self.whole_size, self.whole_stride)
+        is_alike = (tuple(view.shape), view.stride()) == (self.size, self.stride)
+        if offset < 0 or not is_alike or end * view.itemsize > view.untyped_storage().nbytes():
             return None
         return view.as_strided(self.whole_size, self.whole_stride, offset)
 
@@ -86,10 +83,14 @@ class _InputView(NamedTuple):
 def _extent(x: Tensor) -> tuple[int, int]:
     """Return the first element of a tensor in its memory, and the end of the last one."""
     start = int(x.storage_offset())
-    if not x.numel():
-        return start, start
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + last + 1
+    return start, start + _span(x.shape, x.stride())
+
+
+def _span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of memory a tensor spans."""
+    if not math.prod(size):
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 class _SavedHooks:

@@ -45,7 +45,8 @@ def moe(
         rank 0   tokens a b   choose experts 1 0      b e | a     experts 0, 1        a' b'
         rank 1   tokens e f   choose experts 0 3 ->     f         experts 2, 3   ->   e' f'
 
-    Only chosen rows are sent, without padding.
+    Only chosen rows are sent, without padding. Under `sm.jit` it is one operator of the graph; the
+    expert should then use no tensors but its rows and params.
 
     Args:
         x: tokens [... d], a ShardedTensor; leading dims may be split over any axes, evenly or not.
