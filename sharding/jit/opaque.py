@@ -438,15 +438,15 @@ def record_opaque(
         return result
     saved_node = builder.call(operator.getitem, (node, 1))
     saved_node.meta["type"] = "saved"
-    call = _RecordedCall(recorder, opaque, saved, saved_node, leaves, [])
+    call = _RecordedCall(recorder, opaque, saved, saved_node, leaves, [], None)
     if saved is not None:
         numbers = [i for i, needs in enumerate(needs_grad) if needs]
         views = [_InputView.find(x, inputs, numbers) for x in saved.tensors if x is not None]
         opaque.passed = frozenset(view.number for view in views if view is not None)
-        call = call._replace(views=views)
-        own = [x for x in saved.tensors if x is not None and storage_of(x) in watch.made]
-        if own:  # stands for all: a recomputation is recorded, too, and puts another in its place
-            builder.know(own[0], saved_node)
+        is_own = [x is not None and storage_of(x) in watch.made for x in saved.tensors]
+        call = call._replace(views=views, token=is_own.index(True) if any(is_own) else None)
+        if call.token is not None:
+            builder.know(saved.tensors[call.token], saved_node)  # type: ignore[arg-type]
             del saved_node.meta["val"]
     return _Recorded.apply(call, [result], *inputs, *leaves)  # type: ignore[return-value]
 
@@ -494,9 +494,10 @@ class _Watch(TorchDispatchMode):
                 return "numbers that the graph computes"
             if not isinstance(x, Tensor) or storage_of(x) in self._inside:
                 continue
-            node = self._recorder.builder.node_of(x)
+            builder = self._recorder.builder
+            node = builder.node_of(x)
             by_reference = node is None or node.op == "placeholder"
-            if not by_reference or node in self._recorder.builder.arguments:
+            if not by_reference or node in builder.arguments:
                 return f"a tensor of shape {list(x.shape)} that the function computes or takes"
         return None
 
@@ -509,6 +510,8 @@ class _RecordedCall(NamedTuple):
         node: that of `saved`.
         leaves: tensors besides the inputs that have a gradient, which no graph computes.
         views: for each tensor that is saved, of which input it is a view.
+        token: the number of a tensor that is saved and stands for all: a recomputation of the
+            forward is recorded, too, and puts another in its place. None if all are views.
     """
 
     recorder: Recorder
@@ -517,6 +520,7 @@ class _RecordedCall(NamedTuple):
     node: fx.Node
     leaves: list[Tensor]
     views: list[_InputView | None]
+    token: int | None
 
 
 class _Recorded(torch.autograd.Function):
@@ -598,15 +602,24 @@ def _inputs_of_saved(call: _RecordedCall, saved: Sequence[Tensor]) -> list[Tenso
         if view is not None and inputs[view.number] is None:
             inputs[view.number] = view.whole(x)
             if inputs[view.number] is None:
-                call.recorder.refuse(
-                    f"a hook for saved tensors copies what {call.function.name} saves of its "
-                    "inputs, and in a graph that is one operator",
-                    "Leave it out of the hook",
-                )
+                call.recorder.refuse(*_copied(call.function.name))
     return inputs
 
 
-def _node_of_saved(call: _RecordedCall, tensors: Sequence[Any]) -> fx.Node:
+def _node_of_saved(call: _RecordedCall, saved: Sequence[Tensor]) -> fx.Node:
     """Return the node of what is saved, of the call or of its recomputation."""
-    nodes = [call.recorder.builder.node_of(x) for x in tensors]
-    return next((x for x in nodes if x is not None and x.meta.get("type") == "saved"), call.node)
+    if call.token is None:
+        return call.node
+    node = call.recorder.builder.node_of(saved[call.token])
+    if node is not None and node.meta.get("type") == "saved":
+        return node
+    call.recorder.refuse(*_copied(call.function.name))
+    return call.node
+
+
+def _copied(name: str) -> tuple[str, str]:
+    """Return the problem of a hook that copies what is saved, and what to do."""
+    return (
+        f"a hook for saved tensors copies what {name} saves, and in a graph that is one operator",
+        "Leave it out of the hook",
+    )
