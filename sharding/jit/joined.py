@@ -41,6 +41,7 @@ from .backends.segments import Backend
 from .draws import Draw
 from .entry import Entry, key_of, value_of
 from .errors import JitError
+from .opaque import Saved
 from .passes.dead_code import clean
 from .program import Program, Runner, expect, is_pure, run_plainly
 from .recorder import GraphRecorder
@@ -551,7 +552,9 @@ class _Join(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         ctx.backward_of_call = backward
-        flat, ctx.tree = pytree.tree_flatten(list(saved))
+        flat, ctx.tree = list(saved), None
+        if any(type(x) is Saved for x in flat):
+            flat, ctx.tree = pytree.tree_flatten(flat)
         ctx.tensors = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
         ctx.save_for_backward(*[flat[i] for i in ctx.tensors])
         ctx.others = [None if isinstance(x, Tensor) else x for x in flat]
@@ -564,7 +567,7 @@ class _Join(torch.autograd.Function):
         flat = list(ctx.others)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
             flat[i] = x
-        saved = pytree.tree_unflatten(flat, ctx.tree)
+        saved = flat if ctx.tree is None else pytree.tree_unflatten(flat, ctx.tree)
         return (None, None, None, *ctx.backward_of_call(saved, grads))
 
 
