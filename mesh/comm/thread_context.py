@@ -57,6 +57,21 @@ class GraphRecorder(Protocol):
     def effect(self, function: Callable[..., None], values: Sequence[Any]) -> None:
         """Call a function of plain tensors, numbers and constants, and record the call."""
 
+    def opaque(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        name: str,
+        group: Any,
+        like: Callable[[], Any],
+    ) -> Any:
+        """Return `function(*inputs)` of plain tensors, with its gradient history, and record that
+        later calls call it as it is, with values that may decide sizes inside.
+
+        The shape of the result depends on those of the inputs only. The ranks of the group call it
+        together. `like()` returns an empty tensor like the result, without communication.
+        """
+
     def refuse(self, problem: str, advice: str) -> None:
         """Note what the program does next and the graph cannot repeat, with its line; or raise
         that as an error.
@@ -110,6 +125,8 @@ class ThreadContext(threading.local):
         schedule: that of the running `fully_shard` model (`Unit.call`).
         elementwise_step: which of torch's optimizer steps over lists runs, "foreach" or "fused";
             None for others.
+        runs_opaque: whether a graph runs a function as it is; modules in it use the parameters that
+            it was passed.
         segment_calls: the collectives of the compiled segment that runs, as functions of x that
             return the result.
         last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
@@ -137,6 +154,7 @@ class ThreadContext(threading.local):
     starts_async: bool = False
     schedule: Any = None
     elementwise_step: str | None = None
+    runs_opaque: bool = False
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None
     on_stand_ins: bool = False

@@ -20,6 +20,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Return True if the running backward pass was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Register a callback for when the running backward pass has computed every gradient."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -53,6 +53,8 @@ _OF_FUNCTIONS = (  # options that are no options for modules
     "donate_argnums",
     "in_shardings",
     "out_shardings",
+    "cudagraphs",
+    "strict",
 )
 _SIGNATURES = 128  # whose recordings a function keeps in one world; each refers to its meshes
 
@@ -349,7 +351,8 @@ class JitModule(nn.Module):
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
-        unknown = [x for x in _OF_FUNCTIONS if options[x] not in (None, ())]
+        defaults = (None, (), False)
+        unknown = [x for x in _OF_FUNCTIONS if not any(options[x] is one for one in defaults)]
         if unknown:
             raise TypeError(f"sm.jit: {unknown[0]} is an option for functions, not for modules")
         self._orig_mod = module
@@ -440,11 +443,11 @@ def jit(
             names are options of `torch._inductor.config`, such as `{"cpp_wrapper": True}`. With
             passes all ranks of a mesh must record in the same call.
         cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs;
-            needs a CUDA device.
+            needs a CUDA device. An option for functions, not for modules.
         fullgraph: whether what a graph cannot repeat is an error. Otherwise the function runs in
             parts from then on: its modules' calls are graphs, what is between them is eager.
         strict: whether a call raises whose values, of tensors that installed packages read, have no
-            recording when there are many; otherwise it runs eagerly.
+            recording when there are many; otherwise it runs eagerly. An option for functions.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.

@@ -42,6 +42,7 @@ from .backends.segments import Backend
 from .draws import Draw
 from .entry import Entry, key_of, value_of
 from .errors import JitError
+from .opaque import Saved
 from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
@@ -565,7 +566,7 @@ class _Join(torch.autograd.Function):
 
     Args:
         backward: returns the gradients of the inputs, from what was saved and those of the results.
-        saved: tensors and numbers that it needs.
+        saved: tensors and numbers that it needs, and what opaque functions have saved.
     """
 
     @staticmethod
@@ -577,18 +578,22 @@ class _Join(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         ctx.backward_of_call = backward
-        ctx.tensors = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
-        ctx.save_for_backward(*[saved[i] for i in ctx.tensors])
-        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        flat, ctx.tree = list(saved), None
+        if any(type(x) is Saved for x in flat):
+            flat, ctx.tree = pytree.tree_flatten(flat)
+        ctx.tensors = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*[flat[i] for i in ctx.tensors])
+        ctx.others = [None if isinstance(x, Tensor) else x for x in flat]
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        saved = list(ctx.others)
+        flat = list(ctx.others)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            saved[i] = x
+            flat[i] = x
+        saved = flat if ctx.tree is None else pytree.tree_unflatten(flat, ctx.tree)
         return (None, None, None, *ctx.backward_of_call(saved, grads))
 
 

@@ -33,6 +33,7 @@ from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
 from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
+from .opaque import record_opaque
 from .program import Exchange, barrier, expect, item
 from .scalars import TracedFloat, among
 from .state.names import is_installed
@@ -121,6 +122,18 @@ class GraphRecorder(TorchDispatchMode):
         if not self.abstract:
             with self.hidden():
                 function(*[x.node.hint if isinstance(x, TracedFloat) else x for x in values])
+
+    def opaque(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        name: str,
+        group: Group,
+        like: Callable[[], Tensor],
+    ) -> Tensor:
+        """Call a function, and record the call as one node; see `GraphRecorder`."""
+        with torch._C.DisableTorchFunction():
+            return record_opaque(self, function, inputs, name, group, like)
 
     def refuse(self, problem: str, advice: str) -> None:
         """Note that there is no graph, or raise the error; see `GraphRecorder`."""

@@ -12,6 +12,7 @@ from torch import fx
 
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS, site_of
+from ..opaque import OpaqueNode
 from ..passes.alias import owner_of, root_of
 from ..program import Program
 from .flops import flops_of
@@ -35,7 +36,8 @@ class Cost:
         bytes_received: bytes that collectives receive, by mesh axes.
         launches: collectives, by mesh axes.
         operators: nodes that compute.
-        not_counted: operators that are no less work than products and have no formula.
+        not_counted: operators that are no less work than products and have no formula, and layers
+            whose work and messages depend on values (experts).
     """
 
     flops: int
@@ -163,6 +165,7 @@ class StepGraph:
         ]
         flops = {node: flops_of(node) for node in nodes}
         unknown = [node.target.overloadpacket.__name__ for node in nodes if flops[node] is None]
+        unknown += [str(x.target) for x in self.graph.nodes if isinstance(x.target, OpaqueNode)]
         return Cost(
             sum(x for x in flops.values() if x is not None),
             received,
@@ -218,7 +221,7 @@ def _width(node: fx.Node) -> int:
 def _type(node: fx.Node) -> str:
     value = node.meta.get("val")
     return (
-        "number"
+        node.meta.get("type", "number")
         if value is None
         else f"{_SHORT.get(value[2], str(value[2]).removeprefix('torch.'))}{list(value[0])}"
     )

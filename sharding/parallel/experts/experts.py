@@ -22,7 +22,8 @@ class Experts(nn.Module):
     [e ...] and split over an axis.
 
     Its parameters have the names of one module's under `each`. They are ordinary ShardedTensor
-    parameters for optimizers, `fully_shard` and checkpoints.
+    parameters for optimizers, `fully_shard` and checkpoints. A call is one operator of a graph of
+    `sm.jit`.
 
     Args:
         modules: one module per expert, with equal parameter shapes; each maps rows [n d] to [n f].

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
@@ -23,7 +24,7 @@ from ...tensor.part_shapes import lengths_along
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands
 from .router import Routing, check_sharded
-from .token_dispatch import ExpertGroup, make_dispatch
+from .token_dispatch import ExpertGroup, dispatch_axes, make_dispatch
 
 Expert = Callable[[Tensor, Any], Tensor]
 _SEED = seed_of("moe")
@@ -44,7 +45,8 @@ def moe(
         rank 0   tokens a b   choose experts 1 0      b e | a     experts 0, 1        a' b'
         rank 1   tokens e f   choose experts 0 3 ->     f         experts 2, 3   ->   e' f'
 
-    Only chosen rows are sent, without padding.
+    Only chosen rows are sent, without padding. Under `sm.jit` it is one operator of the graph; the
+    expert should then use no tensors but its rows and params.
 
     Args:
         x: tokens [... d], a ShardedTensor; leading dims may be split over any axes, evenly or not.
@@ -225,6 +227,18 @@ class _Mixture(NamedTuple):
             ]
         )
 
+    def like(self, x: Tensor, params: Sequence[Tensor]) -> Tensor:
+        """Return an expert's result for no rows, on "meta"."""
+        rows = torch.empty(0, x.shape[-1], dtype=x.dtype, device="meta")
+        of_one = [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in params]
+        return self.apply_expert(rows, of_one)
+
+    def empty_result(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return an empty tensor like the result."""
+        x, _, _, *params = inputs
+        like = self.like(x, params)
+        return x.new_empty(*x.shape[:-1], like.shape[-1], dtype=like.dtype)
+
     def apply_expert(self, rows: Tensor, params: Sequence[Tensor]) -> Tensor:
         """Apply one expert.
 
@@ -246,12 +260,16 @@ def _run_mixture(
     """Return the result; its width and dtype are those of the experts' results."""
     x, mesh = operands[0], operands[0].mesh
     if mesh.coordinate is None:
-        rows = torch.empty(0, x.shape[-1], dtype=x.dtype, device="meta")
-        like = mixture.apply_expert(
-            rows, [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in operands[3:]]
-        )
+        like = mixture.like(x, operands[3:])
         return nonmember.unknown(_result_layout(x, lead, like), *operands)
-    local = mixture(*[known_local(p) for p in operands])
+    inputs = [known_local(p) for p in operands]
+    if thread_context.recorder is None:
+        local = mixture(*inputs)
+    else:
+        axes = dispatch_axes(mixture.choices, mixture.peers, mixture.limit is not None)
+        local = thread_context.recorder.opaque(
+            mixture, inputs, "moe", mesh.group(axes), lambda: mixture.empty_result(inputs)
+        )
     return wrap(local, _result_layout(x, lead, local))
 
 

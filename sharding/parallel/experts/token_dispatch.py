@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ....kernels.transfer.host_copies import start_to_host, to_device
-from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import with_memory
 from ...layout.layout import Layout
 from ...lineage import backward_comm_context
@@ -171,19 +170,11 @@ def make_dispatch(
     Raises:
         ValueError: on every rank of the all_gather, when the counts are first used: a choice is not
             the index of an expert.
-        JitError: inside `sm.jit(fullgraph=True)`, whose graphs have messages of one size.
 
     Communication: one all_gather of counts over the axes of the experts, one number per expert;
         with a capacity also over the axes of the tokens, one per expert, choice and run of
         consecutive tokens of the batch.
     """
-    if thread_context.recorder is not None:
-        thread_context.recorder.refuse(
-            f"moe over {peers.axes}: how many rows the ranks send depends on which experts the "
-            "tokens choose, and a graph has messages of one size",
-            "Call it outside of sm.jit, or keep the experts whole on each rank and sort the rows "
-            "by expert, for torch.nn.functional.grouped_mm",
-        )
     if capacity is None:
         valid = _valid_choices(chosen.reshape(1, -1, 1), peers.count)
         table = _all_counts(_count_choices(valid, peers.count), peers.mesh, peers.axes)
@@ -215,6 +206,22 @@ def make_dispatch(
     return TokenDispatch(
         peers, _sorted_slots(sent, peers), wait, runs.ranks, runs.peers, drops=True
     )
+
+
+def dispatch_axes(layout: Layout, peers: ExpertGroup, has_capacity: bool) -> tuple[str, ...]:
+    """Return the axes over which the ranks of a dispatch communicate.
+
+    Args:
+        layout: that of the choices.
+    """
+    if not has_capacity:
+        return peers.axes
+    of_tokens = [a for dim in _split_dims(layout) for a in splitting_axes(layout, dim)]
+    return tuple(dict.fromkeys([*of_tokens, *peers.axes]))
+
+
+def _split_dims(layout: Layout) -> list[int]:
+    return [dim for dim in range(len(layout.shape) - 1) if splitting_axes(layout, dim)]
 
 
 def _valid_choices(chosen: Tensor, experts: int) -> Tensor:
@@ -271,12 +278,8 @@ class _Runs:
 
     def __init__(self, layout: Layout, peers: ExpertGroup) -> None:
         mesh = peers.mesh
-        tokens = range(len(layout.shape) - 1)
-        split = [dim for dim in tokens if splitting_axes(layout, dim)]
-        self.axes = tuple(
-            dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes])
-        )
-        self._inner = max(split, default=0)
+        self.axes = dispatch_axes(layout, peers, True)
+        self._inner = max(_split_dims(layout), default=0)
         self._shape = layout.shape[:-1]
         group = mesh.group(self.axes)
         self.ranks = group.ranks

@@ -191,7 +191,10 @@ def test_attributes_copies_and_checkpoints_are_those_of_the_module() -> None:
     assert repr(model.up) in repr(model)
 
 
-@pytest.mark.parametrize("option", [{"donate_argnums": 0}, {"static_argnames": "x"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"donate_argnums": 0}, {"static_argnames": "x"}, {"cudagraphs": True}, {"strict": True}],
+)
 def test_options_of_functions(option: Any) -> None:
     with pytest.raises(TypeError, match="option for functions"):
         sm.jit(Net(), **option)

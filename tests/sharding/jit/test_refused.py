@@ -246,15 +246,6 @@ SHARDED = {
         minlength=2
     ),
     "histc without limits reads .* of f32.* Pass min= and max=": lambda x: x.histc(4),
-    r"moe over \('a',\): how many rows the ranks send .* keep the experts whole": lambda x: (
-        sm.parallel.moe(
-            x[:, None],
-            sm.parallel.top_k_routing(x[:, None] * torch.ones_like(x)[None], 1),
-            lambda rows, p: rows * p,
-            x,
-            axis="a",
-        )
-    ),
 }
 
 
