@@ -7,6 +7,7 @@ later call   position 57                  draws 58, 59    leaves it at 59, as ea
 
 from __future__ import annotations
 
+import ctypes
 import random
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
@@ -64,6 +65,7 @@ class Draws:
         self._start = self._state.drawn
         self._seed_of_torch = torch.default_generator.initial_seed()
         self.relative, self.host = True, HostGenerators()
+        self.torch = TorchGenerators()
 
     def position(self, seed: int, stream: int) -> Position:
         """Return the position of a tensor drawn now."""
@@ -77,13 +79,103 @@ class Draws:
         """Return an error if torch's generator was seeded inside the function: a graph would draw
         other numbers.
         """
-        if torch.default_generator.initial_seed() == self._seed_of_torch:
-            return None
-        return at_line(
-            "random numbers of torch's generator after it was seeded inside sm.jit",
-            "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
-            "numbers depend on sm.random.manual_seed",
-        )
+        is_same = torch.default_generator.initial_seed() == self._seed_of_torch
+        return None if is_same else seeded_inside()
+
+
+def seeded_inside() -> JitError:
+    """Return the error for numbers of a generator of torch whose state the function has set."""
+    return at_line(
+        "random numbers of torch's generator after it was seeded inside sm.jit",
+        "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
+        "numbers depend on sm.random.manual_seed",
+    )
+
+
+def save_state(device: str) -> Tensor:
+    """Return the state of torch's generator of a device, as the target of a node."""
+    return _generator(device).get_state()
+
+
+def restore_state(device: str, state: Tensor) -> None:
+    """Set the state of torch's generator of a device, as the target of a node."""
+    _generator(device).set_state(state)
+
+
+def _generator(device: str) -> torch.Generator:
+    if device == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+class TorchGenerators:
+    """Where a recording goes back to an earlier state of torch's generators, as
+    `torch.utils.checkpoint` does to draw the numbers of forward again.
+
+        forward       saved = save_state(); dropout
+        backward      now = save_state(); restore_state(saved); dropout; restore_state(now)
+
+    The states are compared where something draws. One that the recording has passed before becomes
+    a node there, and is restored by another.
+    """
+
+    def __init__(self) -> None:
+        self._is_shared = isinstance(current_world(), SimulatedWorld)
+        self._places: dict[tuple[str, bytes], _Place] = {}
+        self._last: dict[str, bytes] = {}
+
+    def pass_by(self, graph: fx.Graph) -> None:
+        """Note the states now, to which the recording may go back."""
+        node = next(iter(reversed(graph.nodes)))
+        for device, state in _states():
+            self._last[device] = state
+            self._places.setdefault((device, state), _Place(node))
+
+    def follow(self, graph: fx.Graph) -> bool:
+        """Record that the function has gone back to earlier states, if it has. Return False if it
+        has set one that is not known.
+        """
+        for device, state in _states():
+            if self._last.get(device, state) != state:
+                place = self._places.get((device, state))
+                if place is None:
+                    return False
+                graph.call_function(restore_state, (device, place.saved(graph, device)))
+        self.pass_by(graph)
+        return True
+
+    def pause(self, graph: fx.Graph) -> None:
+        """Compare before other ranks of a simulated world, which share the generators, may run."""
+        if self._is_shared:
+            self.follow(graph)
+
+    def resume(self, graph: fx.Graph) -> None:
+        """Go on after other ranks may have run."""
+        if self._is_shared:
+            self.pass_by(graph)
+
+
+class _Place:
+    """Where a recording was in a state: after a node."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._node = node
+        self._saved: fx.Node | None = None
+
+    def saved(self, graph: fx.Graph, device: str) -> fx.Node:
+        """Return the node that saves the state there."""
+        if self._saved is None:
+            with graph.inserting_after(self._node):
+                self._saved = graph.call_function(save_state, (device,))
+        return self._saved
+
+
+def _states() -> list[tuple[str, bytes]]:
+    """Return the state of each generator, as bytes."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+    states = [(device, save_state(device)) for device in devices]
+    # not by numpy(), which is refused in a recording
+    return [(device, ctypes.string_at(x.data_ptr(), x.nbytes)) for device, x in states]
 
 
 class HostGenerators:

@@ -304,7 +304,9 @@ class _RecordedCall:
         self._saved.load()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
+                self.recorder.draws.torch.pass_by(builder.graph)
                 gradients = self._gradients(outputs, seeds)
+                self.recorder.follow_generators()
         finally:
             self._saved.unload()
         change = before.change(set())

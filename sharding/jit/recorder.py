@@ -30,7 +30,7 @@ from ..ops import methods
 from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
-from .draws import Draw, Draws
+from .draws import Draw, Draws, seeded_inside
 from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .opaque import record_opaque
@@ -95,11 +95,13 @@ class GraphRecorder(TorchDispatchMode):
         """Record nothing in the block, in which other ranks of a simulated world may run."""
         thread_context.recorder = None
         self.draws.host.pause()
+        self.draws.torch.pause(self.builder.graph)
         try:
             with _disable_current_modes():
                 yield
         finally:
             self.draws.host.resume()
+            self.draws.torch.resume(self.builder.graph)
             thread_context.recorder = self
 
     def node_of(self, x: Tensor) -> fx.Node | None:
@@ -132,8 +134,18 @@ class GraphRecorder(TorchDispatchMode):
         like: Callable[[], Tensor],
     ) -> Tensor:
         """Call a function, and record the call as one node; see `GraphRecorder`."""
+        self.follow_generators()
         with torch._C.DisableTorchFunction():
-            return record_opaque(self, function, inputs, name, group, like)
+            result = record_opaque(self, function, inputs, name, group, like)
+        self.draws.torch.pass_by(self.builder.graph)
+        return result
+
+    def follow_generators(self) -> None:
+        """Record that the function has gone back to an earlier state of torch's generators, or
+        refuse one that is not known.
+        """
+        if not (self.abstract or self.draws.torch.follow(self.builder.graph)):
+            self.builder.refuse(seeded_inside())
 
     def refuse(self, problem: str, advice: str) -> None:
         """Note that there is no graph, or raise the error; see `GraphRecorder`."""
@@ -160,6 +172,7 @@ class GraphRecorder(TorchDispatchMode):
         refusal = _dynamic_shape(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             refusal = refusal or self.draws.refusal()
+            self.follow_generators()
         if refusal is not None:
             builder.refuse(refusal)
         self.ran_backward = self.ran_backward or engine_hooks.current_backward() != -1
@@ -182,6 +195,8 @@ class GraphRecorder(TorchDispatchMode):
         elif func not in _EFFECTLESS:
             node = builder.call_operator(func, *pytree.tree_unflatten(nodes, tree))
             builder.results(result, node, operands)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.torch.pass_by(builder.graph)
         return result
 
     def _operand(self, func: Any, x: Any, traced: Any) -> Any:

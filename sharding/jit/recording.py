@@ -185,7 +185,9 @@ def run_recorded(
             recorder,
             counting_resumptions([x for _, x, _ in snapshot.iterators]),
         ):
+            recorder.draws.torch.pass_by(builder.graph)
             result = f(inputs)
+            recorder.follow_generators()
     finally:
         torch.set_autocast_cache_enabled(cached)
     if recorder.draws.host.drew():
