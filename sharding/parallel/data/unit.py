@@ -76,13 +76,11 @@ class Unit:
         return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of those that own its parameters, to `call`."""
+        """Redirect calls of the unit's module, and of those that use its parameters, to `call`."""
         own, roots = list(own_modules(self)), self.plan.roots
         for module in own:
             set_unit(module, self)
-        intercepted = [
-            x for x in own if x in roots or any(p is not None for p in x._parameters.values())
-        ]
+        intercepted = [x for x in own if x in roots or _uses_parameters(x)]
         for module in intercepted:
             module.register_load_state_dict_post_hook(_adopt_loaded)
         self._interception = CallInterception(intercepted, self.call)
@@ -672,6 +670,14 @@ class _GatherParams(torch.autograd.Function):
             None if grad is None else _placeholder(*part)
             for grad, part in zip(whole, ctx.parts, strict=True)
         ]
+
+
+def _uses_parameters(module: nn.Module) -> bool:
+    """Return whether a module's own code uses parameters: its own, or those of modules inside of
+    it, as `Experts` does. A recomputation calls it outside of its unit's forward.
+    """
+    has_own = any(p is not None for p in module._parameters.values())
+    return has_own or getattr(module, "_reads_inner_parameters", False)
 
 
 def _mark_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:

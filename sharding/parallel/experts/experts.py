@@ -42,6 +42,8 @@ class Experts(nn.Module):
         >>> y = experts(x, sm.parallel.top_k_routing(self.router(x), 2))
     """
 
+    _reads_inner_parameters = True  # of `each`; `fully_shard` gathers them for a call
+
     def __init__(
         self,
         modules: Sequence[nn.Module],

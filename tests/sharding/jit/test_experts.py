@@ -191,9 +191,14 @@ def test_processes_have_the_bits_and_the_memory_of_eager(world4: Pool) -> None:
         assert found <= 1.1 * expected  # how long a collective is in flight varies
 
 
-def test_a_block_that_is_recomputed() -> None:
+@pytest.mark.parametrize("form", ["ep", "fsdp"])
+def test_a_block_that_is_recomputed(form: str) -> None:
+    """Under `fully_shard` the recomputation is inside of a unit, which gathers for it."""
     run = sm.simulate(4)(trained)
-    assert_same(run("ep", None, None, recompute=True), run("ep", None, "eager", recompute=True))
+    eager = run(form, None, None, recompute=True)
+    assert_same(eager, run(form, None, "eager", recompute=True))
+    for (values, *_), (expected, *_) in zip(eager, run(form, None, None), strict=True):
+        assert all(map(torch.equal, values, expected))
 
 
 @pytest.mark.slow  # Inductor compiles
