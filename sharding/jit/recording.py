@@ -11,6 +11,7 @@ What the function did besides running operators decides whether the program can 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -201,14 +202,27 @@ def run_recorded(
 
 
 def settle(snapshot: Snapshot) -> None:
-    """Replace the numbers of a dropped recording that the function has stored by their values."""
-    for holder in snapshot.holders:
+    """Replace the numbers of a dropped recording that the function has stored by their values, also
+    in what it has made: an optimizer may keep its learning rate in its state.
+    """
+    for holder in snapshot.again().holders:
         stored = holder.source
         if isinstance(stored, (dict, list)):
             pairs = stored.items() if isinstance(stored, dict) else enumerate(stored)
             for key, value in list(pairs):
-                if isinstance(value, TracedFloat):
-                    stored[key] = value.node.hint
+                settled = _settled(value)
+                if settled is not value:
+                    stored[key] = settled
+
+
+def _settled(value: Any) -> Any:
+    """Return a value with numbers in place of traced ones."""
+    if isinstance(value, TracedFloat):
+        return value.node.hint
+    if type(value) is tuple and any(isinstance(x, (TracedFloat, tuple)) for x in value):
+        parts = tuple(map(_settled, value))
+        return value if all(map(operator.is_, parts, value)) else parts
+    return value
 
 
 def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:

@@ -92,7 +92,7 @@ class Snapshot:
     """
 
     def __init__(self, roots: list[tuple[str, Any]], left_out: Sequence[int] = ()) -> None:
-        self._left_out = left_out
+        self._roots, self._left_out = roots, left_out
         # Containers that have replaced others, by the object that holds them and the key.
         self._copies: dict[tuple[int, Any], Holder] = {}
         # By which the program's code may reach its own objects.
@@ -122,6 +122,10 @@ class Snapshot:
             if not isinstance(x, PLAIN) and id(x) not in self._seen:
                 self._seen[id(x)] = x
                 self._visit(path, x)
+
+    def again(self) -> Snapshot:
+        """Return what the same objects can reach now."""
+        return Snapshot(self._roots, self._left_out)
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
         """Return the first thing that has changed since, as text; None if nothing has."""

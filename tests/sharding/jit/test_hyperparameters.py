@@ -219,3 +219,48 @@ def test_an_average_inside_the_step(warm_up: bool) -> None:
         return [*losses, *map(whole, average.average.values())], recordings(f) if jit else 0
 
     check(main, at_most=2)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps what it has computed of its rate in its state, as `LBFGS` keeps its last step."""
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        for p in group["params"]:
+            state = self.state[p]
+            if "last" in state:
+                rate, (half,) = state["last"]
+                p.data.sub_(p.grad * rate + p.grad * half)
+            state["last"] = group["lr"], (group["lr"] / 2,)
+
+
+def limited(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr, max_iter=3)
+
+
+@pytest.mark.parametrize("kind", [Remembering, limited])
+def test_an_optimizer_that_keeps_a_rate_in_its_state(kind: Any) -> None:
+    """A call that makes no graph leaves numbers there."""
+
+    def train(jit: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = kind(model.parameters(), lr=0.5)
+
+        def step(x: Tensor) -> Tensor:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(closure)
+            return model.weight.detach().clone()
+
+        f = jit(step)
+        generator = torch.Generator().manual_seed(1)
+        return [f(torch.randn(6, 4, generator=generator)) for _ in range(5)]
+
+    expected = train(lambda f: f)
+    assert all(map(torch.equal, train(lambda f: sm.jit(f, backend="eager")), expected))
