@@ -56,6 +56,10 @@ from .state.snapshot import Snapshot
 _RECORDINGS = 8  # of one function; with more it runs eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
+_ONCE = (
+    "the derivative of a gradient through a graph of sm.jit (create_graph=True): its backward is a "
+    "graph as well, without history; call the module itself, or put sm.jit around the whole step"
+)
 
 
 class JoinedFunction:
@@ -590,13 +594,30 @@ class _Join(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
         flat = list(ctx.others)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
             flat[i] = x
         saved = flat if ctx.tree is None else pytree.tree_unflatten(flat, ctx.tree)
-        return (None, None, None, *ctx.backward_of_call(saved, grads))
+        with torch.no_grad():
+            gradients = ctx.backward_of_call(saved, grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _without_derivative(gradients)
+        return (None, None, None, *gradients)
+
+
+def _without_derivative(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients whose own derivatives raise.
+
+    `once_differentiable` of torch does so only where the gradients of results have a history, but
+    the gradients of inputs depend on the inputs and the parameters as well.
+    """
+    tensors = [g.detach().requires_grad_() for g in gradients if g is not None]
+    if not tensors:
+        return list(gradients)
+    raising = torch._C._functions.DelayedError(_ONCE, len(tensors))(*tensors)  # type: ignore[attr-defined]
+    remaining = iter([raising] if isinstance(raising, Tensor) else raising)
+    return [None if g is None else next(remaining) for g in gradients]
 
 
 class _WithoutTraced(TorchDispatchMode):

@@ -166,8 +166,20 @@ def test_the_derivative_of_a_gradient_raises() -> None:
     for _ in range(2):
         x = X.clone().requires_grad_()
         (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(RuntimeError, match="the derivative of a gradient through a graph"):
             g.sum().backward()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_the_derivative_of_a_gradient_that_depends_on_inputs_alone_raises(calls: int) -> None:
+    """As in a penalty on gradients: what arrives in backward has no history."""
+    model = sm.jit(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), backend="eager")
+    for _ in range(calls):
+        x = X.clone().requires_grad_()
+        (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="the derivative of a gradient through a graph"):
+            g.square().sum().backward()
+    torch.autograd.grad(model(X).sum(), list(model.parameters()), create_graph=True)  # not used
 
 
 def test_results_that_nobody_differentiates_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
