@@ -35,6 +35,7 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
+from ..autograd.first_derivative import without_derivative
 from ..functional.transforms.parts import with_part
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten, unflatten
@@ -601,23 +602,7 @@ class _Join(torch.autograd.Function):
         saved = flat if ctx.tree is None else pytree.tree_unflatten(flat, ctx.tree)
         with torch.no_grad():
             gradients = ctx.backward_of_call(saved, grads)
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = _without_derivative(gradients)
-        return (None, None, None, *gradients)
-
-
-def _without_derivative(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients whose own derivatives raise.
-
-    `once_differentiable` of torch does so only where the gradients of results have a history, but
-    the gradients of inputs depend on the inputs and the parameters as well.
-    """
-    tensors = [g.detach().requires_grad_() for g in gradients if g is not None]
-    if not tensors:
-        return list(gradients)
-    raising = torch._C._functions.DelayedError(_ONCE, len(tensors))(*tensors)  # type: ignore[attr-defined]
-    remaining = iter([raising] if isinstance(raising, Tensor) else raising)
-    return [None if g is None else next(remaining) for g in gradients]
+        return (None, None, None, *without_derivative(gradients, _ONCE))
 
 
 class _WithoutTraced(TorchDispatchMode):

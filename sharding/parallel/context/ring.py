@@ -22,13 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ....mesh.comm.pending import Pending
 from ...autograd.engine_hooks import with_memory
+from ...autograd.first_derivative import without_derivative
 from ...lineage import backward_comm_context
 from .blockwise import AttentionGrads, OnlineSoftmaxState, attend, attend_grads
 from .load_balance import Block
+
+_ONCE = (
+    "the derivative of a gradient through ring attention (create_graph=True): its backward has no "
+    "history; call F.scaled_dot_product_attention outside of context_parallel"
+)
 
 
 @dataclass(frozen=True)
@@ -124,12 +129,12 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        with backward_comm_context(ctx.ring.world, ctx.lineage):
+        with torch.no_grad(), backward_comm_context(ctx.ring.world, ctx.lineage):
             input_grads = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
-        return *[grad.to(x.dtype) for grad, x in zip(input_grads, saved, strict=False)], None
+            gradients = [grad.to(x.dtype) for grad, x in zip(input_grads, saved, strict=False)]
+        return *without_derivative(gradients, _ONCE), None
 
 
 def _ring_grads(

@@ -218,6 +218,22 @@ def test_low_precision_is_rounded_once():
         close([x.double() for x in found[1:]], expected[1:], 2**-6)
 
 
+def test_the_derivative_of_a_gradient_raises():
+    """Also where nothing that arrives in backward has a history, as in a penalty on gradients."""
+
+    def program(mesh):
+        leaves = [
+            sm.distribute_tensor(x, mesh, SEQUENCE, src_data_rank=None).requires_grad_()
+            for x in (Q, K, VALUE)
+        ]
+        out = context_parallel_attention(*leaves, axis="a")
+        (gradient,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="derivative of a gradient through ring attention"):
+            gradient.square().sum().backward()
+
+    on_mesh((2,), program)
+
+
 def test_autocast():
     def program(mesh):
         q, k = (sm.distribute_tensor(x.float(), mesh, SEQUENCE, src_data_rank=None) for x in (Q, K))

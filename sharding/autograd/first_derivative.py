@@ -1,0 +1,28 @@
+"""Gradients that have no derivative of their own: taking it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def without_derivative(gradients: Sequence[Tensor | None], message: str) -> list[Tensor | None]:
+    """Return the gradients of a backward; if it is differentiated (`create_graph=True`), gradients
+    whose derivatives raise.
+
+    `once_differentiable` of torch does so only where the gradients of results have a history, but
+    the gradients of inputs depend on the inputs as well: a penalty on them would take them for
+    constants.
+
+    Args:
+        gradients: computed in a `torch.autograd.Function` under `torch.no_grad()`.
+        message: of the RuntimeError.
+    """
+    tensors = [g.detach().requires_grad_() for g in gradients if g is not None]
+    if not (tensors and torch.is_grad_enabled()):
+        return list(gradients)
+    raising = torch._C._functions.DelayedError(message, len(tensors))(*tensors)  # type: ignore[attr-defined]
+    remaining = iter([raising] if isinstance(raising, Tensor) else raising)
+    return [None if g is None else next(remaining) for g in gradients]
