@@ -59,6 +59,8 @@ def test_pictures_are_drawn_by_the_script(pictures):
     assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS) | {
         "soak",  # by benchmarks/soak.py
         "timeline",
+        "check_before",
+        "check_after",
     }
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
 

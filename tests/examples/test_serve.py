@@ -272,7 +272,7 @@ def test_sigterm_ends_all_ranks(server: Server) -> None:
     """It comes while the server is idle; `launch` waits for the ranks as long as they need."""
     assert server.end_by(signal.SIGTERM) == 0
     ended = re.findall(r"rank (\d) has ended after (\d+) turns", server.output)
-    assert sorted(rank for rank, _ in ended) == ["0", "1", "2", "3"], server.output
+    assert sorted(rank for rank, _ in ended) == ["0", "1"], server.output
     assert len({turns for _, turns in ended}) == 1
     assert "Traceback" not in server.output
 

@@ -32,6 +32,7 @@ OF_THE_CALL = {
     "starts_async",
     "schedule",
     "elementwise_step",
+    "runs_opaque",
     "segment_calls",
     "last_draw",
     "on_stand_ins",
