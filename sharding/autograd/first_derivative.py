@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ def without_derivative(gradients: Sequence[Tensor | None], message: str) -> list
         gradients: computed in a `torch.autograd.Function` under `torch.no_grad()`.
         message: of the RuntimeError.
     """
-    tensors = [g.detach().requires_grad_() for g in gradients if g is not None]
-    if not (tensors and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return list(gradients)
-    raising = torch._C._functions.DelayedError(message, len(tensors))(*tensors)  # type: ignore[attr-defined]
+    tensors = [g.detach().requires_grad_() for g in gradients if g is not None]
+    if not tensors:
+        return list(gradients)
+    functions: Any = torch._C._functions  # type: ignore[attr-defined]
+    raising = functions.DelayedError(message, len(tensors))(*tensors)
     remaining = iter([raising] if isinstance(raising, Tensor) else raising)
     return [None if g is None else next(remaining) for g in gradients]

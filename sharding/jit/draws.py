@@ -126,8 +126,11 @@ class TorchGenerators:
 
     def pass_by(self, graph: fx.Graph) -> None:
         """Note the states now, to which the recording may go back."""
+        self._note(graph, _states())
+
+    def _note(self, graph: fx.Graph, states: list[tuple[str, bytes]]) -> None:
         node = next(iter(reversed(graph.nodes)))
-        for device, state in _states():
+        for device, state in states:
             self._last[device] = state
             self._places.setdefault((device, state), _Place(node))
 
@@ -135,13 +138,14 @@ class TorchGenerators:
         """Record that the function has gone back to earlier states, if it has. Return False if it
         has set one that is not known.
         """
-        for device, state in _states():
+        states = _states()
+        for device, state in states:
             if self._last.get(device, state) != state:
                 place = self._places.get((device, state))
                 if place is None:
                     return False
                 graph.call_function(restore_state, (device, place.saved(graph, device)))
-        self.pass_by(graph)
+        self._note(graph, states)
         return True
 
     def pause(self, graph: fx.Graph) -> None:
