@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from ...mesh.comm.agreement import gather_facts
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.spec import P
 from ..parallel.uneven_inputs import uneven_inputs
@@ -159,10 +158,8 @@ class Batches:
         """
         total = sum(sizes) if sizes else own_rows
         if self.buckets is not None:
-            length = self.buckets.length_of(batch)
-            if self._axes:
-                length = max(gather_facts(self.mesh.group(self._axes), length).values())
-            batch = self.buckets.padded(batch, self.buckets.bucket_of(length))
+            group = self.mesh.group(self._axes) if self._axes else None
+            batch = self.buckets.pad_batch(batch, group)
 
         def place(path: Any, x: Any) -> Any:
             if not _is_array(x):

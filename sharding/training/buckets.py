@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...mesh.comm.agreement import gather_facts
+from ...mesh.comm.group import Group
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import Axes, DeviceMesh
 
@@ -94,10 +95,19 @@ class Buckets:
             )
         return self.lengths[place]
 
-    def padded(self, batch: Any, length: int) -> Any:
-        """Return the batch, a dict or a tuple, with its sequences padded at their ends to a
-        length.
+    def pad_batch(self, batch: Any, group: Group | None) -> Any:
+        """Return the batch with its sequences padded to the bucket of the longest ones.
+
+        Args:
+            batch: a mapping or a tuple.
+            group: the ranks that pad to the same length; None for this rank alone.
+
+        Communication: one small all_gather over the group.
         """
+        longest = self.length_of(batch)
+        if group is not None:
+            longest = max(gather_facts(group, longest).values())
+        length = self.bucket_of(longest)
         if isinstance(batch, Mapping):
             return {key: self._padded(key, x, length) for key, x in batch.items()}
         values = [self._padded(i, x, length) for i, x in enumerate(batch)]
@@ -150,16 +160,9 @@ def pad_to_buckets(
         >>> for batch in sm.training.pad_to_buckets(loader, (64, 128, 256), pad, mesh):
         ...     loss = step(batch)
     """
-    chosen = Buckets.of(buckets, pad)
-    mesh = given_or_current(mesh)
-    group = mesh.group(axes)
-    return _padded(loader, chosen, group)
-
-
-def _padded(loader: Iterable[Any], buckets: Buckets, group: Any) -> Iterator[Any]:
-    for batch in loader:
-        longest = max(gather_facts(group, buckets.length_of(batch)).values())
-        yield buckets.padded(batch, buckets.bucket_of(longest))
+    lengths = Buckets.of(buckets, pad)
+    group = given_or_current(mesh).group(axes)
+    return (lengths.pad_batch(batch, group) for batch in loader)
 
 
 def _shown(x: Any) -> str:
