@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,3 +35,22 @@ def check_python_examples(page: str) -> None:
 def unknown_names(page: str) -> list[str]:
     """Return names written as `sm.name` on the page that the package does not have."""
     return [name for name in set(re.findall(r"\bsm\.(\w+)", page)) if not hasattr(sm, name)]
+
+
+def images_script() -> Any:
+    """Return docs/make_images.py as a module."""
+    spec = importlib.util.spec_from_file_location("make_images", DOCS / "make_images.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def texts_of_pictures(name: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the texts of a picture of docs/, and of the one of this name in a folder."""
+    on_page, drawn = (
+        re.findall(r">([^<>\n]+)</text>", (where / f"{name}.svg").read_text())
+        for where in (DOCS / "images", folder)
+    )
+    return on_page, drawn

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
-from tests.docs.pages import DOCS, blocks, check_python_examples
+from tests.docs.pages import DOCS, blocks, check_python_examples, images_script, texts_of_pictures
 
 PAGE = (DOCS / "looking.md").read_text()
-
-
-def images():
-    spec = importlib.util.spec_from_file_location("make_images", DOCS / "make_images.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_python_examples():
@@ -25,17 +15,13 @@ def test_python_examples():
 
 
 def test_pictures_are_drawn_by_the_script(tmp_path, capsys):
-    script = images()
+    script = images_script()
     names = [*script.LAYOUTS, "timeline"]
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == set(names)
     script.draw_layouts(tmp_path)
     script.draw_timelines(tmp_path)
     assert capsys.readouterr().out.split() == [f"{name}.svg" for name in names]
     for name in names:
-        drawn = (DOCS / "images" / f"{name}.svg").read_text()
-        texts = [
-            re.findall(r">([^<>\n]+)</text>", svg)
-            for svg in (drawn, (tmp_path / f"{name}.svg").read_text())
-        ]
-        assert texts[0] == texts[1]
-        assert len(texts[0]) > 8
+        on_page, drawn = texts_of_pictures(name, tmp_path)
+        assert on_page == drawn
+        assert len(on_page) > 8

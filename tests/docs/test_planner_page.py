@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 
@@ -11,7 +10,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.__main__ import main
-from tests.docs.pages import DOCS, blocks, check_python_examples
+from tests.docs.pages import DOCS, blocks, check_python_examples, images_script
 
 PAGE = (DOCS / "planner.md").read_text()
 
@@ -46,12 +45,7 @@ def test_the_page_has_examples():
 
 @pytest.fixture(scope="module")
 def pictures():
-    spec = importlib.util.spec_from_file_location("make_images", DOCS / "make_images.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return images_script()
 
 
 def test_pictures_are_drawn_by_the_script(pictures):
