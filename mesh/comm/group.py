@@ -330,6 +330,51 @@ class Group(RecordedGroup, ABC):
         begun = self._begin("permute", "", x.dtype, -1, sent, received, tag, route_of(dst, src))
         return _end_after(self._permute(out, x, dst, src, async_op), begun, x)
 
+    def send(self, x: Tensor, dst: int, *, tag: CommTag | None = None) -> Work:
+        """send(x, dst) -> Work: send x to the other rank of a group of two, which calls `receive`.
+
+        Messages between the two ranks arrive in the order in which they are sent. The call returns
+        at once; x must not be written before `wait()` has returned.
+
+        Args:
+            dst: index in the group of the rank that receives x.
+
+        Communication: point to point, x.nbytes out.
+        Raises: CollectiveError when the group has not two ranks, dst is not the other one or x is
+            not contiguous.
+        """
+        check_pair("send", x, x)
+        self._check_message("send", dst)
+        begun = self._begin("permute", "", x.dtype, -1, x.nbytes, 0, tag, route_of(dst, None))
+        return _end_after(self._send(x, dst), begun, x) or DONE
+
+    def receive(self, out: Tensor, src: int, *, tag: CommTag | None = None) -> Work:
+        """receive(out, src) -> Work: receive in out the next message of the other rank of a group
+        of two.
+
+        Several receives may be posted before the messages are sent; they are served in the order of
+        the calls. Read out after `wait()` has returned.
+
+        Args:
+            out: a tensor of the message's dtype and size.
+            src: index in the group of the rank that sends.
+
+        Communication: point to point, out.nbytes in.
+        Raises: CollectiveError as `send`.
+        """
+        check_pair("receive", out, out)
+        self._check_message("receive", src)
+        begun = self._begin("permute", "", out.dtype, -1, 0, out.nbytes, tag, route_of(None, src))
+        return _end_after(self._receive(out, src), begun, out, in_place=True) or DONE
+
+    def _check_message(self, op: str, peer: int) -> None:
+        if self.size != 2 or peer != 1 - self.rank:
+            raise errors.CollectiveError(
+                f"{op}: rank {self.world.rank} named the rank at {peer} of the group "
+                f"{self.ranks}; messages need a group of two ranks and go to the other one. Use "
+                "`permute` in larger groups."
+            )
+
     def close(self, why: str) -> None:
         """Make every later collective of more than one rank raise MeshError(why)."""
 
@@ -497,6 +542,12 @@ class Group(RecordedGroup, ABC):
         """Send `x` to dst and receive `out` from src; neither is this rank."""
 
     @abstractmethod
+    def _send(self, x: Tensor, dst: int) -> Work | None: ...
+
+    @abstractmethod
+    def _receive(self, out: Tensor, src: int) -> Work | None: ...
+
+    @abstractmethod
     def _barrier(self) -> None: ...
 
     @abstractmethod
@@ -512,6 +563,8 @@ _CALLS = frozenset(
         Group.all_to_all,
         Group.broadcast,
         Group.permute,
+        Group.send,
+        Group.receive,
         Group.barrier,
         Group.all_gather_object,
         Group.direct,

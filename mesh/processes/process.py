@@ -295,6 +295,12 @@ class ProcessGroup(Group):
             work = self._start_messages(handle, out, x, dst, src)
         return work if async_op or work is None else work.wait()
 
+    def _send(self, x: Tensor, dst: int) -> Work | None:
+        return self._permute(x.new_empty(0), x, dst, None, True)
+
+    def _receive(self, out: Tensor, src: int) -> Work | None:
+        return self._permute(out, out.new_empty(0), None, src, True)
+
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Run one collective of all ranks before the first message: NCCL connects a whole group in
         its first call if all ranks make it.

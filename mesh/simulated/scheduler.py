@@ -21,6 +21,7 @@ import torch
 
 from .arrival import Arrival
 from .diagnosis import BlockedRank, no_rank_can_go_on
+from .messages import Mailbox, MessageWork
 from .output import RankOrder
 from .rendezvous import Move, Rendezvous
 from .threads import RankEnded, Worker
@@ -46,6 +47,8 @@ class Scheduler:
         self.ready: deque[int] = deque(range(size))
         self.waiting: dict[int, tuple[tuple[int, ...], Rendezvous]] = {}
         self.rendezvous: dict[tuple[int, ...], Rendezvous] = {}  # by the ranks of the group
+        # by the ranks of the group and the receiver
+        self.mailboxes: dict[tuple[tuple[int, ...], int], Mailbox] = {}
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
         self.running = -1
@@ -90,10 +93,7 @@ class Scheduler:
             rendezvous = self.rendezvous[ranks] = Rendezvous()
         rendezvous.calls[rank] = call
         if len(rendezvous.calls) < len(ranks):
-            self.waiting[rank] = (ranks, rendezvous)
-            self.suspend(rank)
-            self.workers[rank].gate.acquire()
-            self.resume(rank)
+            self.wait_in(ranks, rank, rendezvous)
         else:
             rendezvous.complete(ranks, move, self._line_of)
             self._release(ranks, others := [r for r in ranks if r != rank])
@@ -102,6 +102,34 @@ class Scheduler:
             # A copy for each rank, since each adds its own traceback.
             raise copy.copy(rendezvous.error)
         return rendezvous.result
+
+    def send(self, ranks: tuple[int, ...], rank: int, call: Arrival) -> None:
+        """Put a message in the mailbox of the group's other rank; wake it if it waits for it."""
+        if self.failure is not None:
+            raise RankEnded
+        self.order.has_run(rank)
+        receiver = next(r for r in ranks if r != rank)
+        mailbox = self._mailbox(ranks, receiver)
+        if mailbox.put(call):
+            mailbox.awaited = None
+            del self.waiting[receiver]
+            self.ready.append(receiver)
+
+    def post_receive(self, ranks: tuple[int, ...], rank: int, call: Arrival) -> MessageWork:
+        """Return the receive of the next message from the group's other rank."""
+        return MessageWork(self, self._mailbox(ranks, rank), ranks, rank, call)
+
+    def _mailbox(self, ranks: tuple[int, ...], receiver: int) -> Mailbox:
+        return self.mailboxes.setdefault((ranks, receiver), Mailbox())
+
+    def wait_in(self, ranks: tuple[int, ...], rank: int, rendezvous: Rendezvous) -> None:
+        """Let other ranks run until the rendezvous has a result or an error."""
+        if self.failure is not None:
+            raise RankEnded
+        self.waiting[rank] = (ranks, rendezvous)
+        self.suspend(rank)
+        self.workers[rank].gate.acquire()
+        self.resume(rank)
 
     def _release(self, ranks: tuple[int, ...], waiting: Sequence[int]) -> None:
         """Make the ranks that waited in this group ready."""
@@ -125,9 +153,11 @@ class Scheduler:
             for r, (ranks, rendezvous) in sorted(self.waiting.items())
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))
-        for ranks, rendezvous in list(self.rendezvous.items()):
+        for _, rendezvous in self.waiting.values():
             rendezvous.error = error
-            self._release(ranks, list(rendezvous.calls))
+        self.ready.extend(self.waiting)
+        self.waiting.clear()
+        self.rendezvous.clear()
 
     def finish(self, rank: int) -> None:
         self.finished.add(rank)

@@ -67,18 +67,24 @@ class SimulatedGroup(Group):
         super().__init__(world, ranks)
         self._scheduler = world.scheduler
 
+    def _recorded(self, call: Arrival) -> Arrival:
+        """Return the arrival with what this rank's record says of the call."""
+        if self.recorder is None or _settings.mode == "off":
+            return call
+        tag = self.recorder.tag
+        world = self.world
+        return replace(
+            call,
+            tag="" if tag is None else tag.text,
+            lineage=world.comm_context.lineage,
+            trace_buffer=world.trace_buffer,
+            step=_marked_step(world),
+        )
+
     def _run(self, call: Arrival, move: Move) -> Any:
-        if self.recorder is not None and _settings.mode != "off":
-            tag = self.recorder.tag
-            world = self.world
-            call = replace(
-                call,
-                tag="" if tag is None else tag.text,
-                lineage=world.comm_context.lineage,
-                trace_buffer=world.trace_buffer,
-                step=_marked_step(world),
-            )
-        return self._scheduler.run_collective(self.ranks, self.world.rank, call, move)
+        return self._scheduler.run_collective(
+            self.ranks, self.world.rank, self._recorded(call), move
+        )
 
     def _move(self, call: Arrival, move: Move, async_op: bool) -> Work | None:
         self._run(call, move)
@@ -126,6 +132,15 @@ class SimulatedGroup(Group):
         return self._move(
             Arrival("permute", (x.dtype,), (out, x, dst, src)), rendezvous.move_permute, async_op
         )
+
+    def _send(self, x: Tensor, dst: int) -> Work | None:
+        call = self._recorded(Arrival("permute", (x.dtype,), (None, x.clone(), dst, None)))
+        self._scheduler.send(self.ranks, self.world.rank, call)
+        return DONE
+
+    def _receive(self, out: Tensor, src: int) -> Work | None:
+        call = self._recorded(Arrival("permute", (out.dtype,), (out, None, None, src)))
+        return self._scheduler.post_receive(self.ranks, self.world.rank, call)
 
     def _barrier(self) -> None:
         self._run(Arrival("barrier", (), ()), rendezvous.move_nothing)

@@ -122,6 +122,23 @@ def make_schedule(
     return Schedule(make(ranks, microbatches), name=known)
 
 
+def stages_per_rank_of(name: str, ranks: int, stages: int | None) -> int | None:
+    """Return `stages_per_rank` for a number of stages, if the schedule takes any number of them.
+
+    Args:
+        stages: None if it is not known.
+
+    Raises:
+        ValueError: an unknown name; stages that the ranks cannot share evenly.
+    """
+    known, _ = _resolve(name)
+    if stages is None or known not in _ANY_STAGES:
+        return None
+    if stages % ranks:
+        raise ValueError(f"{known}: {stages} stages cannot be shared evenly by {ranks} ranks")
+    return stages // ranks
+
+
 def _resolve(name: str) -> tuple[str, int]:
     """Return our name for a schedule, and how many stages per rank the name stands for."""
     text = name.lower() if isinstance(name, str) else ""

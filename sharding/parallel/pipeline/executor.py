@@ -1,0 +1,207 @@
+"""The executor: what one rank does in a step, by its row of the schedule.
+
+row        0F0    0F1    0B0    0B1
+forward    take activations, run the stage, pass on what later stages need; keep the graph
+backward   take gradients, run the graph, pass on the gradients of the stage's inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ....mesh.comm.group import Group
+from ....mesh.comm.recording.recorder import CommTag
+from ...tensor.sharded_tensor import ShardedTensor
+from .actions import Action, Row, actions_in
+from .losses import MicrobatchLoss
+from .microbatches import Microbatch
+from .split_backward import SplitBackward
+from .stages.stage import Stage
+from .transport import Transport, local_of
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The ranks with other rows of the same batch.
+
+    Attributes:
+        group: None if there is one rank.
+        size: their number, by which layers average gradients.
+    """
+
+    group: Group | None = None
+    size: int = 1
+
+    def sum(self, x: Tensor, tag: CommTag) -> Tensor:
+        """Sum over these ranks, in place. Communication: one all_reduce."""
+        if self.group is not None:
+            self.group.all_reduce(x, tag=tag)
+        return x
+
+
+@dataclass
+class RunningStage:
+    """What a stage keeps of a microbatch between its actions.
+
+    Attributes:
+        inputs: the stage's inputs, leaves of its graph.
+        roots: where backward begins: outputs that later stages use, and losses.
+        losses: how many of the roots are losses, whose gradient is 1; they come last.
+        split: the backward in two parts, if the schedule has it in two parts.
+    """
+
+    inputs: list[Tensor]
+    roots: list[GradientEdge] = field(default_factory=list)
+    losses: int = 0
+    split: SplitBackward | None = None
+
+
+class StepRun:
+    """One step, or one evaluation, of one rank.
+
+    Args:
+        stages: this rank's stages.
+        last_stage: the last one of the pipeline.
+        microbatches: all of them, with their signatures.
+        transport: begun.
+        loss: None for outputs only.
+        scales: for each microbatch the factor of its loss; empty if there are no targets.
+        data: the ranks with other rows of the same batch.
+
+    Attributes:
+        total: this rank's part of the loss, detached.
+        outputs: results of the last stage, by microbatch, if there is no loss.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        last_stage: int,
+        microbatches: Sequence[Microbatch],
+        signatures: Sequence[Hashable],
+        transport: Transport,
+        loss: MicrobatchLoss | None,
+        scales: Sequence[Tensor],
+        data: DataRanks,
+    ) -> None:
+        self._stages = stages
+        self._last_stage = last_stage
+        self._microbatches = microbatches
+        self.signatures = signatures
+        self.data = data
+        self._transport = transport
+        self._loss = loss
+        self._scales = scales
+        self._running: dict[tuple[int, int], RunningStage] = {}
+        self._current: tuple[RunningStage, int] | None = None
+        self.total: Tensor | None = None
+        self.outputs: dict[int, Any] = {}
+
+    def run(self, row: Row) -> None:
+        """Run the actions of a row, in order.
+
+        Communication: the messages of the transport; what the stages do.
+        """
+        in_two_parts = {action.stage for action in actions_in(row) if action.kind == "W"}
+        for action in actions_in(row):
+            match action.kind:
+                case "F":
+                    self._forward(action, action.stage in in_two_parts)
+                case "B":
+                    self._backward(action)
+                case "I":
+                    self._backward(action)
+                case "W":
+                    self._backward_weight(action)
+        self._transport.finish()
+
+    def add_loss(self, value: Tensor) -> None:
+        """Add a loss of the stage and microbatch that run."""
+        if self._current is None:
+            raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
+        running, microbatch = self._current
+        if not self._scales:
+            raise RuntimeError(
+                "add_loss: pass targets to `step` on every rank, which weigh the loss"
+            )
+        self._add_root(running, value, self._scales[microbatch])
+
+    def _forward(self, action: Action, in_two_parts: bool) -> None:
+        stage, _, number = action
+        microbatch = self._microbatches[number]
+        signature = self.signatures[number]
+        inputs: list[Tensor] = []
+        if stage:
+            inputs = self._transport.take_activations(stage, number, signature)
+        running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
+        recording = nullcontext() if running.split is None else running.split.recording()
+        self._current = running, number
+        try:
+            with recording:
+                result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
+                if stage == self._last_stage:
+                    self._finish_forward(running, number, result)
+        finally:
+            self._current = None
+        if stage < self._last_stage:
+            self._transport.put_activations(action, signature, result)
+            roots = [local_of(value) for value in result if value.requires_grad]
+            running.roots[:0] = [get_gradient_edge(root) for root in roots]
+        if torch.is_grad_enabled():
+            self._running[stage, number] = running
+
+    def _finish_forward(self, running: RunningStage, number: int, result: Any) -> None:
+        """Compute the loss, or keep the result."""
+        if self._loss is None:
+            self.outputs[number] = result
+            return
+        loss = self._loss.function(result, self._microbatches[number].target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn returned {loss!r:.80}, not a tensor with one element, for microbatch "
+                f"{number}"
+            )
+        self._add_root(running, loss, self._scales[number])
+
+    def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
+        """Add a loss, scaled, to those of the step and to the roots of backward."""
+        whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
+        value = whole.reshape(()) * scale.to(whole.dtype)
+        detached = value.detach()
+        self.total = detached if self.total is None else self.total + detached
+        if value.requires_grad:
+            running.losses += 1
+            running.roots.append(get_gradient_edge(value))
+
+    def _backward(self, action: Action) -> None:
+        """Run the backward of a stage, as a whole or for its inputs."""
+        stage, kind, number = action
+        running = self._running[stage, number]
+        grads: list[Tensor | None] = []
+        if stage < self._last_stage:
+            grads.extend(self._transport.take_gradients(stage, number))
+        grads.extend([None] * running.losses)
+        roots, running.roots = running.roots, []
+        if kind == "I" and running.split is not None:
+            running.split.backward_input(roots, grads)
+        elif roots:
+            torch.autograd.backward(roots, grads)
+        if kind == "B":
+            del self._running[stage, number]
+        if stage:
+            inputs = [local_of(x) for x in running.inputs if x.requires_grad]
+            running.inputs = []
+            passed_on = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+            self._transport.put_gradients(action.result, passed_on)
+
+    def _backward_weight(self, action: Action) -> None:
+        running = self._running.pop((action.stage, action.microbatch))
+        if running.split is not None:
+            running.split.backward_weight()

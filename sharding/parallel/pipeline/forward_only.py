@@ -1,0 +1,25 @@
+"""Rows of forwards, for evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .actions import Action, Rows
+
+
+def forward_rows(placement: Sequence[int], microbatches: int) -> Rows:
+    """Return for each rank the forwards of its stages, in the order of a wave.
+
+    Stage s begins microbatch m in slot s + m if nothing delays it. What a forward uses is in an
+    earlier slot, so the rows cannot deadlock.
+
+    Args:
+        placement: the rank of each stage.
+        microbatches: their number.
+    """
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    stages = len(placement)
+    for slot in range(stages + microbatches - 1):
+        for stage in range(max(0, slot - microbatches + 1), min(stages, slot + 1)):
+            rows[placement[stage]].append(Action(stage, "F", slot - stage))
+    return tuple(map(tuple, rows))

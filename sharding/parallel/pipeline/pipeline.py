@@ -1,0 +1,498 @@
+"""`pipeline`: a model in stages over an axis of the mesh, run by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ....mesh.comm.agreement import gather_facts
+from ....mesh.comm.recording.recorder import CommTag
+from ....mesh.context import given_or_current
+from ....mesh.device_mesh import DeviceMesh
+from ...tensor.autograd.leaf_grads import accumulate_grads
+from ...tensor.sharded_tensor import ShardedTensor
+from ..data.unit import Unit, units_of
+from .executor import DataRanks, StepRun
+from .forward_only import forward_rows
+from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
+from .make_schedule import make_schedule, stages_per_rank_of
+from .microbatches import Microbatch, microbatches_of
+from .schedule import Schedule
+from .stages.stage import Stage
+from .stages.staged_model import Split, StagedModel
+from .transport import Transport
+
+MakeSchedule: TypeAlias = Callable[[int, int], Schedule]
+
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOSS = CommTag("pipeline: loss")
+_WEIGHT = CommTag("pipeline: weights of microbatches")
+_FACTS = CommTag("pipeline: is the step the same on all ranks")
+_TIED = CommTag("pipeline: gradients of tied parameters")
+
+
+def pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh | None = None,
+    *,
+    axis: str = "pp",
+    split: Split = "even",
+    schedule: str | Schedule | MakeSchedule = "1f1b",
+    microbatches: int = 4,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    static_shapes: bool = False,
+) -> Pipeline:
+    """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
+    each other.
+
+        rank 0   blocks 0 to 3   F0 F1 F2 .  .  B0--- .  B1--- ...       activations go down,
+        rank 1   blocks 4 to 7   .  F0 F1 .  B0--- F2 B1--- ...          gradients up
+
+    The model's code is not changed, and its forward runs on every rank: a submodule of another
+    stage is not computed, its result comes from there. Parameters of other stages are on "meta".
+
+    Args:
+        model: any module, also on "meta" (see `materialize`); or a list of modules, one per stage,
+            each of which takes what the one before returns.
+        mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
+            a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
+        axis: the axis of the pipeline.
+        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. "even" to
+            divide the model by the cost of its submodules.
+        schedule: a name (see `make_schedule`), a `Schedule`, or a function of the numbers of ranks
+            and microbatches that returns one.
+        microbatches: the number of parts of a batch.
+        example: arguments and keyword arguments of a forward, by which "even" counts costs; by
+            default it goes by the numbers of parameters.
+        static_shapes: raise an error if the shapes of a microbatch change.
+
+    Raises:
+        ValueError: an axis that the mesh lacks; stages that do not cover the model, or another
+            number of them than the schedule has; numbers that the schedule does not take.
+
+    Communication: none.
+
+    Example:
+        >>> pipe = sm.parallel.pipeline(model, mesh, split=["blocks.2"], microbatches=4)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> loss = pipe.step(inputs, targets, loss_fn=F.cross_entropy)
+        >>> optimizer.step()
+    """
+    mesh = given_or_current(mesh)
+    if axis not in mesh.axis_names:
+        raise ValueError(f"pipeline: {mesh} has no axis {axis!r}")
+    ranks = mesh.size(axis)
+    stages = None
+    if not isinstance(model, nn.Module):
+        stages = len(model)
+    elif not isinstance(split, str) and isinstance(split, Sequence):
+        stages = len(split) + 1
+    schedules = _Schedules(schedule, ranks, stages)
+    first = schedules.of(microbatches)
+    own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
+    staged = StagedModel(model, split, first.stages, own, example=example)
+    return Pipeline(staged, mesh, axis, schedules, microbatches, static_shapes)
+
+
+class _Schedules:
+    """The schedules of a pipeline, by the number of microbatches."""
+
+    def __init__(
+        self, schedule: str | Schedule | MakeSchedule, ranks: int, stages: int | None
+    ) -> None:
+        self._make = self._maker(schedule, ranks, stages)
+        self._ranks = ranks
+        self._stages = stages
+        self._by_count: dict[int, Schedule] = {}
+
+    def of(self, microbatches: int) -> Schedule:
+        """Return the checked schedule for a number of microbatches.
+
+        Raises:
+            ValueError: it is none for this number, or for other ranks or stages.
+        """
+        schedule = self._by_count.get(microbatches)
+        if schedule is None:
+            schedule = self._make(self._ranks, microbatches)
+            self._check(schedule, microbatches)
+            self._by_count[microbatches] = schedule
+        return schedule
+
+    @staticmethod
+    def _maker(
+        schedule: str | Schedule | MakeSchedule, ranks: int, stages: int | None
+    ) -> MakeSchedule:
+        if isinstance(schedule, Schedule):
+            return lambda _, __: schedule
+        if callable(schedule):
+            return schedule
+        per_rank = stages_per_rank_of(schedule, ranks, stages)
+        return lambda p, m: make_schedule(schedule, p, m, stages_per_rank=per_rank)
+
+    def _check(self, schedule: Schedule, microbatches: int) -> None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"pipeline: schedule={schedule!r}: give a name, a Schedule, or a function of the "
+                "numbers of ranks and microbatches that returns a Schedule"
+            )
+        for what, expected, actual in (
+            ("ranks", self._ranks, schedule.ranks),
+            ("microbatches", microbatches, schedule.microbatches),
+            ("stages", schedule.stages if self._stages is None else self._stages, schedule.stages),
+        ):
+            if expected != actual:
+                raise ValueError(
+                    f"pipeline: schedule {schedule.name!r} is for {actual} {what}, not {expected}"
+                )
+        schedule.check()
+
+
+class Pipeline:
+    """A model in stages; made by `pipeline`.
+
+    Attributes:
+        model: the whole model. Modules of other ranks' stages have their parameters on "meta".
+        stages: this rank's stages, by number: modules whose parameters have the model's own names.
+            Apply `parallelize` and `fully_shard` to them, before the first step.
+        mesh, axis: where the pipeline runs.
+        schedule: of `microbatches` microbatches.
+        microbatches: the number of parts of a batch.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        mesh: DeviceMesh,
+        axis: str,
+        schedules: _Schedules,
+        microbatches: int,
+        static_shapes: bool,
+    ) -> None:
+        self.mesh = mesh
+        self.axis = axis
+        self.microbatches = microbatches
+        self._staged = staged
+        self._schedules = schedules
+        self._group = mesh.group(axis)
+        self._transport = Transport(self._group, mesh)
+        self._static_shapes = static_shapes
+        self._signature: Hashable | None = None
+        self._run: StepRun | None = None
+        self._checked: set[Hashable] = set()
+        self._loss_dtype: torch.dtype | None = None  # known to all after the first step
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline({self.schedule.name}, {self._staged.num_stages} stages over "
+            f"{self.axis}={self._group.size}, {self.microbatches} microbatches)"
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._schedules.of(self.microbatches)
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        return self._staged.stages
+
+    @property
+    def model(self) -> nn.Module:
+        return self._staged.model
+
+    # -- the modules -------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages under the model's own names, each once."""
+        seen: set[int] = set()
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, for an optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's stages under the model's own names.
+
+        Communication: that of `state_dict` of the stages.
+        """
+        state: dict[str, Any] = {}
+        for stage in self.stages.values():
+            state.update(stage.state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what this rank's stages need from a state of the whole model, or of its stages.
+
+        Raises:
+            RuntimeError: with `strict`, values that are missing.
+        """
+        for stage in self.stages.values():
+            names = stage.state_dict().keys()
+            missing = [name for name in names if name not in state]
+            if missing and strict:
+                raise RuntimeError(f"load_state_dict: the state has no {', '.join(missing)}")
+            stage.load_state_dict(
+                {name: state[name] for name in names if name in state}, strict=strict
+            )
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of the model, as `nn.Module.train` does."""
+        self.model.train(mode)
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's stages, as `nn.Module.zero_grad` does."""
+        for stage in self.stages.values():
+            stage.zero_grad(set_to_none)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss_fn: LossFunction,
+        weight: Weight | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """step(inputs, targets, loss_fn=F.cross_entropy) -> the loss; gradients are in `.grad`.
+
+        The loss is the sum over all valid targets of all microbatches and data-parallel ranks,
+        divided once by their number, as in one process: for `F.cross_entropy` and its relatives by
+        the targets that are not `ignore_index`, for `F.mse_loss` and its relatives by the elements.
+        Another function is taken for a mean over the rows of its microbatch, or over what `weight`
+        counts.
+
+        Args:
+            inputs: the model's first argument; a tuple for several. Tensors are split along dim 0;
+                those with one row, and other values, go to every microbatch. The same on all ranks
+                of the pipeline.
+            targets: what `loss_fn` gets next to the model's output, split alike. Needed on the rank
+                of the last stage, and for `add_loss` on all.
+            loss_fn: of output and target.
+            weight: the number of what `loss_fn` is a mean over, from the target of a microbatch.
+            kwargs: keyword arguments of the model's forward, split alike: each stage gets those of
+                its microbatch.
+
+        A list in place of any of these values has one value per microbatch, of any shapes.
+
+        Returns:
+            A 0-d tensor, the same on every rank.
+
+        Raises:
+            ValueError: rows that cannot be split; a number of microbatches that the schedule does
+                not take; on every rank, ranks that differ in their calls.
+
+        Communication: activations and gradients of neighbouring stages, in messages of their own; a
+        small all_reduce of the loss; what the layers inside of the stages do.
+        """
+        loss = microbatch_loss(loss_fn, weight)
+        batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
+        schedule = self._schedules.of(len(batches))
+        with self._tied_gradients_summed(), accumulate_grads():
+            run = self._start("step", batches, targets, loss)
+            self._transport.begin(schedule.rows, run.signatures)
+            with torch.enable_grad():
+                self._execute(run, schedule.rows[self._group.rank])
+        return self._whole_loss(run)
+
+    @torch.no_grad()
+    def eval(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss_fn: LossFunction,
+        weight: Weight | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """eval(inputs, targets, loss_fn=F.cross_entropy) -> the loss, without gradients.
+
+        As `step`, with any number of microbatches. The mode of the model is the program's: see
+        `train`.
+        """
+        loss = microbatch_loss(loss_fn, weight)
+        batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
+        run = self._start("eval", batches, targets, loss)
+        self._run_forward_only(run)
+        return self._whole_loss(run)
+
+    @torch.no_grad()
+    def forward(self, inputs: Any, **kwargs: Any) -> list[Any] | None:
+        """forward(inputs) -> the model's results, one per microbatch, without gradients.
+
+        Returns:
+            A list on the rank of the last stage, None on the others.
+        """
+        batches = microbatches_of(inputs, kwargs, None, self.microbatches)
+        run = self._start("forward", batches, None, None)
+        self._run_forward_only(run)
+        if self._staged.num_stages - 1 not in self.stages:
+            return None
+        return [run.outputs[number] for number in range(len(batches))]
+
+    def add_loss(self, value: Tensor) -> None:
+        """Add a loss of the stage that runs, such as the balance of experts; call it in a forward.
+
+        The value counts as a mean over its microbatch, with the weight that the main loss has: the
+        loss of the batch is the weighted mean of both. Outside of `step` and `eval` it is an error.
+
+        Args:
+            value: a tensor with one element.
+        """
+        if self._run is None:
+            raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
+        self._run.add_loss(value)
+
+    # -- parts of a step ---------------------------------------------------------------------------
+
+    def _start(
+        self,
+        kind: Literal["step", "eval", "forward"],
+        batches: Sequence[Microbatch],
+        targets: Any,
+        loss: MicrobatchLoss | None,
+    ) -> StepRun:
+        """Check the call and return what runs it.
+
+        Communication: at the first call of a kind, one all_gather of small objects; one small
+        all_reduce over the data-parallel ranks.
+        """
+        shapes = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
+        self._check_static(shapes)
+        # what else decides dtypes between stages, and whether gradients go back
+        device_type = self.mesh.device.type
+        mode = kind == "step", self.model.training, torch.is_autocast_enabled(device_type)
+        signatures = [(shape, *mode) for shape in shapes]
+        self._check_same(kind, len(batches), targets is not None, loss is not None)
+        data = self._data_ranks(batches)
+        scales: list[Tensor] = []
+        if loss is not None and targets is not None:
+            scales = self._scales(loss, batches, data)
+        return StepRun(
+            self.stages,
+            self._staged.num_stages - 1,
+            batches,
+            signatures,
+            self._transport,
+            loss,
+            scales,
+            data,
+        )
+
+    def _check_static(self, signatures: Sequence[Hashable]) -> None:
+        for number, signature in enumerate(signatures):
+            if self._static_shapes and self._signature not in (None, signature):
+                raise ValueError(
+                    f"static_shapes=True: microbatch {number} has {signature}, and the first one "
+                    f"had {self._signature}"
+                )
+            self._signature = signature
+
+    def _check_same(self, kind: str, count: int, has_targets: bool, has_loss: bool) -> None:
+        """Compare the ranks' calls, once for each kind of call.
+
+        Raises:
+            ValueError: on every rank, if they differ, or the last stage has no targets.
+        """
+        if (kind, count) in self._checked:
+            return
+        last = self._staged.num_stages - 1
+        told = gather_facts(
+            self._group, (kind, count, has_loss, has_targets, last in self.stages), tag=_FACTS
+        )
+        calls = {rank: facts[:3] for rank, facts in told.items()}
+        if len(set(calls.values())) > 1:
+            text = ", ".join(
+                f"rank {rank} calls {called} with {number} microbatches"
+                for rank, (called, number, _) in calls.items()
+            )
+            raise ValueError(f"pipeline: ranks differ: {text}")
+        for rank, (_, _, loss, targets, is_last) in told.items():
+            if is_last and loss and not targets:
+                raise ValueError(
+                    f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
+                    "targets; pass targets at least there"
+                )
+        self._checked.add((kind, count))
+
+    def _data_ranks(self, batches: Sequence[Microbatch]) -> DataRanks:
+        """Return the ranks over which plain inputs differ: the data axes of the stages' units."""
+        values = (*batches[0].args, *batches[0].kwargs.values())
+        if any(isinstance(value, ShardedTensor) for value in values):
+            return DataRanks()  # the loss is that of the global batch already
+        units: list[Unit] = []
+        for stage in self.stages.values():
+            units += units_of(stage)
+        axes = {unit.plan.options.data_axes: unit.plan.options.mesh for unit in units}
+        if not axes:
+            return DataRanks()
+        names = max(axes, key=len)
+        mesh = axes[names]
+        if mesh.size(names) == 1:
+            return DataRanks()
+        return DataRanks(mesh.group(names), mesh.size(names))
+
+    def _scales(
+        self, loss: MicrobatchLoss, batches: Sequence[Microbatch], data: DataRanks
+    ) -> list[Tensor]:
+        """Return by what the loss of each microbatch is multiplied.
+
+        Layers average gradients over data-parallel ranks, so the factors are that much larger.
+        """
+        weights = [_as_plain(loss.weight_of(batch.target)) for batch in batches]
+        if loss.weight is None:
+            total = torch.ones((), dtype=torch.float64, device=self.mesh.device)
+        else:
+            total = data.sum(total_weight(weights, self.mesh.device), _WEIGHT)
+        if loss.is_sum:
+            return [data.size / total] * len(batches)
+        return [data.size * weight / total for weight in weights]
+
+    def _execute(self, run: StepRun, row: Any) -> None:
+        self._run = run
+        try:
+            run.run(row)
+        finally:
+            self._run = None
+
+    def _run_forward_only(self, run: StepRun) -> None:
+        placement = self._schedules.of(self.microbatches).placement
+        rows = forward_rows(placement, len(run.signatures))
+        self._transport.begin(rows, run.signatures)
+        self._execute(run, rows[self._group.rank])
+
+    def _whole_loss(self, run: StepRun) -> Tensor:
+        """Return the loss of the batch on every rank.
+
+        Communication: one small all_reduce over the pipeline, and one over data-parallel ranks.
+        """
+        values = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if run.total is not None:
+            values[0] = run.total
+        if self._staged.num_stages - 1 in self.stages and run.total is not None:
+            values[1] = _LOSS_DTYPES.index(run.total.dtype)
+        values = run.data.sum(values, _LOSS) / run.data.size
+        self._group.all_reduce(values, tag=_LOSS)
+        if self._loss_dtype is None:
+            self._loss_dtype = _LOSS_DTYPES[int(values[1])]
+        return values[0].to(self._loss_dtype)
+
+    def _tied_gradients_summed(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _as_plain(weight: Tensor | float) -> Tensor | float:
+    return weight.full_tensor() if isinstance(weight, ShardedTensor) else weight
