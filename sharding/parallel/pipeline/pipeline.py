@@ -16,12 +16,14 @@ from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
+from ..data.wrap import Units
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
 from .schedule import Schedule
+from .stage_layers import parallelize_stages, shard_stages
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
 from .transport import Transport
@@ -243,6 +245,78 @@ class Pipeline:
             stage.load_state_dict(
                 {name: state[name] for name in names if name in state}, strict=strict
             )
+
+    def parallelize(
+        self,
+        plan: Mapping[str, Any] | str,
+        mesh: DeviceMesh | None = None,
+        *,
+        src_data_rank: int | None = 0,
+    ) -> Pipeline:
+        """parallelize(plan) -> the pipeline, its stages laid out as `sm.parallel.parallelize` does.
+
+        Args:
+            plan: as for a whole model, also "auto"; a pattern must match somewhere in it.
+            mesh: by default the pipeline's without its own axis.
+            src_data_rank: as in `distribute_tensor`.
+
+        Communication: as `sm.parallel.parallelize`, over this rank's slice of the mesh.
+
+        Example:
+            >>> pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, mesh["tp"])
+        """
+        mesh = self._inner_mesh(mesh)
+        parallelize_stages(self.model, self.stages.values(), mesh, plan, src_data_rank)
+        return self
+
+    def fully_shard(
+        self, mesh: DeviceMesh | None = None, *, units: Units | None = None, **options: Any
+    ) -> Pipeline:
+        """fully_shard(mesh) -> the pipeline, the parameters of its stages sharded (FSDP).
+
+        Each stage is a unit of its own, and so are the modules in it that `units` matches. Call it
+        after `parallelize`.
+
+        Args:
+            mesh: by default the pipeline's without its own axis.
+            units, options: as for `sm.parallel.fully_shard` of the whole model.
+
+        Communication: as `sm.parallel.fully_shard`, over this rank's slice of the mesh.
+        """
+        mesh = self._inner_mesh(mesh)
+        shard_stages(self.model, self.stages.values(), mesh, units, False, options)
+        return self
+
+    def data_parallel(
+        self, mesh: DeviceMesh | None = None, *, units: Units | None = None, **options: Any
+    ) -> Pipeline:
+        """data_parallel(mesh) -> the pipeline, its stages data-parallel (DDP, ZeRO); arguments and
+        communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
+        """
+        mesh = self._inner_mesh(mesh)
+        shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        return self
+
+    def _inner_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:
+        """Return the mesh of layers inside of a stage.
+
+        Raises:
+            ValueError: it has the pipeline's axis, or there is no other axis.
+        """
+        if mesh is None:
+            names = tuple(name for name in self.mesh.axis_names if name != self.axis)
+            if not names:
+                raise ValueError(
+                    f"{self.mesh} has only the pipeline's axis {self.axis!r}: make the mesh with "
+                    "an axis for the layers inside of a stage"
+                )
+            return self.mesh[names]
+        if self.axis in mesh.axis_names:
+            raise ValueError(
+                f"{mesh} has the pipeline's axis {self.axis!r}: pass the axes of the layer, such "
+                'as mesh["fsdp"]'
+            )
+        return mesh
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the model, as `nn.Module.train` does."""
