@@ -22,6 +22,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, actions_in
 from .losses import MicrobatchLoss
 from .microbatches import Microbatch
+from .random_numbers import StepRandom
 from .split_backward import SplitBackward
 from .stages.stage import Stage
 from .transport import Transport, local_of
@@ -74,6 +75,7 @@ class StepRun:
         loss: None for outputs only.
         scales: for each microbatch the factor of its loss; empty if there are no targets.
         data: the ranks with other rows of the same batch.
+        random: the random numbers of the step; None to draw from the generators as they are.
 
     Attributes:
         total: this rank's part of the loss, detached.
@@ -90,12 +92,14 @@ class StepRun:
         loss: MicrobatchLoss | None,
         scales: Sequence[Tensor],
         data: DataRanks,
+        random: StepRandom | None,
     ) -> None:
         self._stages = stages
         self._last_stage = last_stage
         self._microbatches = microbatches
         self.signatures = signatures
         self.data = data
+        self._random = random
         self._transport = transport
         self._loss = loss
         self._scales = scales
@@ -142,9 +146,10 @@ class StepRun:
             inputs = self._transport.take_activations(stage, number, signature)
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
+        seeded = nullcontext() if self._random is None else self._random.microbatch(number)
         self._current = running, number
         try:
-            with recording:
+            with seeded, recording:
                 result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
                 if stage == self._last_stage:
                     self._finish_forward(running, number, result)

@@ -22,6 +22,7 @@ from .forward_only import forward_rows
 from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
+from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
 from .stages.stage import Stage
@@ -464,6 +465,7 @@ class Pipeline:
             loss,
             scales,
             data,
+            StepRandom(self.mesh.device) if self.model.training else None,
         )
 
     def _check_static(self, signatures: Sequence[Hashable]) -> None:
