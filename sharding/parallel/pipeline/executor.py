@@ -113,14 +113,14 @@ class StepRun:
 
         Communication: the messages of the transport; what the stages do.
         """
-        in_two_parts = {action.stage for action in actions_in(row) if action.kind == "W"}
+        in_two_parts = {
+            (action.stage, action.microbatch) for action in actions_in(row) if action.kind == "W"
+        }
         for action in actions_in(row):
             match action.kind:
                 case "F":
-                    self._forward(action, action.stage in in_two_parts)
-                case "B":
-                    self._backward(action)
-                case "I":
+                    self._forward(action, (action.stage, action.microbatch) in in_two_parts)
+                case "B" | "I":
                     self._backward(action)
                 case "W":
                     self._backward_weight(action)

@@ -376,11 +376,10 @@ class Pipeline:
         loss = microbatch_loss(loss_fn, weight)
         batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
         schedule = self._schedules.of(len(batches))
-        with self._tied_gradients_summed(), accumulate_grads():
+        with torch.enable_grad(), self._tied_gradients_summed(), accumulate_grads():
             run = self._start("step", batches, targets, loss)
             self._transport.begin(schedule.rows, run.signatures)
-            with torch.enable_grad():
-                self._execute(run, schedule.rows[self._group.rank])
+            self._execute(run, schedule.rows[self._group.rank])
         return self._whole_loss(run)
 
     @torch.no_grad()
@@ -445,12 +444,8 @@ class Pipeline:
         Communication: at the first call of a kind, one all_gather of small objects; one small
         all_reduce over the data-parallel ranks.
         """
-        shapes = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
-        self._check_static(shapes)
-        # what else decides dtypes between stages, and whether gradients go back
-        device_type = self.mesh.device.type
-        mode = kind == "step", self.model.training, torch.is_autocast_enabled(device_type)
-        signatures = [(shape, *mode) for shape in shapes]
+        signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
+        self._check_static(signatures)
         self._check_same(kind, len(batches), targets is not None, loss is not None)
         data = self._data_ranks(batches)
         scales: list[Tensor] = []

@@ -138,6 +138,11 @@ class StagedModel:
         for module in intercepted.values():
             intercept_calls(module)
 
+    @property
+    def model(self) -> nn.Module:
+        """The whole model; units of other ranks' stages are on "meta"."""
+        return self._model
+
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Return what the dependencies of stages depend on: shapes and dtypes of inputs, their
         values that are not tensors, the modes of modules, whether parameters require gradients,
