@@ -137,7 +137,7 @@ def _free(
     in_use: set[nn.Module] = set()
     for unit in originals:
         in_use |= set(unit.modules())
-    on_meta: dict[int, Tensor] = {}
+    on_meta: dict[int, Any] = {}
     for unit in tree.units.values():
         for module in set(unit.modules()) - in_use:
             for table in (module._parameters, module._buffers):
@@ -147,7 +147,7 @@ def _free(
     for container in tree.containers.values():
         for name, x in container._parameters.items():
             if x is not None and first.get(id(x)) not in held:
-                container._parameters[name] = on_meta.setdefault(id(x), _meta(x))  # type: ignore[arg-type]
+                container._parameters[name] = on_meta.setdefault(id(x), _meta(x))
 
 
 def _meta(x: Tensor) -> Tensor:

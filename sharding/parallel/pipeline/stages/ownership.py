@@ -10,10 +10,6 @@ from torch import nn
 from .dependencies import Boundary, Dependencies
 from .units import ModuleTree, Place, join, places_of
 
-
-_NO_PLACES: set[Place] = set()
-
-
 @dataclass(frozen=True)
 class Ownership:
     """Which stages hold what.
@@ -62,7 +58,7 @@ def owned_by_calls(
             units[call.path].add(call.stage)
     # Buffers of containers and leaves are not among them: every stage has these.
     of_containers = {place for place, _ in _container_parameters(tree, first)}
-    of_units = _NO_PLACES.union(*own_places(tree, first).values())
+    of_units = set(_held(tree, units, {}, first))
     places = {
         place: set(used_by)
         for place, used_by in dependencies.places.items()

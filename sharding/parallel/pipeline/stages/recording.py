@@ -116,18 +116,18 @@ class Recording:
     """A recorded forward.
 
     Attributes:
+        device: on which the forward ran.
         events: what happened, in order.
         result: the tensors of the result.
         places: the first place of each parameter and buffer, by the number of the tensor.
         place_storages: their memory.
-        device: on which the forward ran.
     """
 
+    device: torch.device
     events: list[Event] = field(default_factory=list)
     result: list[TensorKey] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
     place_storages: set[int] = field(default_factory=set)
-    device: torch.device = torch.device("cpu")
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def record(
     fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
     model = as_fake(skeleton, mode, device)
     flags(model)
-    recorder = _Recorder(model, count_flops)
+    recorder = _Recorder(model, device, count_flops)
     for module in model.modules():
         intercept_calls(module)
     has_cache = torch.is_autocast_cache_enabled()
@@ -173,7 +173,6 @@ def record(
         ) from error
     finally:
         torch.set_autocast_cache_enabled(has_cache)
-    recorder.recording.device = device
     recorder.recording.result = [recorder.key(x) for x in tensors_of(result)]
     return recorder.recording
 
@@ -181,9 +180,9 @@ def record(
 class _Recorder(TorchDispatchMode):
     """Records operators as a mode, and calls of modules as their observer."""
 
-    def __init__(self, model: nn.Module, count_flops: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, count_flops: bool) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.recording = Recording(device)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._flop_counts = _flop_counts() if count_flops else {}
         self._alive: dict[int, Tensor] = {}  # so that no number is used twice

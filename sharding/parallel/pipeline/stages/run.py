@@ -121,7 +121,7 @@ class StageRun:
         self._check_checkpoint(call)
         if call.stage < self._stage:
             return self._earlier(call, args, kwargs)
-        unit = self._units[path]
+        unit = self._units.get(path, module)  # leaves are not among them
         with thread_context.setting(module_calls=None):
             result = original(*args, **kwargs) if unit is module else unit(*args, **kwargs)
         if not self._is_last:
@@ -241,5 +241,5 @@ def _check_tensor(call: UnitCall, index: int, x: Any, what: str) -> None:
 
 def _saved_tensor_hooks() -> Any:
     """Return the pack hook of the innermost `saved_tensors_hooks`, None outside."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return hooks and hooks[0]

@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
         Communication: that of the units.
         """
-        return self._run(carried, args, kwargs)
+        return self.__dict__["_run"](carried, args, kwargs)
 
     def train(self, mode: bool = True) -> Stage:
         """Set the mode of the stage, and that of the model around its units."""

@@ -224,18 +224,10 @@ class StagedModel:
             held = self._ownership.tensors.get(place)
             if held is not None and not set(used_by) <= set(held):
                 raise ValueError(
-                    f"for these inputs stages {sorted(used_by)} use {join(*place)!r} outside of the "
-                    f"unit that owns it, but it is held by stages {sorted(held)}; pass such inputs "
-                    "as example="
+                    f"for these inputs stages {sorted(used_by)} use {join(*place)!r} outside of "
+                    f"the unit that owns it, but it is held by stages {sorted(held)}; pass such "
+                    "inputs as example="
                 )
-
-    def _signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        leaves, structure = flatten((tuple(args), dict(kwargs)))
-        inputs = tuple([_describe(leaf) for leaf in leaves])
-        autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
-        dtypes = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu"))
-        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast and dtypes)
-        return structure, inputs, modes, _flags(self._modules)
 
     def _run(
         self,
