@@ -306,8 +306,12 @@ class _MarkWeights(TorchFunctionMode):
 def _is_conversion(name: str, args: Sequence[Any]) -> bool:
     if name == "__getitem__":
         index = args[1] if type(args[1]) is tuple else (args[1],)
-        return all(i is None or i is ... or type(i) in (int, slice) for i in index)
+        return all(i is None or i is ... or type(i) in (int, slice) or _is_number(i) for i in index)
     return name in _CONVERSIONS
+
+
+def _is_number(i: Any) -> bool:
+    return isinstance(i, Tensor) and i.ndim == 0 and i.dtype is not torch.bool
 
 
 def _writes_first(name: str) -> bool:

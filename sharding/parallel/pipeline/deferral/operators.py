@@ -11,6 +11,7 @@ gradients have the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....autograd.engine_hooks import save_at_once, take_saved
 from .weights import WeightGrad, Weights
 
 
@@ -134,7 +136,7 @@ class _Deferred(torch.autograd.Function):
         ctx.bias_weight_grad = call.bias_weight_grad
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.x_form, ctx.weight_form = Form.of(x), Form.of(weight)
-        ctx.save_for_backward(x, weight.detach() if ctx.needs_input_grad[2] else None)
+        save_at_once(ctx, x, weight.detach() if ctx.needs_input_grad[2] else None)
         return call.operator.forward(x, weight, bias)  # the weight still requires grad, as in torch
 
     @staticmethod
@@ -144,8 +146,8 @@ class _Deferred(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         operator: Operator = ctx.operator
-        x, weight = ctx.saved_tensors
-        ctx.weight_grad.compute = partial(operator.weight_grad, grad, x.detach(), ctx.weight_form)
+        x, weight = take_saved(ctx)
+        ctx.weight_grad.compute = partial(operator.weight_grad, grad, x, ctx.weight_form)
         x_grad = None if weight is None else operator.input_grad(grad, ctx.x_form, weight)
         bias_grad = None
         bias_weight_grad: WeightGrad | None = ctx.bias_weight_grad
@@ -203,7 +205,7 @@ def _right_grad(grad: Tensor, left: Tensor, right: Form) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """Return a tensor as a matrix of its last dim, as torch folds the others in a product."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _folded_left_grad(grad: Tensor, left: Form, right: Tensor) -> Tensor:
