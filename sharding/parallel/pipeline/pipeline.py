@@ -43,7 +43,7 @@ def pipeline(
     mesh: DeviceMesh | None = None,
     *,
     axis: str = "pp",
-    split: Split = "even",
+    split: Split | None = None,
     schedule: str | Schedule | MakeSchedule = "1f1b",
     microbatches: int = 4,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -64,8 +64,8 @@ def pipeline(
         mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
             a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
         axis: the axis of the pipeline.
-        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. "even" to
-            divide the model by the cost of its submodules.
+        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. By default
+            "even", which divides the model by the cost of its submodules.
         schedule: a name (see `make_schedule`), a `Schedule`, or a function of the numbers of ranks
             and microbatches that returns one.
         microbatches: the number of parts of a batch.
@@ -97,6 +97,8 @@ def pipeline(
     schedules = _Schedules(schedule, ranks, stages)
     first = schedules.of(microbatches)
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
+    if split is None and isinstance(model, nn.Module):
+        split = "even"
     staged = StagedModel(model, split, first.stages, own, example=example)
     return Pipeline(staged, mesh, axis, schedules, microbatches, static_shapes)
 
@@ -460,8 +462,14 @@ class Pipeline:
             loss,
             scales,
             data,
-            StepRandom(self.mesh.device) if self.model.training else None,
+            self._random(),
         )
+
+    def _random(self) -> StepRandom | None:
+        """Return the random numbers of a step; None in evaluation mode, which draws none."""
+        random = StepRandom(self.mesh.device) if self.model.training else None
+        self._staged.after_unit = None if random is None else random.after_unit
+        return random
 
     def _check_static(self, signatures: Sequence[Hashable]) -> None:
         for number, signature in enumerate(signatures):

@@ -1,11 +1,12 @@
 """Random numbers of a step that depend neither on the split nor on the schedule.
 
-    unit call k of microbatch m       its own numbers, from (seed of the step, m, k)
-    what is computed between units    from (seed of the step, m): the same in each stage that does
+    forward of microbatch m    seed (step, m) | unit 0 | seed (step, m, 0) | unit 1 | seed ...
 
-So dropout is the same with one stage and with sixteen, and in recomputation. Each step takes one
-number from torch's generator and one from that of ShardedTensors, on every rank of the pipeline;
-ranks that are seeded alike stay alike.
+Each stage seeds after the units of earlier stages as if it had run them. So dropout is the same
+with one stage and with sixteen. Generators are seeded between units only, so recomputation, which
+restores their state, draws the same numbers again. Each step takes one number from torch's
+generator and one from that of ShardedTensors, on every rank of the pipeline; ranks that are seeded
+alike stay alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from ....mesh.comm.current_world import current_world
 from ...tensor.random import RandomStream
 
-_BETWEEN_UNITS = -1
+_BEFORE_UNITS = -1
 
 
 class StepRandom:
@@ -41,29 +42,14 @@ class StepRandom:
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
         """Seed for the forward of a stage for a microbatch; afterwards all is as before."""
-        self._microbatch = number
-        with self._seeded(_BETWEEN_UNITS):
-            yield
-
-    @contextmanager
-    def unit_call(self, number: int) -> Iterator[None]:
-        """Seed for a call of a unit in this forward; afterwards go on as before."""
-        with self._seeded(number):
-            yield
-
-    @contextmanager
-    def _seeded(self, number: int) -> Iterator[None]:
         stream = self._stream
         sharded = stream.seed, stream.drawn
         state = torch.default_generator.get_state()
         device_state = None
         if self._device_module is not None:
             device_state = self._device_module.get_rng_state()
-        seed = _mixed(self._seed, self._microbatch, number)
-        torch.default_generator.manual_seed(seed)
-        if self._device_module is not None:
-            self._device_module.manual_seed(seed)
-        stream.seed, stream.drawn = _mixed(self._sharded_seed, self._microbatch, number), 0
+        self._microbatch = number
+        self.after_unit(_BEFORE_UNITS)
         try:
             yield
         finally:
@@ -71,6 +57,15 @@ class StepRandom:
             torch.default_generator.set_state(state)
             if self._device_module is not None:
                 self._device_module.set_rng_state(device_state)
+
+    def after_unit(self, number: int) -> None:
+        """Seed for what follows a call of a unit, by the number of the call."""
+        seed = _mixed(self._seed, self._microbatch, number)
+        torch.default_generator.manual_seed(seed)
+        if self._device_module is not None:
+            self._device_module.manual_seed(seed)
+        self._stream.seed = _mixed(self._sharded_seed, self._microbatch, number)
+        self._stream.drawn = 0
 
 
 def _mixed(*numbers: int) -> int:

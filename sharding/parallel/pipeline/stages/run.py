@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from .....mesh.comm.thread_context import thread_context
 from .dependencies import Dependencies, Output, UnitCall
 from .recording import TensorMeta
 from .values import split_value, tensors_of
+
+AfterUnit: TypeAlias = Callable[[int], None]
 
 
 class _BoundaryReached(BaseException):
@@ -51,6 +53,8 @@ class StageRun:
         paths: the path of each module whose calls are intercepted, by id.
         units: the modules of this stage by path.
         carried: the values of the stage's boundary.
+        after_unit: called with the number of a unit's call when it has returned, and the next
+            call may be of this stage.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class StageRun:
         paths: Mapping[int, str],
         units: Mapping[str, nn.Module],
         carried: Sequence[Tensor],
+        after_unit: AfterUnit | None,
     ) -> None:
+        self._after_unit = after_unit
         self._stage, self._dependencies = stage, dependencies
         self._paths, self._units = paths, units
         self._called = {call.path for call in dependencies.calls}
@@ -119,14 +125,23 @@ class StageRun:
         if call.is_container:
             return original(*args, **kwargs)
         self._check_checkpoint(call)
+        number = self._next - 1
         if call.stage < self._stage:
-            return self._earlier(call, args, kwargs)
+            result = self._earlier(call, args, kwargs)
+            if self._dependencies.calls[self._next].stage == self._stage:
+                self._returned(number)
+            return result
         unit = self._units.get(path, module)  # leaves are not among them
         with thread_context.setting(module_calls=None):
             result = original(*args, **kwargs) if unit is module else unit(*args, **kwargs)
         if not self._is_last:
             self._keep(call, result)
+        self._returned(number)
         return result
+
+    def _returned(self, number: int) -> None:
+        if self._after_unit is not None:
+            self._after_unit(number)
 
     def _next_call(self, path: str) -> UnitCall:
         calls = self._dependencies.calls

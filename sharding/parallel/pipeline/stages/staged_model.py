@@ -19,7 +19,7 @@ from .dependencies import (
 from .module_calls import intercept_calls
 from .ownership import first_places, own_places, owned_by_calls, owned_by_order
 from .recording import Recording, TensorMeta, record
-from .run import StageRun, shared_tensors
+from .run import AfterUnit, StageRun, shared_tensors
 from .signature import flags_of, set_flags, signature_of
 from .skeleton import on_meta
 from .split import Split, choose_boundaries, unit_costs
@@ -76,6 +76,8 @@ class StagedModel:
     Attributes:
         num_stages: the number of stages.
         stages: the stages of this rank, by number.
+        after_unit: called in the forward of a stage when a unit has returned, with the number of
+            the call in the model's forward; None for nothing.
         tied: the parameters that two or more stages hold, by their name in the model, with these
             stages. Each has a copy, and the gradient is the sum of theirs.
 
@@ -110,6 +112,7 @@ class StagedModel:
         if split is None:
             raise TypeError("split=None is for a list of modules; name the boundaries of a model")
         self.num_stages = num_stages
+        self.after_unit: AfterUnit | None = None
         self._model = model
         self._modules = list(model.modules())
         self._skeleton = on_meta(model)
@@ -238,7 +241,7 @@ class StagedModel:
     ) -> Any:
         needs = self._dependencies[self.signature(args, kwargs)]
         assembled = self._assembled[index]
-        run = StageRun(index, needs, self._paths, assembled.units, carried)
+        run = StageRun(index, needs, self._paths, assembled.units, carried, self.after_unit)
         with shared_tensors(assembled.shared, needs.device):
             return run.forward(self._model, args, kwargs)
 
