@@ -20,6 +20,7 @@ from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, actions_in
+from .gathering import StepGathers
 from .losses import MicrobatchLoss
 from .microbatches import Microbatch
 from .random_numbers import StepRandom
@@ -108,8 +109,11 @@ class StepRun:
         self.total: Tensor | None = None
         self.outputs: dict[int, Any] = {}
 
-    def run(self, row: Row) -> None:
+    def run(self, row: Row, gathers: StepGathers | None = None) -> None:
         """Run the actions of a row, in order.
+
+        Args:
+            gathers: of a step.
 
         Communication: the messages of the transport; what the stages do.
         """
@@ -117,6 +121,8 @@ class StepRun:
             (action.stage, action.microbatch) for action in actions_in(row) if action.kind == "W"
         }
         for action in actions_in(row):
+            if gathers is not None:
+                gathers.before(action)
             match action.kind:
                 case "F":
                     self._forward(action, (action.stage, action.microbatch) in in_two_parts)

@@ -17,8 +17,10 @@ from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
 from ..data.wrap import Units
+from .actions import Row
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
+from .gathering import Gather, StepGathers
 from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
@@ -47,6 +49,7 @@ def pipeline(
     schedule: str | Schedule | MakeSchedule = "1f1b",
     microbatches: int = 4,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    gather: Gather = "microbatch",
     static_shapes: bool = False,
 ) -> Pipeline:
     """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
@@ -71,6 +74,9 @@ def pipeline(
         microbatches: the number of parts of a batch.
         example: arguments and keyword arguments of a forward, by which "even" counts costs; by
             default it goes by the numbers of parameters.
+        gather: how often `fully_shard` in a stage gathers parameters: for each "microbatch", as it
+            is set up, or once a "step", which keeps parameters and gradients of the rank's stages
+            whole for the step.
         static_shapes: raise an error if the shapes of a microbatch change.
 
     Raises:
@@ -100,7 +106,7 @@ def pipeline(
     if split is None and isinstance(model, nn.Module):
         split = "even"
     staged = StagedModel(model, split, first.stages, own, example=example)
-    return Pipeline(staged, mesh, axis, schedules, microbatches, static_shapes)
+    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes)
 
 
 class _Schedules:
@@ -175,6 +181,7 @@ class Pipeline:
         axis: str,
         schedules: _Schedules,
         microbatches: int,
+        gather: Gather,
         static_shapes: bool,
     ) -> None:
         self.mesh = mesh
@@ -184,6 +191,7 @@ class Pipeline:
         self._schedules = schedules
         self._group = mesh.group(axis)
         self._transport = Transport(self._group, mesh)
+        self._gather: Gather = gather
         self._static_shapes = static_shapes
         self._signature: Hashable | None = None
         self._run: StepRun | None = None
@@ -380,8 +388,11 @@ class Pipeline:
         schedule = self._schedules.of(len(batches))
         with torch.enable_grad(), self._tied_gradients_summed(), accumulate_grads():
             run = self._start("step", batches, targets, loss)
+            row = schedule.rows[self._group.rank]
+            gathers = StepGathers(self.stages, row, self._gather)
             self._transport.begin(schedule.rows, run.signatures)
-            self._execute(run, schedule.rows[self._group.rank])
+            with gathers.whole_step():
+                self._execute(run, row, gathers)
         return self._whole_loss(run)
 
     @torch.no_grad()
@@ -540,10 +551,10 @@ class Pipeline:
             return [data.size / total] * len(batches)
         return [data.size * weight / total for weight in weights]
 
-    def _execute(self, run: StepRun, row: Any) -> None:
+    def _execute(self, run: StepRun, row: Row, gathers: StepGathers | None = None) -> None:
         self._run = run
         try:
-            run.run(row)
+            run.run(row, gathers)
         finally:
             self._run = None
 
