@@ -81,7 +81,7 @@ def make_stages(
         shared = _fill(stage, tree, ownership, first, units, memo)
         stage.model_names = _model_names(stage, tree, units, first)
         assembled[index] = AssembledStage(stage, units, shared)
-    _free(tree, originals, {place for place, stages in held.items() if stages}, first)
+    _free(tree, originals)
     return assembled
 
 
@@ -125,14 +125,9 @@ def _model_names(
     return {join(*place): join(*firsts.get(place, place)) for place, _ in places_of(stage)}
 
 
-def _free(
-    tree: ModuleTree,
-    originals: Collection[nn.Module],
-    held: Collection[Place],
-    first: Mapping[int, Place],
-) -> None:
+def _free(tree: ModuleTree, originals: Collection[nn.Module]) -> None:
     """Move the tensors of units that are in no stage themselves to "meta", and the parameters of
-    containers that no stage holds.
+    containers, which stages put there when they run.
     """
     in_use: set[nn.Module] = set()
     for unit in originals:
@@ -146,7 +141,7 @@ def _free(
                         table[name] = on_meta.setdefault(id(x), _meta(x))
     for container in tree.containers.values():
         for name, x in container._parameters.items():
-            if x is not None and first.get(id(x)) not in held:
+            if x is not None:
                 container._parameters[name] = on_meta.setdefault(id(x), _meta(x))
 
 

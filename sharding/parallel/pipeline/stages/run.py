@@ -222,21 +222,22 @@ def shared_tensors(tensors: Sequence[SharedTensor], device: torch.device) -> Ite
     Parameters stay there afterwards, for recomputation; what stands for a parameter in a forward,
     such as a gathered one, does not.
     """
-    transient: list[tuple[nn.Module, str, SharedTensor]] = []
+    transient: list[tuple[dict[str, Any], str, Any]] = []
     for shared in tensors:
         if shared.home is None:
             value = placeholder(shared.meta, device, is_written=False)
         else:
             value = _table(shared.home, shared)[shared.name]
         for module, name in shared.targets:
-            _table(module, shared)[name] = value
-            if isinstance(shared.meta, nn.Parameter) and not isinstance(value, nn.Parameter):
-                transient.append((module, name, shared))
+            table = _table(module, shared)
+            if shared.home is None or not isinstance(value, type(shared.meta)):
+                transient.append((table, name, table[name]))
+            table[name] = value
     try:
         yield
     finally:
-        for module, name, shared in transient:
-            _table(module, shared)[name] = shared.meta
+        for table, name, before in transient:
+            table[name] = before
 
 
 def _table(module: nn.Module, shared: SharedTensor) -> dict[str, Any]:
