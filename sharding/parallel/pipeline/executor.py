@@ -21,7 +21,7 @@ from ....mesh.comm.recording.recorder import CommTag
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, actions_in
 from .gathering import StepGathers
-from .losses import MicrobatchLoss
+from .losses import MicrobatchLoss, Scales
 from .microbatches import Microbatch
 from .random_numbers import StepRandom
 from .split_backward import SplitBackward
@@ -74,7 +74,7 @@ class StepRun:
         microbatches: all of them, with their signatures.
         transport: begun.
         loss: None for outputs only.
-        scales: for each microbatch the factor of its loss; empty if there are no targets.
+        scales: for each microbatch the factors of its losses; empty if there are no targets.
         data: the ranks with other rows of the same batch.
         random: the random numbers of the step; None to draw from the generators as they are.
 
@@ -91,7 +91,7 @@ class StepRun:
         signatures: Sequence[Hashable],
         transport: Transport,
         loss: MicrobatchLoss | None,
-        scales: Sequence[Tensor],
+        scales: Sequence[Scales],
         data: DataRanks,
         random: StepRandom | None,
     ) -> None:
@@ -141,7 +141,7 @@ class StepRun:
             raise RuntimeError(
                 "add_loss: pass targets to `step` on every rank, which weigh the loss"
             )
-        self._add_root(running, value, self._scales[microbatch])
+        self._add_root(running, value, self._scales[microbatch].mean)
 
     def _forward(self, action: Action, in_two_parts: bool) -> None:
         stage, _, number = action
@@ -179,7 +179,7 @@ class StepRun:
                 f"loss_fn returned {loss!r:.80}, not a tensor with one element, for microbatch "
                 f"{number}"
             )
-        self._add_root(running, loss, self._scales[number])
+        self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
         """Add a loss, scaled, to those of the step and to the roots of backward."""

@@ -21,7 +21,7 @@ from .actions import Row
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
-from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
+from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
 from .random_numbers import StepRandom
@@ -461,7 +461,7 @@ class Pipeline:
         self._check_static(signatures)
         self._check_same(kind, len(batches), targets is not None, loss is not None)
         data = self._data_ranks(batches)
-        scales: list[Tensor] = []
+        scales: list[Scales] = []
         if loss is not None and targets is not None:
             scales = self._scales(loss, batches, data)
         return StepRun(
@@ -537,8 +537,8 @@ class Pipeline:
 
     def _scales(
         self, loss: MicrobatchLoss, batches: Sequence[Microbatch], data: DataRanks
-    ) -> list[Tensor]:
-        """Return by what the loss of each microbatch is multiplied.
+    ) -> list[Scales]:
+        """Return by what the losses of each microbatch are multiplied.
 
         Layers average gradients over data-parallel ranks, so the factors are that much larger.
         """
@@ -547,9 +547,10 @@ class Pipeline:
             total = torch.ones((), dtype=torch.float64, device=self.mesh.device)
         else:
             total = data.sum(total_weight(weights, self.mesh.device), _WEIGHT)
+        means = [data.size * weight / total for weight in weights]
         if loss.is_sum:
-            return [data.size / total] * len(batches)
-        return [data.size * weight / total for weight in weights]
+            return [Scales(data.size / total, mean) for mean in means]
+        return [Scales(mean, mean) for mean in means]
 
     def _execute(self, run: StepRun, row: Row, gathers: StepGathers | None = None) -> None:
         self._run = run
