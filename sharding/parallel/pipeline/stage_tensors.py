@@ -104,7 +104,7 @@ class StageTensors:
         while mesh._origin is not None:
             outer: Any = mesh._origin.mesh
             axes = mesh._origin.made_of[axis]
-            if len(axes) > 1:
+            if len(axes) != 1:
                 raise ValueError(
                     f"pipeline: axis {axis!r} of {mesh!r} is made of {axes} of {outer!r}; make the "
                     "pipeline on a mesh that has it as one axis"
@@ -254,12 +254,12 @@ class StageTensors:
             if not is_own:
                 return None
             return value.detach()[slices(layout.box)].to(self.mesh.device)
-        value = value.detach()
+        moved: Any = value.detach()
         if value.mesh is not layout.mesh or value.spec != layout.spec:
             if value.mesh.coordinate is None and not is_own:
                 return None
-            value = value.redistribute(layout.mesh, layout.spec)
-        return value._local if is_own else None
+            moved = moved.redistribute(layout.mesh, layout.spec)
+        return moved._local if is_own else None
 
     def own_entries(
         self, whole: Mapping[str, Any], tree: WholeTree, own: Mapping[str, Tensor]

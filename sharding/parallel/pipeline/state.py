@@ -263,8 +263,9 @@ def _check_state(values: Mapping[str, Any], tree: WholeTree, strict: bool) -> No
     for name, holders in tree.holders.items():
         meta = next(iter(holders.values()))
         value = values.get(name)
-        is_tensor = isinstance(value, Tensor) and isinstance(meta, TensorMeta)
-        if is_tensor and tuple(value.shape) != meta.shape:
+        if not isinstance(value, Tensor) or not isinstance(meta, TensorMeta):
+            continue
+        if tuple(value.shape) != meta.shape:
             shapes = f"{list(value.shape)} in the state and {list(meta.shape)} in the model"
             problems.append(f"{name} is {shapes}")
     if problems:
