@@ -27,8 +27,12 @@ from ....mesh.comm.group import Group
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
+from ...lineage import seed_of
 from ...tensor.sharded_tensor import ShardedTensor
 from .transport import local_of
+
+# of all tensors of the tree: how a tensor was made, only the ranks of its stage know
+LINEAGE = seed_of("tensor of a stage")
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class StageTensors:
         """Return a tensor as it is in the tree, with the same memory; other values unchanged."""
         if not isinstance(x, Tensor):
             return x
-        return ShardedTensor._make_guarded(local_of(x).detach(), self.layout_of(x))
+        return ShardedTensor._make_guarded(local_of(x).detach(), self.layout_of(x), LINEAGE)
 
     def exchange(self, own: Mapping[str, Any]) -> WholeTree:
         """Return what all ranks have.
@@ -235,7 +239,7 @@ class StageTensors:
         """Return a tensor of another rank's stage, of which this rank holds nothing."""
         layout = meta.layout(self.mesh.device_type)
         local = torch.empty(layout.local_shape, dtype=meta.dtype, device=self.mesh.device)
-        return ShardedTensor._make_guarded(local, layout)
+        return ShardedTensor._make_guarded(local, layout, LINEAGE)
 
     # -- from the tree -----------------------------------------------------------------------------
 
@@ -293,14 +297,15 @@ class StageTensors:
             part = self.part(leaf, Layout.of(layout.mesh, P(), leaf.shape, leaf.dtype))
             # as it was: optimizers keep their counts of steps on the host
             return part if part is None or isinstance(leaf, ShardedTensor) else part.to(leaf.device)
-        return as_stored(self.part(leaf, layout), like)
+        part = self.part(leaf, layout)
+        return None if part is None else as_stored(part, like)
 
 
-def as_stored(part: Tensor | None, like: Tensor | None) -> Tensor | None:
+def as_stored(part: Tensor, like: Tensor | None) -> Tensor:
     """Return a part as the stage has the tensor: with its layout, or plain."""
-    if part is None or not isinstance(like, ShardedTensor):
+    if not isinstance(like, ShardedTensor):
         return part
-    return ShardedTensor._make_guarded(part, like._layout.replace(dtype=part.dtype))
+    return ShardedTensor._make_guarded(part, like._layout.replace(dtype=part.dtype), LINEAGE)
 
 
 def _map(function: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:

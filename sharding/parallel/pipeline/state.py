@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from ....mesh.comm.agreement import gather_facts
 from ....mesh.comm.recording.recorder import CommTag
 from ...layout.layout import Layout
+from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
-from .stage_tensors import StageTensors, TensorMeta, WholeTree, as_stored
+from .stage_tensors import LINEAGE, StageTensors, TensorMeta, WholeTree, as_stored
 from .stages.stage import Stage
 from .transport import local_of
 
@@ -95,12 +96,15 @@ class WholeModel:
             if name not in values:
                 continue
             for place, meta in holders.items():
-                part = values[name]
-                if isinstance(part, Tensor):
-                    part = self.tensors.part(part, meta.layout(self.tensors.mesh.device_type))
-                    part = as_stored(part, own.get(name))
+                value = values[name]
+                if isinstance(value, Tensor):
+                    layout = meta.layout(self.tensors.mesh.device_type)
+                    value = self.tensors.part(value, layout)
                 if place == self.tensors.place:
-                    loaded[name] = part
+                    loaded[name] = value
+        for name, value in loaded.items():
+            if isinstance(value, Tensor):
+                loaded[name] = as_stored(value, own[name])
         for stage in self._stages.values():
             entries = {name: loaded.get(self.first_name(name)) for name in stage.state_dict()}
             known = {name: entry for name, entry in entries.items() if entry is not None}
@@ -192,7 +196,7 @@ class WholeModel:
                 named.append({**group, "params": names})
         return merged_groups(named)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, ShardedTensor]:
         """Return the parameters of the whole model, as in `state_dict`, each once.
 
         Communication: one all_gather of small objects over the axis, the first time.
@@ -200,7 +204,7 @@ class WholeModel:
         tree = self.parameters_of_all()
         return self.tensors.whole(self._parameters(), tree)
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, ShardedTensor]:
         """Return the gradients of the whole model by parameter, laid out as in `state_dict`; zeros
         for a parameter without one.
 
@@ -212,6 +216,29 @@ class WholeModel:
             grad = parameter.grad
             own[name] = _zeros_like(parameter) if grad is None else grad
         return self.tensors.whole(own, tree)
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of this rank's parameters that have one."""
+        own = self._parameters()
+        return {name: x.grad for name, x in own.items() if x.grad is not None}
+
+    def has_gradients(self) -> dict[str, Tensor]:
+        """Return for each parameter of the whole model 1 or 0, in a tensor as in `state_dict`:
+        whether it has a gradient.
+
+        Communication: as `gradients`.
+        """
+        tree = self.parameters_of_all()
+        own = self._parameters()
+        entries: dict[str, Tensor] = {}
+        for name, whole in self.parameters().items():
+            layout = Layout.of(whole._layout.mesh, P(), (1,), torch.float32)
+            values: list[float] = []
+            if tree.first_holder(name) == self.tensors.place:
+                values.append(own[name].grad is not None)
+            local = torch.tensor(values, dtype=torch.float32, device=self.tensors.mesh.device)
+            entries[name] = ShardedTensor._make_guarded(local, layout, LINEAGE)
+        return entries
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by first name, of several copies the first."""
@@ -248,7 +275,7 @@ def _zeros_like(x: Tensor) -> Tensor:
     """Return zeros without memory, laid out like a tensor."""
     local = local_of(x)
     zeros = local.new_zeros(()).expand(local.shape)
-    return ShardedTensor._make_guarded(zeros, x._layout) if isinstance(x, ShardedTensor) else zeros
+    return as_stored(zeros, x)
 
 
 def _check_state(values: Mapping[str, Any], tree: WholeTree, strict: bool) -> None:

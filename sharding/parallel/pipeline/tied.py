@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....mesh.comm.recording.recorder import CommTag
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
-from .stage_tensors import TensorMeta
+from .stage_tensors import LINEAGE, TensorMeta
 from .state import WholeModel
 from .transport import local_of
 
@@ -169,7 +169,7 @@ class TiedParameters:
             return self._tensors.elsewhere(self._metas[name][place])
         layout = self._tensors.layout_of(copy)
         part = local_of(copy).detach() if local is None else local
-        return ShardedTensor._make_guarded(part, layout.replace(dtype=part.dtype))
+        return ShardedTensor._make_guarded(part, layout.replace(dtype=part.dtype), LINEAGE)
 
 
 def _sum_of_copies(copies: Sequence[nn.Parameter]) -> Tensor | None:
@@ -196,7 +196,7 @@ def _set_grads(copies: Sequence[nn.Parameter], part: Tensor) -> None:
         own = part if number == 0 else part.clone()
         if isinstance(first, ShardedTensor):
             layout = first._layout.grad.replace(dtype=own.dtype)
-            grad = ShardedTensor._make_guarded(own, layout)
+            grad = ShardedTensor._make_guarded(own, layout, LINEAGE)
             copy.grad = grad.redistribute(copy.mesh, copy._layout.grad.spec)  # type: ignore[attr-defined]
         else:
             copy.grad = own
