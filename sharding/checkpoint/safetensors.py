@@ -362,8 +362,9 @@ def save_safetensors(
     """
     world = current_world()
     path = Path(path)
-    tied = ties(tree)
-    tensors = {name: leaf for name, leaf in _named_tensors(tree) if name not in tied}
+    state = opened(tree)
+    tied = {**ties(state, of_leaves=True), **ties(tree)}
+    tensors = {name: leaf for name, leaf in _named_tensors(state) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))
     parts = [
         chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values()))
@@ -385,7 +386,7 @@ def _named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a leaf that cannot be written.
     """
-    for path, leaf in leaves(opened(tree)):
+    for path, leaf in leaves(tree):
         name = name_of(path)
         if not isinstance(leaf, Tensor):
             raise ValueError(

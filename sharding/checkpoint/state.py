@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 from ..layout.layout import Layout
 from ..tensor.random import get_rng_state, set_rng_state
 from ..tensor.sharded_tensor import ShardedTensor
-from .tree import Path, PerRank, StoredDict, ties
+from .tree import PartialModel, Path, PerRank, StoredDict, ties
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _WRAPPED = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
 _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def state_dict(
+    model: nn.Module | PartialModel, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
     """state_dict(model, optimizer) -> {"model": {name: tensor}, "optimizer": {"state": {name:
     {...}}, "param_groups": [...]}}.
 
@@ -36,12 +38,14 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     tensor under all of their names.
 
     Args:
-        optimizer: one over parameters of the model.
+        model: a module; or a pipeline, whose state is that of the whole model on every rank, and
+            fits the same model in other stages or in none.
+        optimizer: one over parameters of the model; for a pipeline, of this rank's stages.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the model's.
 
-    Communication: none.
+    Communication: none; of a pipeline up to four all_gathers of small objects over its axis.
 
     Example:
         >>> save(state_dict(model, optimizer), "checkpoints")
@@ -60,12 +64,36 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
             ],
         }
         parameters = dict(zip(names, parameters_of(optimizer), strict=True))
+        if not isinstance(model, nn.Module):
+            by_name = _whole_optimizer(model, by_name)
+            parameters = {
+                _without_wrappers(name): x for name, x in model.whole.parameters().items()
+            }
         state["optimizer"] = StoredDict(by_name, optimizer_layouts(parameters))
     return state
 
 
+def _whole_optimizer(model: PartialModel, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state by name of all ranks' optimizers."""
+    own_names = {_without_wrappers(name): name for name, _ in model.named_parameters()}
+    own = {own_names[name]: values for name, values in by_name["state"].items()}
+    groups = [
+        {**group, "params": [own_names[name] for name in group["params"]]}
+        for group in by_name["param_groups"]
+    ]
+    return {
+        "state": {
+            _without_wrappers(name): values for name, values in model.whole.tree(own).items()
+        },
+        "param_groups": [
+            {**group, "params": [_without_wrappers(name) for name in group["params"]]}
+            for group in model.whole.groups(groups)
+        ],
+    }
+
+
 def load_state_dict(
-    model: nn.Module,
+    model: nn.Module | PartialModel,
     state: Mapping[str, Any],
     optimizer: Optimizer | None = None,
     *,
@@ -85,7 +113,8 @@ def load_state_dict(
         RuntimeError: as `Module.load_state_dict`.
         ValueError: no state of the optimizer, or of a parameter that it does not have.
 
-    Communication: none if tensors have the module's layouts.
+    Communication: none if tensors have the module's layouts; of a pipeline up to two all_gathers of
+        small objects over its axis.
 
     Example: see `state_dict`.
     """
@@ -96,7 +125,10 @@ def load_state_dict(
                 f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a "
                 "state made with one"
             )
-        numbered = _state_by_number(state["optimizer"], _names(model, optimizer), optimizer)
+        stored = state["optimizer"]
+        if not isinstance(model, nn.Module):
+            stored = _own_optimizer(model, stored)
+        numbered = _state_by_number(stored, _names(model, optimizer), optimizer)
     own = {plain_name(model, name): name for name in model.state_dict()}
     named = {
         own[key] if (key := _without_wrappers(name)) in own else name: value
@@ -105,6 +137,24 @@ def load_state_dict(
     model.load_state_dict(named, strict=strict)
     if optimizer is not None and numbered is not None:
         optimizer.load_state_dict(numbered)
+
+
+def _own_optimizer(model: PartialModel, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what this rank's optimizer needs of the state by name of all ranks' optimizers."""
+    names = {_without_wrappers(name): name for name in model.whole.parameters()}
+    state: dict[str, Any] = {}
+    for name, values in stored.get("state", {}).items():
+        plain = _without_wrappers(name)
+        state[names.get(plain, name)] = values
+    own = {_without_wrappers(name): values for name, values in model.whole.own_tree(state).items()}
+    groups: list[dict[str, Any]] = []
+    for group in stored["param_groups"]:
+        params = [_without_wrappers(name) for name in group["params"]]
+        for name, first in model.whole.tied_names.items():
+            if _without_wrappers(first) in params:
+                params.append(_without_wrappers(name))
+        groups.append({**group, "params": params})
+    return {"state": own, "param_groups": groups}
 
 
 def _state_by_number(
@@ -131,7 +181,8 @@ def _state_by_number(
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
         of_first = settings.get(names[group["params"][0]], {}) if group["params"] else {}
-        groups.append({**group, **of_first, "params": group["params"]})
+        names_of_group = {key: group[key] for key in ("params", "param_names") if key in group}
+        groups.append({**group, **of_first, **names_of_group})
     return {
         "state": {number[name]: dict(values) for name, values in by_name.items()},
         "param_groups": groups,
@@ -165,7 +216,7 @@ def _key(key: Any, parameters: Mapping[Any, Tensor]) -> Any:
     return int(key) if key not in parameters and str(key).isdecimal() else key
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _names(model: nn.Module | PartialModel, optimizer: Optimizer) -> list[str]:
     """Return the name of each parameter of the optimizer, in order.
 
     Raises:
@@ -182,18 +233,20 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(parameter)] for parameter in parameters]
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
+def _model_state(model: nn.Module | PartialModel) -> dict[str, Any]:
     """Return the state of a module by plain names, in which the tied weights are one object."""
     own = model.state_dict()
-    tied = ties(model)
+    tied = {} if not isinstance(model, nn.Module) else ties(model)
     return {plain_name(model, name): own[tied.get(name, name)] for name in own}
 
 
-def plain_name(model: nn.Module, name: str) -> str:
+def plain_name(model: nn.Module | PartialModel, name: str) -> str:
     """Return a name in the module's or optimizer's state without the parts that wrappers add.
 
     "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
+    if not isinstance(model, nn.Module):
+        return _without_wrappers(name)
     parts = []
     module: nn.Module | None = model
     for part in name.split("."):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -46,6 +46,47 @@ class PerRank(Leaf):
     """
 
     value: Any
+
+
+class WholeModel(Protocol):
+    """The whole model of which each rank has a part; all methods are called by every rank.
+
+    Attributes:
+        tied_names: for each further name of a tied parameter its first one.
+    """
+
+    tied_names: dict[str, str]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return all parameters by name, as in the state."""
+        ...
+
+    def tree(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return trees by parameter of the whole model from those of this rank's parameters."""
+        ...
+
+    def own_tree(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this rank's parameters need of the trees of the whole model."""
+        ...
+
+    def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the parameter groups of all ranks' optimizers, by name of parameter."""
+        ...
+
+
+@runtime_checkable
+class PartialModel(Protocol):
+    """A model of which each rank has some parameters, such as a pipeline; its state is that of the
+    whole model on every rank.
+    """
+
+    whole: Any  # a WholeModel
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 class StoredDict(dict[Any, Any]):
@@ -230,7 +271,7 @@ def from_structure(structure: Structure, leaf: Callable[[str, Path], Any], path:
 
 def is_module(value: Any) -> bool:
     """Return whether an object determines its own leaves to load, instead of the checkpoint."""
-    return isinstance(value, nn.Module)
+    return isinstance(value, (nn.Module, PartialModel))
 
 
 def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
@@ -248,7 +289,19 @@ def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
         first_name = first.setdefault(id(tensor), name)
         if first_name != name:
             earlier_names[name] = first_name
+    for path, model in _partial_models(tree, ()):
+        for name, first_name in model.whole.tied_names.items():
+            earlier_names[name_of((*path, name))] = name_of((*path, first_name))
     return earlier_names
+
+
+def _partial_models(tree: Any, path: Path) -> Iterator[tuple[Path, PartialModel]]:
+    """Yield the partial models in a tree with their paths."""
+    if isinstance(tree, PartialModel) and not isinstance(tree, nn.Module):
+        yield path, tree
+    elif not is_stateful(tree):
+        for key, child in children(tree) or ():
+            yield from _partial_models(child, (*path, key))
 
 
 def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_
 
+from ...mesh.comm.current_world import current_world
+from ..parallel.pipeline.live_pipelines import LivePipelines
 from ..training.norms import check_reduced
 
 ADAMW = "adamw"
@@ -40,6 +42,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._matched: set[str] = set()
         super().__init__(params, defaults)
         unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]
+        unmatched = [pattern for pattern in unmatched if not self._matches_elsewhere(pattern)]
         if unmatched:
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
             known = (
@@ -115,6 +118,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         hits = [pattern for pattern in self._patterns if name and fnmatchcase(name, pattern)]
         self._matched.update(hits)
         return self._has_dims(x) and not hits
+
+    def _matches_elsewhere(self, pattern: str) -> bool:
+        """Return whether a pattern matches a name in another stage of a pipeline."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        model = current_world().state(LivePipelines).owning(parameters)
+        return model is not None and any(fnmatchcase(name, pattern) for name in model.names())
 
     def _has_dims(self, x: Tensor) -> bool:
         return x.ndim >= 2 and (self.most_dims is None or x.ndim <= self.most_dims)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..parallel.pipeline.pipeline import Pipeline
 from ..tensor.sharded_tensor import ShardedTensor
 
 
@@ -21,7 +22,8 @@ class EMA:
     tied parameter has one average; buffers and parameters that require no gradient have none.
 
     Args:
-        model: the module, after `fully_shard` and the like.
+        model: the module, after `fully_shard` and the like; or a pipeline, of which each rank
+            averages its stages, and the state is that of the whole model.
         decay: the weight of the old average in an update, from 0 to 1.
 
     Attributes:
@@ -32,7 +34,9 @@ class EMA:
         ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires
             grad.
 
-    Communication: none, except in `load_state_dict` of averages with another layout.
+    Communication: none, except in `load_state_dict` of averages with another layout, and in
+        `state_dict` and `load_state_dict` for a pipeline: one all_gather of small objects over its
+        axis.
 
     Example:
         >>> ema = sm.training.EMA(model, decay=0.999)
@@ -46,14 +50,15 @@ class EMA:
     # to `sm.jit`, as hyperparameters of optimizers are: `decay` may change from call to call
     _numbers_are_inputs = True
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+    def __init__(self, model: nn.Module | Pipeline, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
         self.decay = decay
         # a tensor, so that a graph of `sm.jit` can count
         self._updates = torch.zeros((), dtype=torch.int64)
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
+        self._pipe = model if isinstance(model, Pipeline) else None
+        if not self._parameters and self._pipe is None:
             raise ValueError(
                 f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing "
                 "to average"
@@ -113,7 +118,10 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return {"decay", "updates", "average": {path: tensor}}; the tensors are not copied."""
         self._refuse_swapped("state_dict")
-        return {"decay": self.decay, "updates": self.updates, "average": dict(self.average)}
+        average = dict(self.average)
+        if self._pipe is not None:
+            average = self._pipe.whole.tree(average)
+        return {"decay": self.decay, "updates": self.updates, "average": average}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,6 +133,8 @@ class EMA:
         """
         self._refuse_swapped("load_state_dict")
         averages: Mapping[str, Tensor] = state["average"]
+        if self._pipe is not None:
+            averages = self._pipe.whole.own_tree(averages)
         _check_same(averages, self.average)
         for path, own in self.average.items():
             loaded = averages[path]

@@ -1,12 +1,21 @@
-"""Gradient clipping for sharded and plain parameters."""
+"""Gradient clipping for sharded and plain parameters.
+
+A pipeline is clipped by the norm of its whole model. A list of the parameters of this rank's stages
+is taken for the pipeline if it has all of them that have a gradient; one that has only some raises,
+since ranks of other stages, which may have none, would not take part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ...mesh.comm.current_world import current_world
+from ..parallel.pipeline.live_pipelines import LivePipelines
+from ..parallel.pipeline.pipeline import Pipeline
+from ..parallel.pipeline.state import WholeModel
 from .norms import check_reduced, checked_ord, total_norm
 from .tally import tally_of
 
@@ -15,7 +24,7 @@ Tensors = Tensor | Iterable[Tensor]
 
 @torch.no_grad()
 def get_total_norm(
-    tensors: Tensors,
+    tensors: Tensors | Pipeline,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -26,7 +35,7 @@ def get_total_norm(
     must be the same on every rank.
 
     Args:
-        tensors: as for torch.
+        tensors: as for torch; or a pipeline, for the gradients of its whole model.
         norm_type: 2, any other positive number, or math.inf.
         error_if_nonfinite: raise if the norm is infinite or NaN.
         foreach: accepted for compatibility; `foreach` operators are always used.
@@ -36,25 +45,33 @@ def get_total_norm(
 
     Raises:
         ValueError: on every rank, a tensor that is still pending; a `norm_type` that is not
-            positive.
+            positive. On ranks that have them: some, not all, of the gradients or parameters of a
+            pipeline.
         RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says.
 
     Communication: one all_reduce of 8 bytes over the axes that split one of them (over the ranks of
         all meshes, where there are several; 16 bytes for the infinity norm); none if nothing is
-        split.
+        split. For a pipeline over all its ranks, and the first time one all_gather of small objects
+        over its axis.
 
     Example:
         >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     """
     ord = checked_ord("get_total_norm", norm_type)
-    tensor_list = _as_list(tensors)
+    model = tensors.whole if isinstance(tensors, Pipeline) else None
+    tensor_list = [] if isinstance(tensors, Pipeline) else _as_list(tensors)
+    if model is None:
+        model = _model_of("get_total_norm", tensor_list)
+    if model is not None:
+        check_reduced("get_total_norm", model.own_gradients())
+        tensor_list = list(model.gradients().values())
     check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(tensor_list)})
     return _total("get_total_norm", tensor_list, ord, error_if_nonfinite)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensors | nn.Module,
+    parameters: Tensors | nn.Module | Pipeline,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -71,7 +88,10 @@ def clip_grad_norm_(
 
     Args:
         parameters: as for torch, or a module. Sharded on any meshes, or plain with the same
-            gradients on every rank. Parameters without a gradient are skipped.
+            gradients on every rank. Parameters without a gradient are skipped. A pipeline, or all
+            of its `parameters()`, is clipped by the norm of its whole model, in which a tied
+            parameter counts once. (`torch.nn.utils.clip_grad_norm_` knows only the parameters that
+            it gets, of this rank's stages.)
         max_norm: the maximum norm; gradients are multiplied by min(max_norm / (norm + 1e-6), 1), as
             in torch.
         norm_type, error_if_nonfinite: as for `get_total_norm`.
@@ -82,7 +102,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: on every rank, gradients that are still pending, as inside `accumulate_grads()`;
-            no gradient is changed. Clip after the block.
+            no gradient is changed. Clip after the block. On ranks that have them: some, not all,
+            of the parameters of a pipeline.
         RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says; no gradient
             is changed.
 
@@ -96,14 +117,18 @@ def clip_grad_norm_(
     ord = checked_ord("clip_grad_norm_", norm_type)
     parameter_list = _parameters(parameters)
     grads = list(_grads("clip_grad_norm_", parameter_list).values())
-    total = _total("clip_grad_norm_", grads, ord, error_if_nonfinite)
+    model = parameters.whole if isinstance(parameters, Pipeline) else None
+    if model is None:
+        model = _model_of("clip_grad_norm_", parameter_list)
+    measured = grads if model is None else list(model.gradients().values())
+    total = _total("clip_grad_norm_", measured, ord, error_if_nonfinite)
     _scale(grads, (float(max_norm) / (total + 1e-6)).clamp(max=1.0))
     return total
 
 
 @torch.no_grad()
 def clip_grad_value_(
-    parameters: Tensors | nn.Module, clip_value: float, foreach: bool | None = None
+    parameters: Tensors | nn.Module | Pipeline, clip_value: float, foreach: bool | None = None
 ) -> None:
     """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to
     [-clip_value, clip_value], in place.
@@ -133,10 +158,36 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _parameters(parameters: Tensors | nn.Module) -> list[Tensor]:
-    return (
-        list(parameters.parameters()) if isinstance(parameters, nn.Module) else _as_list(parameters)
-    )
+def _parameters(parameters: Tensors | nn.Module | Pipeline) -> list[Tensor]:
+    if isinstance(parameters, nn.Module | Pipeline):
+        return list(parameters.parameters())
+    return _as_list(parameters)
+
+
+def _model_of(name: str, tensors: Sequence[Tensor]) -> WholeModel | None:
+    """Return the whole model of a pipeline if the tensors are its parameters, or their gradients:
+    all on this rank that have a gradient.
+
+    Raises:
+        ValueError: they are some of these.
+    """
+    model = current_world().state(LivePipelines).owning(tensors)
+    if model is None:
+        return None
+    numbers = {id(x) for x in tensors}
+    missing = [
+        path
+        for path, p in model.named_parameters()
+        if p.grad is not None and id(p) not in numbers and id(p.grad) not in numbers
+    ]
+    if missing:
+        raise ValueError(
+            f"{name}: these are parameters of a pipeline's stages on this rank, without "
+            f"{missing[0]!r}; other ranks have other stages, so a norm of some of them is not "
+            f"known here. Call {name}(pipe, ...) for that of the whole model, or take norms of "
+            'parts from tensor_norms(pipe, of="grad")'
+        )
+    return model
 
 
 def _grads(name: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
@@ -153,7 +204,7 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
 
 
-def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:
+def _total(name: str, tensors: Sequence[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:
     total = total_norm(tensors, ord)
     if error_if_nonfinite and (total.isnan() or total.isinf()) and tally_of(tensors).known:
         raise RuntimeError(
@@ -164,7 +215,7 @@ def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: boo
     return total.to(_dtype(tensors))
 
 
-def _dtype(tensors: list[Tensor]) -> torch.dtype:
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     promoted = torch.float32
     for dtype in {x.dtype for x in tensors}:
         promoted = torch.promote_types(promoted, dtype.to_real())

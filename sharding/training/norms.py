@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.transfer.host_copies import send
+from ...mesh.comm.current_world import current_world
+from ..parallel.pipeline.live_pipelines import LivePipelines
+from ..parallel.pipeline.pipeline import Pipeline
 from ..tensor.sharded_tensor import ShardedTensor
 from .tally import tally_of
 
-Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Named = nn.Module | Pipeline | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, float]:
@@ -24,9 +27,9 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
         "head.weight"   on another mesh   [ .  0.9]  /
 
     Args:
-        tensors: a module, for its parameters (a tied one once); a dict of tensors by path; or pairs
-            (path, tensor). Sharded tensors on any meshes, and plain ones, which must be the same on
-            every rank.
+        tensors: a module, for its parameters (a tied one once); a pipeline, for those of its
+            whole model; a dict of tensors by path; or pairs (path, tensor). Sharded tensors on any
+            meshes, and plain ones, which must be the same on every rank.
         of: "parameter" for the tensors themselves, "grad" for their gradients; tensors without one
             are skipped.
         ord: 2, any other positive number, or math.inf.
@@ -36,11 +39,13 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
 
     Raises:
         ValueError: on every rank, a tensor that is still pending, as gradients inside
-            `accumulate_grads()`; another `of`; an `ord` that is not positive.
+            `accumulate_grads()`; another `of`; an `ord` that is not positive. On ranks that have
+            them: parameters of a pipeline in a dict or in pairs, which other ranks do not have.
 
     Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the
         ranks of all meshes, where there are several; 16 bytes for infinity norms); none if nothing
-        is split.
+        is split. For a pipeline over all its ranks, with `of="grad"` of 16 bytes a tensor, and the
+        first time one all_gather of small objects over its axis.
 
     Example:
         >>> for path, norm in sm.training.tensor_norms(model, of="grad").items():
@@ -49,13 +54,35 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     if of not in ("parameter", "grad"):
         raise ValueError(f'norms(of={of!r}): write "parameter" or "grad"')
     ord = checked_ord("norms", ord)
+    if isinstance(tensors, Pipeline):
+        return _norms_of_pipeline(tensors, of, ord)
     named = dict(_named_tensors(tensors))
+    if current_world().state(LivePipelines).owning(named.values()) is not None:
+        raise ValueError(
+            "norms: these are parameters of a pipeline's stages on this rank, and other ranks have "
+            "others; pass the pipeline, as in tensor_norms(pipe)"
+        )
     by_path = {path: x.grad if of == "grad" else x for path, x in named.items()}
     measured = {path: x.detach() for path, x in by_path.items() if x is not None}
     check_reduced(
         "norms", {f"{path}.grad" if of == "grad" else path: x for path, x in measured.items()}
     )
     return dict(zip(measured, norms_of(list(measured.values()), ord).tolist(), strict=True))
+
+
+def _norms_of_pipeline(pipe: Pipeline, of: str, ord: float) -> dict[str, float]:
+    if of == "parameter":
+        parameters = pipe.whole.parameters()
+        norms = norms_of(list(parameters.values()), ord).tolist()
+        return dict(zip(parameters, norms, strict=True))
+    own = pipe.whole.own_gradients()
+    check_reduced("norms", {f"{path}.grad": x for path, x in own.items()})
+    gradients = pipe.whole.gradients()
+    # which rank has a gradient, the others learn with the norms
+    flags = pipe.whole.has_gradients()
+    norms = norms_of([*gradients.values(), *flags.values()], ord).tolist()
+    by_path = zip(gradients, norms[: len(gradients)], norms[len(gradients) :], strict=True)
+    return {path: norm for path, norm, has_gradient in by_path if has_gradient}
 
 
 def _named_tensors(tensors: Any) -> Iterable[tuple[str, Tensor]]:

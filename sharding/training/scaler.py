@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.thread_context import thread_context
+from ..parallel.pipeline.live_pipelines import LivePipelines
 from ..tensor.sharded_tensor import ShardedTensor
 from .norms import check_reduced
 from .tally import tally_of
+
+_STAGES = CommTag("do all stages of the pipeline have finite gradients")
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -34,7 +39,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Communication: in `unscale_`, or in `step` if that was not called, one all_reduce of 4 bytes
         over the axes that split a parameter (over the ranks of all meshes, where there are
-        several); none if nothing is split.
+        several); none if nothing is split. For parameters of a pipeline over all its ranks, each of
+        which has an optimizer.
 
     Example:
         >>> scaler = sm.training.GradScaler("cuda")
@@ -113,6 +119,12 @@ def _reduce_found_inf(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor
     """Return the maximum over ranks, which take part also without gradients; a rank outside all
     meshes contributes 0.
     """
+    model = current_world().state(LivePipelines).owning(parameters)
+    if model is not None:
+        mesh = model.tensors.mesh
+        value = found_inf.to(mesh.device, copy=True)
+        mesh.group().all_reduce(value, "max", tag=_STAGES)
+        return value.to(found_inf.device)
     tally = tally_of(parameters)
     if not tally.known:
         return found_inf

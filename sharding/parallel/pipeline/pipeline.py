@@ -21,14 +21,18 @@ from .actions import Row
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
+from .live_pipelines import LivePipelines
 from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
 from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
+from .stage_tensors import StageTensors
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
+from .state import WholeModel
+from .tied import TiedParameters, tied_names
 from .transport import Transport
 
 MakeSchedule: TypeAlias = Callable[[int, int], Schedule]
@@ -37,7 +41,6 @@ _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LOSS = CommTag("pipeline: loss")
 _WEIGHT = CommTag("pipeline: weights of microbatches")
 _FACTS = CommTag("pipeline: is the step the same on all ranks")
-_TIED = CommTag("pipeline: gradients of tied parameters")
 
 
 def pipeline(
@@ -105,8 +108,9 @@ def pipeline(
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
     if split is None and isinstance(model, nn.Module):
         split = "even"
+    names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)
-    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes)
+    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes, names)
 
 
 class _Schedules:
@@ -172,6 +176,7 @@ class Pipeline:
         mesh, axis: where the pipeline runs.
         schedule: of `microbatches` microbatches.
         microbatches: the number of parts of a batch.
+        whole: the parameters, gradients and state of the whole model.
     """
 
     def __init__(
@@ -183,6 +188,7 @@ class Pipeline:
         microbatches: int,
         gather: Gather,
         static_shapes: bool,
+        tied_names: Mapping[str, str],
     ) -> None:
         self.mesh = mesh
         self.axis = axis
@@ -197,6 +203,10 @@ class Pipeline:
         self._run: StepRun | None = None
         self._checked: set[Hashable] = set()
         self._loss_dtype: torch.dtype | None = None  # known to all after the first step
+        tensors = StageTensors(mesh, axis)
+        self.whole = WholeModel(staged.model, staged.stages, tensors, tied_names)
+        self._tied: TiedParameters | None = None
+        mesh.world.state(LivePipelines).add(self.whole)
 
     def __repr__(self) -> str:
         return (
@@ -219,43 +229,49 @@ class Pipeline:
     # -- the modules -------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank's stages under the model's own names, each once."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        """Yield the parameters of this rank's stages under the model's own names, each once.
+
+        A tied parameter has its first name in the model, also in the stage that uses it under
+        another one.
+        """
+        yield from self.whole.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, for an optimizer."""
         for _, parameter in self.named_parameters():
             yield parameter
 
+    # -- state of the whole model ------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's stages under the model's own names.
+        """Return the state of the whole model under its own names, the same tree on every rank.
 
-        Communication: that of `state_dict` of the stages.
-        """
-        state: dict[str, Any] = {}
-        for stage in self.stages.values():
-            state.update(stage.state_dict())
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what this rank's stages need from a state of the whole model, or of its stages.
+        Tensors of a stage are `ShardedTensor`s on the ranks of that stage; others hold nothing of
+        them. Plain parameters are replicated there. A tied parameter is one tensor under all of
+        its names. Tensors that belong to no stage, such as buffers of the model itself, are those
+        of the first rank along the axis.
 
         Raises:
-            RuntimeError: with `strict`, values that are missing.
+            ValueError: on every rank, a parameter on ranks of several stages.
+
+        Communication: one all_gather of small objects over the axis.
         """
-        for stage in self.stages.values():
-            names = stage.state_dict().keys()
-            missing = [name for name in names if name not in state]
-            if missing and strict:
-                raise RuntimeError(f"load_state_dict: the state has no {', '.join(missing)}")
-            stage.load_state_dict(
-                {name: state[name] for name in names if name in state}, strict=strict
-            )
+        return self.whole.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state of the whole model, of a pipeline with any stages or of none.
+
+        Every rank calls it with the same tree: of plain tensors, or of `ShardedTensor`s on any
+        meshes. All copies of a tied parameter get its value.
+
+        Raises:
+            RuntimeError: on every rank, before anything is changed: shapes that differ; with
+                `strict`, names that are missing, or unknown ones.
+
+        Communication: one all_gather of small objects over the axis; the redistribution of tensors
+            that are not on the ranks of their stage, in its layout.
+        """
+        self.whole.load_state_dict(state, strict)
 
     def parallelize(
         self,
@@ -582,7 +598,15 @@ class Pipeline:
         return values[0].to(self._loss_dtype)
 
     def _tied_gradients_summed(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        """Sum the gradients of tied parameters' copies at the end of the block; before the first
+        step make the copies equal.
+        """
+        if not (self._staged.tied or self.whole.tied_names):
+            return nullcontext()
+        if self._tied is None:
+            self._tied = TiedParameters(self.whole)
+            self._tied.make_equal()
+        return self._tied.gradients_summed()
 
 
 def _as_plain(weight: Tensor | float) -> Tensor | float:
