@@ -125,6 +125,7 @@ class ThreadContext(threading.local):
         schedule: that of the running `fully_shard` model (`Unit.call`).
         elementwise_step: which of torch's optimizer steps over lists runs, "foreach" or "fused";
             None for others.
+        weights: those of the forward whose backward is to be split (`SplitBackward.recording`).
         runs_opaque: whether a graph runs a function as it is; modules in it use the parameters that
             it was passed.
         segment_calls: the collectives of the compiled segment that runs, as functions of x that
@@ -156,6 +157,7 @@ class ThreadContext(threading.local):
     starts_async: bool = False
     schedule: Any = None
     elementwise_step: str | None = None
+    weights: Any = None
     runs_opaque: bool = False
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None

@@ -14,7 +14,7 @@ are gathered for a forward, and referred to by autograd's nodes until their grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from ....mesh.device_mesh import DeviceMesh
 from ...autograd import engine_hooks
 from ...ops.torch_compile import refuse_jit_trace
 from ...tensor.autograd import leaf_grads
+from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import tensors_in
 from .buffers import BuffersInUse, any_sharded
 from .controls import UnitControls
 from .grads.averaging import Grads, average, scaled
@@ -153,6 +155,8 @@ class Unit:
             hooks = self._begin_forward(args, kwargs, buffers)
             if is_root:
                 args, kwargs = policy.inputs((args, kwargs))
+                if thread_context.weights is not None:
+                    self._release_after(tensors_in((args, kwargs)))
             outputs = forward(module, *args, **kwargs)
             if is_root:
                 outputs = policy.outputs(outputs)
@@ -321,6 +325,24 @@ class Unit:
         return self.plan.whole_buffer(buffer, offset)
 
     # -- after backward ----------------------------------------------------------------------------
+
+    def _release_after(self, inputs: Iterable[Tensor]) -> None:
+        """Free the gathered parameters when backward has the gradients of these inputs.
+
+        For a backward in two parts: the first one does not reach the parameters.
+        """
+        waiting: set[int] = set()
+
+        def on_grad(number: int, _: Tensor) -> None:
+            waiting.discard(number)
+            if not waiting:
+                self.release()
+
+        for x in inputs:
+            local = x._local if isinstance(x, ShardedTensor) else x
+            if local.requires_grad:
+                waiting.add(len(waiting))
+                local.register_hook(partial(on_grad, len(waiting) - 1))
 
     def is_deferred(self) -> bool:
         """Return whether the running backward leaves the reduction to a later time."""

@@ -263,6 +263,8 @@ def _run_mixture(
         like = mixture.like(x, operands[3:])
         return nonmember.unknown(_result_layout(x, lead, like), *operands)
     inputs = [known_local(p) for p in operands]
+    if thread_context.weights is not None:
+        thread_context.weights.add_sharded(operands[3:])
     if thread_context.recorder is None:
         local = mixture(*inputs)
     else:

@@ -72,7 +72,10 @@ class SplitBackward:
         """
         self._expect("forward", "recording()")
         try:
-            with _MarkWeights(self._weights, self._phase, caches_casts=True):
+            with (
+                thread_context.setting(weights=self._weights),
+                _MarkWeights(self._weights, self._phase, caches_casts=True),
+            ):
                 yield
         except BaseException:
             self._end("failed")
@@ -228,7 +231,7 @@ class _MarkWeights(TorchFunctionMode):
             return func(*args, **kwargs)
         sharded = next((kind for kind in types if issubclass(kind, ShardedTensor)), None)
         if sharded is not None:
-            self._add_sharded_leaves((*args, *kwargs.values()))
+            self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
             with self:  # for the operators on local parts
                 return sharded.__torch_function__(func, types, args, kwargs)
         if func is torch.autograd.backward:
@@ -248,11 +251,6 @@ class _MarkWeights(TorchFunctionMode):
         others = map_tensors(self._used, args[1:])
         named = dict(zip(kwargs, map_tensors(self._used, kwargs.values()), strict=True))
         return func(*first, *others, **named)
-
-    def _add_sharded_leaves(self, args: Sequence[Any]) -> None:
-        for x in tensors_in(args):
-            if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
-                self._weights.add_sharded_leaf(x._local)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
         """Run `torch.autograd.backward` inside of this mode, for what it recomputes."""

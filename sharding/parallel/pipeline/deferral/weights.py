@@ -11,11 +11,13 @@ of a `fully_shard` unit to the parameter, its hooks and `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ....tensor.sharded_tensor import ShardedTensor
 
 # Nodes of autograd through which a tensor is still a weight: casts, views and copies of one, and
 # the conversions of sharded parameters. None of them saves a tensor.
@@ -87,9 +89,11 @@ class Weights:
         self._uses: list[tuple[WeightGrad, Tensor]] = []  # with the root of each
         self._sharded_leaves: dict[int, Tensor] = {}  # local parts of sharded parameters, by id
 
-    def add_sharded_leaf(self, local: Tensor) -> None:
-        """Treat a leaf as a weight: it is the local part of a sharded parameter."""
-        self._sharded_leaves[id(local)] = local
+    def add_sharded(self, tensors: Iterable[Any]) -> None:
+        """Treat the local parts of the sharded parameters among these tensors as weights."""
+        for x in tensors:
+            if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
+                self._sharded_leaves[id(x._local)] = x._local
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether a tensor that requires grad is a parameter, or one converted.
