@@ -334,7 +334,7 @@ def merged_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if same is None:
             same = {**settings, "params": []}
             merged.append(same)
-        same["params"] += [name for name in group["params"] if name not in same["params"]]
+        same["params"] = list(dict.fromkeys([*same["params"], *group["params"]]))
     return merged
 
 
