@@ -21,6 +21,7 @@ from shardmesh.sharding.parallel.experts.moe import moe
 from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
 from shardmesh.sharding.parallel.module import distribute_module, shard_parameter
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
+from shardmesh.sharding.parallel.pipeline.pipeline import Pipeline, pipeline
 from shardmesh.sharding.parallel.pipeline.schedule import Schedule
 from shardmesh.sharding.parallel.tensor.plan import parallelize
 from shardmesh.sharding.parallel.tensor.styles import (
@@ -38,6 +39,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Experts",
     "MixedPrecisionPolicy",
+    "Pipeline",
     "Routing",
     "Schedule",
     "Style",
@@ -54,6 +56,7 @@ __all__ = [
     "materialize",
     "moe",
     "parallelize",
+    "pipeline",
     "prepare_inputs",
     "prepare_outputs",
     "rowwise",

@@ -69,6 +69,28 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     return find(True)
 
 
+def save_at_once(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """Save tensors for the backward of an `autograd.Function` at this point of its forward.
+
+    Those of `ctx.save_for_backward` are saved when forward has returned, so that a recomputation,
+    which ends with the last saved tensor, computes results that nothing uses. Where torch has no
+    API for it, they are saved then.
+    """
+    make = getattr(torch._C._autograd, "_make_saved_tensor", None)  # type: ignore[attr-defined]
+    if make is None:
+        ctx.save_for_backward(*tensors)
+        return
+    ctx.saved_at_once = [None if x is None else make(x, False) for x in tensors]
+
+
+def take_saved(ctx: Any) -> list[torch.Tensor | None]:
+    """Return the tensors of `save_at_once`, without their graph, and free them, in backward."""
+    saved = ctx.__dict__.pop("saved_at_once", None)
+    if saved is None:
+        return [None if x is None else x.detach() for x in ctx.saved_tensors]
+    return [None if x is None else x.unpack().detach() for x in saved]
+
+
 def _assume_true(x: torch.Tensor) -> bool:
     return True
 

@@ -166,18 +166,21 @@ def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManage
 
 
 class _Replay(AbstractContextManager[None]):
-    """Draw numbers again from the position at construction; reentrant."""
+    """Draw numbers again from the seed and the position at construction; reentrant."""
 
     def __init__(self, state: RandomStream) -> None:
-        self.state, self.start = state, state.drawn
-        self.before: list[tuple[int, bool]] = []
+        self.state = state
+        self.start = state.seed, state.drawn
+        self.before: list[tuple[int, int, bool]] = []
 
     def __enter__(self) -> None:
-        self.before.append((self.state.drawn, self.state.replaying))
-        self.state.drawn, self.state.replaying = self.start, True
+        state = self.state
+        self.before.append((state.seed, state.drawn, state.replaying))
+        state.seed, state.drawn = self.start
+        state.replaying = True
 
     def __exit__(self, *_: Any) -> None:
-        self.state.drawn, self.state.replaying = self.before.pop()
+        self.state.seed, self.state.drawn, self.state.replaying = self.before.pop()
 
 
 def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:

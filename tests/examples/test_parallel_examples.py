@@ -1,5 +1,5 @@
-"""Results and communication of the examples: data parallel, halos, a Megatron block, a pipeline,
-ring attention.
+"""Results and communication of the examples: data parallel, halos, a Megatron block, ring
+attention.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import data_parallel
 import halo_conv
 import megatron_block
-import pipeline
 import pytest
 import ring_attention
 import torch
@@ -168,27 +167,3 @@ def test_megatron_block_sums_once_at_the_end_of_each_half():
         name: spec.padded(len(name.rpartition("_")[2]))
         for name, spec in megatron_block.SPECS.items()
     }
-
-
-# -- pipeline --------------------------------------------------------------------------------------
-
-
-def piped(microbatches: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("pp",))
-    params, batches, _ = pipeline.problem(4)
-    stages = {name: sm.device_put(p, mesh, P("pp")) for name, p in params.items()}
-    batches = sm.device_put(batches[:microbatches], mesh, P())
-    pipeline.pipeline(stages, batches)
-    with sm.debug.comm_report() as report:
-        out = pipeline.pipeline(stages, batches)
-    return out.full_tensor(), report.by_op
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 6])
-def test_pipeline_of_few_microbatches(microbatches):
-    params, batches, _ = pipeline.problem(4)
-    expected = pipeline.sequential(params, batches[:microbatches])
-    for out, by_op in simulated(4, piped, microbatches):
-        torch.testing.assert_close(out, expected)
-        assert by_op["permute"][0] == microbatches + 4 - 2
-        assert by_op["broadcast"][0] == 1

@@ -48,7 +48,7 @@ def wrap(
                 f"{type(root).__name__} is a unit already; call fully_shard once per module, on "
                 "the inner ones first"
             )
-    modules = {"": module} | dict(_matching_modules(module, units))
+    modules = {"": module} | dict(matching_modules(module, units))
     slots = [  # raises before any communication
         _make_slot(path, places, options.mesh, dims or {})
         for path, places in _parameters(module, ignored)
@@ -82,7 +82,7 @@ def wrap(
     return module
 
 
-def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Module]]:
+def matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the submodules that `units` matches, by path.
 
     Raises:

@@ -20,8 +20,10 @@ from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, actions_in
-from .losses import MicrobatchLoss
+from .gathering import StepGathers
+from .losses import MicrobatchLoss, Scales
 from .microbatches import Microbatch
+from .random_numbers import StepRandom
 from .split_backward import SplitBackward
 from .stages.stage import Stage
 from .transport import Transport, local_of
@@ -72,8 +74,9 @@ class StepRun:
         microbatches: all of them, with their signatures.
         transport: begun.
         loss: None for outputs only.
-        scales: for each microbatch the factor of its loss; empty if there are no targets.
+        scales: for each microbatch the factors of its losses; empty if there are no targets.
         data: the ranks with other rows of the same batch.
+        random: the random numbers of the step; None to draw from the generators as they are.
 
     Attributes:
         total: this rank's part of the loss, detached.
@@ -88,14 +91,16 @@ class StepRun:
         signatures: Sequence[Hashable],
         transport: Transport,
         loss: MicrobatchLoss | None,
-        scales: Sequence[Tensor],
+        scales: Sequence[Scales],
         data: DataRanks,
+        random: StepRandom | None,
     ) -> None:
         self._stages = stages
         self._last_stage = last_stage
         self._microbatches = microbatches
         self.signatures = signatures
         self.data = data
+        self._random = random
         self._transport = transport
         self._loss = loss
         self._scales = scales
@@ -104,19 +109,24 @@ class StepRun:
         self.total: Tensor | None = None
         self.outputs: dict[int, Any] = {}
 
-    def run(self, row: Row) -> None:
+    def run(self, row: Row, gathers: StepGathers | None = None) -> None:
         """Run the actions of a row, in order.
+
+        Args:
+            gathers: of a step.
 
         Communication: the messages of the transport; what the stages do.
         """
-        in_two_parts = {action.stage for action in actions_in(row) if action.kind == "W"}
+        in_two_parts = {
+            (action.stage, action.microbatch) for action in actions_in(row) if action.kind == "W"
+        }
         for action in actions_in(row):
+            if gathers is not None:
+                gathers.before(action)
             match action.kind:
                 case "F":
-                    self._forward(action, action.stage in in_two_parts)
-                case "B":
-                    self._backward(action)
-                case "I":
+                    self._forward(action, (action.stage, action.microbatch) in in_two_parts)
+                case "B" | "I":
                     self._backward(action)
                 case "W":
                     self._backward_weight(action)
@@ -131,7 +141,7 @@ class StepRun:
             raise RuntimeError(
                 "add_loss: pass targets to `step` on every rank, which weigh the loss"
             )
-        self._add_root(running, value, self._scales[microbatch])
+        self._add_root(running, value, self._scales[microbatch].mean)
 
     def _forward(self, action: Action, in_two_parts: bool) -> None:
         stage, _, number = action
@@ -142,9 +152,10 @@ class StepRun:
             inputs = self._transport.take_activations(stage, number, signature)
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
+        seeded = nullcontext() if self._random is None else self._random.microbatch(number)
         self._current = running, number
         try:
-            with recording:
+            with seeded, recording:
                 result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
                 if stage == self._last_stage:
                     self._finish_forward(running, number, result)
@@ -168,7 +179,7 @@ class StepRun:
                 f"loss_fn returned {loss!r:.80}, not a tensor with one element, for microbatch "
                 f"{number}"
             )
-        self._add_root(running, loss, self._scales[number])
+        self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
         """Add a loss, scaled, to those of the step and to the roots of backward."""

@@ -65,6 +65,19 @@ class MicrobatchLoss:
         return 1.0 if self.weight is None else self.weight(target)
 
 
+@dataclass(frozen=True)
+class Scales:
+    """By what losses of one microbatch are multiplied.
+
+    Attributes:
+        loss: of the loss function's result.
+        mean: of a mean over the microbatch.
+    """
+
+    loss: Tensor
+    mean: Tensor
+
+
 def microbatch_loss(function: LossFunction, weight: Weight | None = None) -> MicrobatchLoss:
     """Return how a loss counts.
 

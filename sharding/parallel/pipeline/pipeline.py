@@ -16,13 +16,18 @@ from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
+from ..data.wrap import Units
+from .actions import Row
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
+from .gathering import Gather, StepGathers
 from .live_pipelines import LivePipelines
-from .losses import LossFunction, MicrobatchLoss, Weight, microbatch_loss, total_weight
+from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
+from .random_numbers import StepRandom
 from .schedule import Schedule
+from .stage_layers import parallelize_stages, shard_stages
 from .stage_tensors import StageTensors
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
@@ -43,10 +48,11 @@ def pipeline(
     mesh: DeviceMesh | None = None,
     *,
     axis: str = "pp",
-    split: Split = "even",
+    split: Split | None = None,
     schedule: str | Schedule | MakeSchedule = "1f1b",
     microbatches: int = 4,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    gather: Gather = "microbatch",
     static_shapes: bool = False,
 ) -> Pipeline:
     """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
@@ -64,13 +70,16 @@ def pipeline(
         mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
             a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
         axis: the axis of the pipeline.
-        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. "even" to
-            divide the model by the cost of its submodules.
+        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. By default
+            "even", which divides the model by the cost of its submodules.
         schedule: a name (see `make_schedule`), a `Schedule`, or a function of the numbers of ranks
             and microbatches that returns one.
         microbatches: the number of parts of a batch.
         example: arguments and keyword arguments of a forward, by which "even" counts costs; by
             default it goes by the numbers of parameters.
+        gather: how often `fully_shard` in a stage gathers parameters: for each "microbatch", as it
+            is set up, or once a "step", which keeps parameters and gradients of the rank's stages
+            whole for the step.
         static_shapes: raise an error if the shapes of a microbatch change.
 
     Raises:
@@ -97,9 +106,11 @@ def pipeline(
     schedules = _Schedules(schedule, ranks, stages)
     first = schedules.of(microbatches)
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
+    if split is None and isinstance(model, nn.Module):
+        split = "even"
     names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)
-    return Pipeline(staged, mesh, axis, schedules, microbatches, static_shapes, names)
+    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes, names)
 
 
 class _Schedules:
@@ -175,6 +186,7 @@ class Pipeline:
         axis: str,
         schedules: _Schedules,
         microbatches: int,
+        gather: Gather,
         static_shapes: bool,
         tied_names: Mapping[str, str],
     ) -> None:
@@ -185,6 +197,7 @@ class Pipeline:
         self._schedules = schedules
         self._group = mesh.group(axis)
         self._transport = Transport(self._group, mesh)
+        self._gather: Gather = gather
         self._static_shapes = static_shapes
         self._signature: Hashable | None = None
         self._run: StepRun | None = None
@@ -260,6 +273,78 @@ class Pipeline:
         """
         self.whole.load_state_dict(state, strict)
 
+    def parallelize(
+        self,
+        plan: Mapping[str, Any] | str,
+        mesh: DeviceMesh | None = None,
+        *,
+        src_data_rank: int | None = 0,
+    ) -> Pipeline:
+        """parallelize(plan) -> the pipeline, its stages laid out as `sm.parallel.parallelize` does.
+
+        Args:
+            plan: as for a whole model, also "auto"; a pattern must match somewhere in it.
+            mesh: by default the pipeline's without its own axis.
+            src_data_rank: as in `distribute_tensor`.
+
+        Communication: as `sm.parallel.parallelize`, over this rank's slice of the mesh.
+
+        Example:
+            >>> pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, mesh["tp"])
+        """
+        mesh = self._inner_mesh(mesh)
+        parallelize_stages(self.model, self.stages.values(), mesh, plan, src_data_rank)
+        return self
+
+    def fully_shard(
+        self, mesh: DeviceMesh | None = None, *, units: Units | None = None, **options: Any
+    ) -> Pipeline:
+        """fully_shard(mesh) -> the pipeline, the parameters of its stages sharded (FSDP).
+
+        Each stage is a unit of its own, and so are the modules in it that `units` matches. Call it
+        after `parallelize`.
+
+        Args:
+            mesh: by default the pipeline's without its own axis.
+            units, options: as for `sm.parallel.fully_shard` of the whole model.
+
+        Communication: as `sm.parallel.fully_shard`, over this rank's slice of the mesh.
+        """
+        mesh = self._inner_mesh(mesh)
+        shard_stages(self.model, self.stages.values(), mesh, units, False, options)
+        return self
+
+    def data_parallel(
+        self, mesh: DeviceMesh | None = None, *, units: Units | None = None, **options: Any
+    ) -> Pipeline:
+        """data_parallel(mesh) -> the pipeline, its stages data-parallel (DDP, ZeRO); arguments and
+        communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
+        """
+        mesh = self._inner_mesh(mesh)
+        shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        return self
+
+    def _inner_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:
+        """Return the mesh of layers inside of a stage.
+
+        Raises:
+            ValueError: it has the pipeline's axis, or there is no other axis.
+        """
+        if mesh is None:
+            names = tuple(name for name in self.mesh.axis_names if name != self.axis)
+            if not names:
+                raise ValueError(
+                    f"{self.mesh} has only the pipeline's axis {self.axis!r}: make the mesh with "
+                    "an axis for the layers inside of a stage"
+                )
+            return self.mesh[names]
+        if self.axis in mesh.axis_names:
+            raise ValueError(
+                f"{mesh} has the pipeline's axis {self.axis!r}: pass the axes of the layer, such "
+                'as mesh["fsdp"]'
+            )
+        return mesh
+
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the model, as `nn.Module.train` does."""
         self.model.train(mode)
@@ -317,11 +402,13 @@ class Pipeline:
         loss = microbatch_loss(loss_fn, weight)
         batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
         schedule = self._schedules.of(len(batches))
-        with self._tied_gradients_summed(), accumulate_grads():
+        with torch.enable_grad(), self._tied_gradients_summed(), accumulate_grads():
             run = self._start("step", batches, targets, loss)
+            row = schedule.rows[self._group.rank]
+            gathers = StepGathers(self.stages, row, self._gather)
             self._transport.begin(schedule.rows, run.signatures)
-            with torch.enable_grad():
-                self._execute(run, schedule.rows[self._group.rank])
+            with gathers.whole_step():
+                self._execute(run, row, gathers)
         return self._whole_loss(run)
 
     @torch.no_grad()
@@ -386,15 +473,11 @@ class Pipeline:
         Communication: at the first call of a kind, one all_gather of small objects; one small
         all_reduce over the data-parallel ranks.
         """
-        shapes = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
-        self._check_static(shapes)
-        # what else decides dtypes between stages, and whether gradients go back
-        device_type = self.mesh.device.type
-        mode = kind == "step", self.model.training, torch.is_autocast_enabled(device_type)
-        signatures = [(shape, *mode) for shape in shapes]
+        signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
+        self._check_static(signatures)
         self._check_same(kind, len(batches), targets is not None, loss is not None)
         data = self._data_ranks(batches)
-        scales: list[Tensor] = []
+        scales: list[Scales] = []
         if loss is not None and targets is not None:
             scales = self._scales(loss, batches, data)
         return StepRun(
@@ -406,7 +489,14 @@ class Pipeline:
             loss,
             scales,
             data,
+            self._random(),
         )
+
+    def _random(self) -> StepRandom | None:
+        """Return the random numbers of a step; None in evaluation mode, which draws none."""
+        random = StepRandom(self.mesh.device) if self.model.training else None
+        self._staged.after_unit = None if random is None else random.after_unit
+        return random
 
     def _check_static(self, signatures: Sequence[Hashable]) -> None:
         for number, signature in enumerate(signatures):
@@ -463,8 +553,8 @@ class Pipeline:
 
     def _scales(
         self, loss: MicrobatchLoss, batches: Sequence[Microbatch], data: DataRanks
-    ) -> list[Tensor]:
-        """Return by what the loss of each microbatch is multiplied.
+    ) -> list[Scales]:
+        """Return by what the losses of each microbatch are multiplied.
 
         Layers average gradients over data-parallel ranks, so the factors are that much larger.
         """
@@ -473,14 +563,15 @@ class Pipeline:
             total = torch.ones((), dtype=torch.float64, device=self.mesh.device)
         else:
             total = data.sum(total_weight(weights, self.mesh.device), _WEIGHT)
+        means = [data.size * weight / total for weight in weights]
         if loss.is_sum:
-            return [data.size / total] * len(batches)
-        return [data.size * weight / total for weight in weights]
+            return [Scales(data.size / total, mean) for mean in means]
+        return [Scales(mean, mean) for mean in means]
 
-    def _execute(self, run: StepRun, row: Any) -> None:
+    def _execute(self, run: StepRun, row: Row, gathers: StepGathers | None = None) -> None:
         self._run = run
         try:
-            run.run(row)
+            run.run(row, gathers)
         finally:
             self._run = None
 

@@ -1,6 +1,321 @@
+"""`SplitBackward`: backward of one stage and one microbatch in two parts, I for the stage's inputs
+and W for its weights.
+
+    F   with split.recording():     linear -> norm -> linear       operators with weights are marked
+            y = stage(x)
+    I   split.backward_input(       grad_x <- linear <- norm <- linear      x.grad is complete
+            [y], [grad_y])                    |                 |
+                                       input and gradient    input and gradient     are kept
+    W   split.backward_weight()     grad_weight                grad_weight       in `.grad`
+
+I is one backward of torch. Its operators add what W needs to a list, so nothing is computed twice
+and recomputation (`torch.utils.checkpoint`) runs once, in I. W is one backward too, from the
+weights on: hooks of parameters, `fully_shard` units and reductions see the whole gradient of a
+microbatch in W, as they see it in a backward that is not split. Results have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
 import torch
-from contextlib import nullcontext
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from ....mesh.comm.thread_context import thread_context
+from ...autograd import engine_hooks
+from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import map_tensors, tensors_in
+from .deferral.operands import OPERANDS, Operands
+from .deferral.operators import Phase, defer, use
+from .deferral.weights import Weights
+
+State = Literal["forward", "input", "weight", "done", "failed"]
+
+
 class SplitBackward:
-    def recording(self): return nullcontext()
-    def backward_input(self, roots, grads): torch.autograd.backward(roots, grads)
-    def backward_weight(self): pass
+    """SplitBackward(): the backward of one stage for one microbatch, in two parts.
+
+    Deferred are the weight gradients of `linear`, of matrix products with a weight (`matmul`, `mm`,
+    `addmm`, `bmm`, `@`), of `grouped_mm` and of `embedding`, on plain tensors and on the local
+    parts of ShardedTensors. A weight is a parameter, or a view, copy, cast, redistribution or
+    gather of one. Other operators, such as norms, convolutions and attention, compute the gradients
+    of their parameters in `backward_input`; they too are added to `.grad` in `backward_weight`.
+    What torch does not show to operator modes (functions of `torch.compile` and `sm.jit`, and
+    parameters that are passed to an `autograd.Function`) has its whole backward in
+    `backward_input`.
+
+    Example:
+        >>> split = SplitBackward()
+        >>> with split.recording():
+        ...     y = stage(x)
+        >>> split.backward_input([y], [grad_y])
+        >>> send(x.grad)
+        >>> split.backward_weight()
+    """
+
+    def __init__(self) -> None:
+        self._weights, self._phase = Weights(), Phase()
+        self._state: State = "forward"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the stage's forward in this block; it may be entered several times.
+
+        Gradients of what runs in it are computed by `backward_input` only.
+
+        Raises:
+            RuntimeError: after `backward_input`.
+        """
+        self._expect("forward", "recording()")
+        try:
+            with _MarkWeights(self._weights, self._phase, caches_casts=True):
+                yield
+        except BaseException:
+            self._end("failed")
+            raise
+
+    def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Run backward without the deferred weight gradients, as
+        `torch.autograd.backward(outputs, grads)`.
+
+        Gradients of the stage's inputs are complete afterwards, those of parameters come with
+        `backward_weight`.
+
+        Raises:
+            RuntimeError: it was called before, or the forward failed.
+
+        Communication: that of backward, without what follows the gradients of weights.
+        """
+        self._expect("forward", "backward_input()")
+        self._state = "input"
+        self._phase.is_input = True
+        try:
+            with _MarkWeights(self._weights, self._phase, caches_casts=False):  # recomputation
+                torch.autograd.backward(outputs, grads)
+        except BaseException:
+            self._end("failed")
+            raise
+        finally:
+            self._phase.is_input = False
+        self._weights.drop_unused()
+
+    def backward_weight(self) -> None:
+        """Compute the deferred gradients and add them to `.grad`, as backward would have.
+
+        Raises:
+            RuntimeError: before `backward_input`, a second time, or after a failure.
+
+        Communication: that of the weights' part of backward: reductions of `fully_shard` units and
+        of replicated parameters.
+        """
+        self._expect("input", "backward_weight()")
+        self._state = "weight"
+        roots = self._weights.take_roots()
+        try:
+            if roots:
+                torch.autograd.backward(roots, [root.detach() for root in roots])
+        except BaseException:
+            self._end("failed")
+            raise
+        self._end("done")
+
+    def _expect(self, state: State, call: str) -> None:
+        if self._state == state:
+            return
+        problem = {
+            "forward": "backward_input() has not been called",
+            "input": "backward_input() has been called",
+            "weight": "backward_weight() is running",
+            "done": "backward_weight() has been called",
+            "failed": "an earlier part has failed",
+        }[self._state]
+        raise RuntimeError(
+            f"SplitBackward.{call}: {problem}. The order is recording(), backward_input(), "
+            "backward_weight(), once for each microbatch"
+        )
+
+    def _end(self, state: State) -> None:
+        self._state, self._weights = state, Weights()
+
+
+# -- marking operators -----------------------------------------------------------------------------
+
+_CONVERSIONS = frozenset(  # of a weight to a weight
+    {
+        "bfloat16",
+        "chunk",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "double",
+        "expand",
+        "expand_as",
+        "flatten",
+        "float",
+        "half",
+        "movedim",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "to",
+        "transpose",
+        "type",
+        "type_as",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+    }
+)
+_NOT_OPERATORS = frozenset(  # what they return does not depend on the values of a weight
+    {
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__len__",
+        "data_ptr",
+        "detach",
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "share_memory_",
+        "size",
+        "storage_offset",
+        "stride",
+        "untyped_storage",
+    }
+)
+
+
+class _MarkWeights(TorchFunctionMode):
+    """Runs operators so that they add their parts of weights' gradients to those in `weights`.
+
+    A function of torch's that is written in Python, such as `F.multi_head_attention_forward`, is
+    one operator here, as for every mode.
+    """
+
+    def __init__(self, weights: Weights, phase: Phase, *, caches_casts: bool) -> None:
+        super().__init__()
+        self._weights, self._phase, self._caches_casts = weights, phase, caches_casts
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # leaves by id, and what autocast makes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _NOT_OPERATORS or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        sharded = next((kind for kind in types if issubclass(kind, ShardedTensor)), None)
+        if sharded is not None:
+            self._add_sharded_leaves((*args, *kwargs.values()))
+            with self:  # for the operators on local parts
+                return sharded.__torch_function__(func, types, args, kwargs)
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        if thread_context.recorder is not None or engine_hooks.transforming():
+            return func(*args, **kwargs)
+        weights = [x for x in tensors_in((*args, *kwargs.values())) if self._is_weight(x)]
+        if not weights:
+            return func(*args, **kwargs)
+        operands = OPERANDS.get(func)
+        call = None if operands is None else operands(self._is_weight, *args, **kwargs)
+        if call is not None and self._can_defer(call):
+            return self._defer(call)
+        if args and weights[0] is args[0] and _is_conversion(name, args):
+            return func(*args, **kwargs)
+        first = list(args[:1]) if _writes_first(name) else map_tensors(self._used, args[:1])
+        others = map_tensors(self._used, args[1:])
+        named = dict(zip(kwargs, map_tensors(self._used, kwargs.values()), strict=True))
+        return func(*first, *others, **named)
+
+    def _add_sharded_leaves(self, args: Sequence[Any]) -> None:
+        for x in tensors_in(args):
+            if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
+                self._weights.add_sharded_leaf(x._local)
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
+        """Run `torch.autograd.backward` inside of this mode, for what it recomputes."""
+        if options.get("inputs") is not None:
+            return torch.autograd.backward(tensors, grad_tensors, **options)
+        edges = [get_gradient_edge(y) if isinstance(y, Tensor) else y for y in tensors]
+        with self:  # which does not see a backward from edges
+            return torch.autograd.backward(edges, grad_tensors, **options)
+
+    def _is_weight(self, x: Any) -> bool:
+        is_plain = type(x) is Tensor or type(x) is nn.Parameter
+        return is_plain and x.requires_grad and self._weights.is_weight(x)
+
+    def _used(self, x: Tensor) -> Tensor:
+        return use(self._weights, self._phase, x) if self._is_weight(x) else x
+
+    def _can_defer(self, call: Operands) -> bool:
+        plain = [x for x in (call.x, call.weight, call.bias) if x is not None]
+        if not all(type(x) is Tensor or type(x) is nn.Parameter for x in plain):
+            return False
+        if not call.weight.is_floating_point():
+            return False
+        return call.autocast or not torch.is_autocast_enabled(call.weight.device.type)
+
+    def _defer(self, call: Operands) -> Tensor:
+        x, weight, bias = call.x, call.weight, call.bias
+        if torch.is_autocast_enabled(weight.device.type):
+            x, weight = self._cast(x), self._cast(weight)
+            bias = None if bias is None else self._cast(bias)
+        return defer(call.operator, self._weights, self._phase, self._used(x), weight, bias)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Return an operand as autocast does; a leaf is cast once in a forward."""
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if not x.is_floating_point() or x.dtype in (torch.float64, dtype):
+            return x
+        is_cached = (
+            self._caches_casts
+            and torch.is_autocast_cache_enabled()
+            and x.is_leaf
+            and x.requires_grad
+            and x.dtype is torch.float32
+        )
+        if not is_cached:
+            return x.to(dtype)
+        if id(x) not in self._casts:
+            self._casts[id(x)] = x, x.to(dtype)
+        return self._casts[id(x)][1]
+
+
+def _is_conversion(name: str, args: Sequence[Any]) -> bool:
+    if name == "__getitem__":
+        index = args[1] if type(args[1]) is tuple else (args[1],)
+        return all(i is None or i is ... or type(i) in (int, slice) or _is_number(i) for i in index)
+    return name in _CONVERSIONS
+
+
+def _is_number(i: Any) -> bool:
+    return isinstance(i, Tensor) and i.ndim == 0 and i.dtype is not torch.bool
+
+
+def _writes_first(name: str) -> bool:
+    """Return whether a function, by its name, writes to its first argument."""
+    if name.endswith("__"):
+        return name.startswith("__i")  # __iadd__ and others
+    return name.endswith("_")

@@ -2,8 +2,9 @@
 
 Each rank knows from the table in which order every other rank computes what it needs. Between two
 ranks, in one direction, messages have the order in which the sender computes them. Receives are
-posted ahead in that order, and waited for where their value is used; sends are never waited for
-before the end of the step.
+posted ahead in that order, and waited for where their value is used. A send is waited for, so that
+its memory is freed, when a message of the other rank shows that it has used what was sent: by its
+row it sends that message later.
 
     rank 0    F0 -- send 0    F1 -- send 1    F2 -- send 2        computes on
     rank 1    post 0    wait 0, post 1, F0    wait 1, post 2, F1
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
-from .actions import Action, Rows, actions_in, stages_of
+from .actions import Action, Row, Rows, actions_in, stages_of
 
 _HEADER_SIZE = CommTag("pipeline: size of the description of activations")
 _HEADER = CommTag("pipeline: description of activations")
@@ -161,7 +162,8 @@ class Outbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._described: set[tuple[int, Hashable]] = set()
-        self._in_flight: deque[tuple[Work, Tensor]] = deque()
+        # the result that is sent, the work, and what must live until then
+        self._in_flight: list[tuple[Action, Work, Tensor]] = []
 
     def send_activations(
         self, action: Action, signature: Hashable, values: Sequence[Tensor], metas: Metas
@@ -172,27 +174,34 @@ class Outbox:
             self._described.add(key)
             data = torch.frombuffer(bytearray(pickle.dumps(metas)), dtype=torch.uint8)
             device = values[0].device if values else torch.device("cpu")
-            self._start(torch.tensor([len(data)], device=device), _HEADER_SIZE)
-            self._start(data.to(device), _HEADER)
+            self._start(action, torch.tensor([len(data)], device=device), _HEADER_SIZE)
+            self._start(action, data.to(device), _HEADER)
         for value in values:
-            self._start(local_of(value).detach(), tag_of(action))
+            self._start(action, local_of(value).detach(), tag_of(action))
 
     def send_gradients(self, action: Action, grads: Sequence[Tensor]) -> None:
         """Send the gradients of a stage's inputs."""
         for grad in grads:
-            self._start(grad, tag_of(action))
+            self._start(action, grad, tag_of(action))
 
-    def finish(self) -> None:
-        """Wait until everything has been sent."""
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+    def release(self, is_used: Callable[[Action], bool]) -> None:
+        """Free what has arrived.
 
-    def _start(self, x: Tensor, tag: CommTag) -> None:
-        # Memory is freed as soon as the backend says that a message has left.
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            self._in_flight.popleft()[0].wait()
+        Args:
+            is_used: whether the receiver is known to have used a result.
+        """
+        waiting = self._in_flight
+        self._in_flight = []
+        for entry in waiting:
+            action, work, _ = entry
+            if is_used(action) or work.is_completed():
+                work.wait()
+            else:
+                self._in_flight.append(entry)
+
+    def _start(self, action: Action, x: Tensor, tag: CommTag) -> None:
         x = x.contiguous()
-        self._in_flight.append((self._channel.send(x, tag), x))
+        self._in_flight.append((action, self._channel.send(x, tag), x))
 
 
 class Inbox:
@@ -306,6 +315,8 @@ class Transport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._rank_of: dict[int, int] = {}
+        # by rank: the place in its row of the action that computes a result
+        self._places: list[dict[Action, int]] = []
         # Results for stages of this rank: never sent.
         self._own: dict[Action, list[Tensor]] = {}
 
@@ -317,6 +328,7 @@ class Transport:
         rank = self._group.rank
         moved = transfers(rows)
         self._rank_of = stages_of(rows)
+        self._places = [_places(row) for row in rows]
         self._own = {}
         self._connect(moved)
         for (source, destination), order in moved.items():
@@ -358,7 +370,7 @@ class Transport:
         if sender == self._group.rank:
             locals_ = self._own.pop(action)
         else:
-            locals_ = self._inboxes[sender].take(action)
+            locals_ = self._take(sender, action)
         metas = self._table.metas[stage, signature]
         return [meta.wrap(x, self._mesh) for meta, x in zip(metas, locals_, strict=True)]
 
@@ -376,9 +388,29 @@ class Transport:
         sender = self._rank_of[stage + 1]
         if sender == self._group.rank:
             return self._own.pop(action)
-        return self._inboxes[sender].take(action)
+        return self._take(sender, action)
+
+    def _take(self, sender: int, action: Action) -> list[Tensor]:
+        """Receive a result, and free what its sender had used before."""
+        arrived = self._inboxes[sender].take(action)
+        outbox = self._outboxes.get(sender)
+        if outbox is not None:
+            places = self._places[sender]
+            outbox.release(lambda sent: places[_user_of(sent)] < places[action])
+        return arrived
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for outbox in self._outboxes.values():
-            outbox.finish()
+            outbox.release(lambda _: True)
+
+
+def _places(row: Row) -> dict[Action, int]:
+    actions = [action for action in actions_in(row) if action.kind != "W"]
+    return {action.result: place for place, action in enumerate(actions)}
+
+
+def _user_of(result: Action) -> Action:
+    """Return what another stage computes from a result, named as a result."""
+    step = 1 if result.kind == "F" else -1
+    return result._replace(stage=result.stage + step)

@@ -167,8 +167,8 @@ def apply_plan(
             f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
         )
     named = dict(module.named_modules())
-    tensors = _tensors(module)
-    _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
+    tensors = tensors_of(module)
+    check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
     own = [use for use in uses if applies_itself(use.style)]
     uses = [use for use in uses if not applies_itself(use.style)]
@@ -225,7 +225,7 @@ class _StyleUse(NamedTuple):
     module: nn.Module | None
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by all of their paths."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -300,7 +300,7 @@ def _style(entry: Any, pattern: str) -> Style:
     return style
 
 
-def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], model: str) -> None:
+def check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], model: str) -> None:
     """Raise a ValueError for patterns that match nothing, with similar paths."""
     lost = [pattern for pattern in plan if not any(matches(path, pattern) for path in paths)]
     if lost:

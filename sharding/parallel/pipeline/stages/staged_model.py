@@ -1,9 +1,299 @@
-from .stage import Stage
-Split = object
+"""`StagedModel`: any model as the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from .assembly import make_stages
+from .dependencies import (
+    Boundary,
+    Dependencies,
+    dependencies,
+    opened_by,
+    unit_calls,
+)
+from .module_calls import intercept_calls
+from .ownership import first_places, own_places, owned_by_calls, owned_by_order
+from .recording import Recording, TensorMeta, record
+from .run import AfterUnit, StageRun, shared_tensors
+from .signature import flags_of, set_flags, signature_of
+from .skeleton import on_meta
+from .split import Split, choose_boundaries, unit_costs
+from .units import ModuleTree, blocks, join, module_tree
+
+_SIGNATURES = 128  # of which the dependencies are kept
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class StagedModel:
-    def __init__(self, model, split, num_stages, own_stages, *, example=None):
-        names=[n for n,_ in model.named_children()]
-        cuts=[0]+[names.index(p) for p in split]+[len(names)]
-        self.model=model; model.train(); self.num_stages=num_stages; self.tied={}
-        self.stages={s:Stage(s,[(n,getattr(model,n)) for n in names[cuts[s]:cuts[s+1]]],s==num_stages-1) for s in own_stages}
-    def signature(self,args,kwargs): return tuple(a.shape for a in args)
+    """StagedModel(model, split, num_stages, own_stages) -> the stages of a model that this rank
+    holds.
+
+        split = ["layers.2", "layers.4"]
+
+        stage 0   embed, layers.0, layers.1     until the first call of layers.2
+        stage 1   layers.2, layers.3            until the first call of layers.4
+        stage 2   layers.4, layers.5, head
+
+    The model's code does not change. Its forward runs in every stage, and calls of its *units* are
+    answered: those of the stage run, those of earlier stages return what the stage before sent, and
+    the first call of a later stage ends the run. A unit is an outermost submodule with parameters
+    inside of which no stage begins. What the forward computes between units (masks, rotary
+    embeddings, residual sums) is computed in each stage that uses it, from the model's inputs,
+    which every stage gets, and from outputs of units. So the outputs of units that later stages
+    need are *carried* from stage to stage, also past stages that do not use them. Modules without
+    parameters that draw random numbers, such as dropout, run once, in one stage, as units do.
+
+    Which outputs a stage needs is found by running the forward on tensors without values, once for
+    each signature: shapes and dtypes of the inputs, their other values, and modes. So a forward
+    must not decide by values of tensors which units it calls.
+
+    Units of other stages stay in the model on "meta"; those of this rank's stages keep their
+    values, or stay on "meta" for `materialize`. Shard the stages, not the model, and make the
+    optimizer from their parameters. Freeze parameters in the model, on all ranks, before.
+
+    Args:
+        model: any module whose parameters are not sharded; or a list of modules, one for each
+            stage, each called with the result of the one before, of which a tuple is spread.
+        split: the modules with which the stages after the first begin, as paths or modules; a
+            boundary is the first call of a module. Or "even", for stages with about equal forward
+            flops of their blocks in the example, the largest as small as possible; without an
+            example, or where no flops are counted, as "parameters", by the number of parameters.
+            Blocks are the entries of the model's outermost lists of modules, and the modules next
+            to these. Or a function of a list of `UnitCost` that returns paths or modules. None for
+            a list of modules.
+        num_stages: the number of stages.
+        own_stages: those that this rank holds.
+        example: arguments and keyword arguments of a microbatch; tensors may be on "meta". Without
+            it, units count as called in the order in which they are registered, and a parameter of
+            a container belongs to all stages; inputs that show something else raise an error later.
+
+    Attributes:
+        num_stages: the number of stages.
+        stages: the stages of this rank, by number.
+        after_unit: called in the forward of a stage when a unit has returned, with the number of
+            the call in the model's forward; None for nothing.
+        tied: the parameters that two or more stages hold, by their name in the model, with these
+            stages. Each has a copy, and the gradient is the sum of theirs.
+
+    Raises:
+        ValueError: a module that is not in the model, is never called, or is called in another
+            order; a number of boundaries that does not give `num_stages`; a stage without units;
+            a stage needs what no unit returns; parameters that are sharded already.
+        TypeError: a unit returns an object that is neither a tensor nor a constant.
+        RuntimeError: the forward reads values of tensors.
+
+    Communication: none.
+
+    Example:
+        >>> staged = StagedModel(model, ["model.layers.2"], 2, [rank], example=((ids,), {}))
+        >>> stage = sm.parallel.fully_shard(staged.stages[rank], mesh)
+        >>> carried = stage((), (ids,), {})                        # rank 0
+        >>> logits = stage(received, (ids,), {})                   # rank 1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        split: Split | None,
+        num_stages: int,
+        own_stages: Sequence[int],
+        *,
+        example: Inputs | None = None,
+    ) -> None:
+        _check_numbers(num_stages, own_stages)
+        if not isinstance(model, nn.Module):
+            model, split = _chain(model, split, num_stages)
+        if split is None:
+            raise TypeError("split=None is for a list of modules; name the boundaries of a model")
+        self.num_stages = num_stages
+        self.after_unit: AfterUnit | None = None
+        self._model = model
+        self._modules = list(model.modules())
+        self._skeleton = on_meta(model)
+        self._dependencies: dict[Hashable, Dependencies] = {}
+        recording = None
+        if example is not None:
+            recording = self._record(
+                *example, count_flops=isinstance(split, str) or callable(split)
+            )
+        costs = unit_costs(_opened(model, recording), recording)
+        self._boundaries: list[Boundary] = choose_boundaries(split, model, costs, num_stages)
+        self._tree = self._tree_of(recording)
+        first = first_places(model)
+        self._own_places = own_places(self._tree, first)
+        if recording is None:
+            ownership = owned_by_order(self._tree, self._boundaries, num_stages, first)
+        else:
+            needs = self._dependencies_of(recording)
+            ownership = owned_by_calls(self._tree, needs, first)
+        self._ownership = ownership
+        self.tied = dict(ownership.tied)
+        self._assembled = make_stages(self._tree, ownership, first, sorted(own_stages), self._run)
+        self.stages = {index: one.stage for index, one in self._assembled.items()}
+        intercepted = _intercepted(self._tree, self._boundaries)
+        self._paths = {id(module): path for path, module in intercepted.items()}
+        for module in intercepted.values():
+            intercept_calls(module)
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model; units of other ranks' stages are on "meta"."""
+        return self._model
+
+    def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        """Return what the dependencies of stages depend on: shapes and dtypes of inputs, their
+        values that are not tensors, the modes of modules, whether parameters require gradients,
+        grad mode and autocast.
+
+        For a signature that is new, the forward runs once without values.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as for the class; the inputs make the forward call
+                a unit in a stage that does not hold it.
+
+        Communication: none.
+        """
+        signature = signature_of(args, kwargs, self._modules)
+        if signature not in self._dependencies:
+            needs = self._dependencies_of(self._record(args, kwargs, count_flops=False))
+            self._check_held(needs)
+            while len(self._dependencies) >= _SIGNATURES:
+                del self._dependencies[next(iter(self._dependencies))]
+            self._dependencies[signature] = needs
+        return signature
+
+    def boundary(self, signature: Hashable, stage: int) -> list[TensorMeta]:
+        """Return the tensors that are carried into a stage, in order; [] for stage 0.
+
+        Args:
+            signature: of the inputs, see `signature`.
+            stage: the number of the stage.
+
+        Raises:
+            KeyError: `signature` was not called for such inputs, or too long ago.
+        """
+        needs = self._dependencies[signature]
+        return [needs.calls[x.call].metas[x.index] for x in needs.carried[stage]]
+
+    # -- recording ---------------------------------------------------------------------------------
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count_flops: bool
+    ) -> Recording:
+        flags = partial(set_flags, flags_of(self._modules))
+        return record(self._skeleton, args, dict(kwargs), flags, count_flops)
+
+    def _tree_of(self, recording: Recording | None) -> ModuleTree:
+        """Return the units between the boundaries; those whose insides are called from outside are
+        containers.
+        """
+        modules = dict(self._model.named_modules())
+        boundaries = {modules[path] for path, _ in self._boundaries}
+        opened: set[str] = set()
+        while True:
+            tree = module_tree(self._model, boundaries, opened)
+            called_inside = opened_by(recording, tree) if recording is not None else set()
+            if not called_inside:
+                return tree
+            opened |= called_inside
+
+    def _dependencies_of(self, recording: Recording) -> Dependencies:
+        opened = opened_by(recording, self._tree)
+        if opened:
+            raise ValueError(
+                f"for these inputs the forward calls modules inside of {sorted(opened)} from "
+                "outside, which it did not for the example; pass such inputs as example="
+            )
+        calls = unit_calls(recording, self._tree, self._boundaries)
+        return dependencies(recording, calls, self._own_places, self.num_stages)
+
+    def _check_held(self, needs: Dependencies) -> None:
+        """Raise a ValueError if a stage calls or uses what it does not hold."""
+        for call in needs.calls:
+            held = self._ownership.units.get(call.path)
+            if held is not None and call.stage not in held:
+                raise ValueError(
+                    f"for these inputs the forward calls {call.path!r} in stage {call.stage}, but "
+                    f"it belongs to stages {sorted(held)}, by the example or, without one, by the "
+                    "order of registration; pass such inputs as example="
+                )
+        for place, used_by in needs.places.items():
+            held = self._ownership.tensors.get(place)
+            if held is not None and not set(used_by) <= set(held):
+                raise ValueError(
+                    f"for these inputs stages {sorted(used_by)} use {join(*place)!r} outside of "
+                    f"the unit that owns it, but it is held by stages {sorted(held)}; pass such "
+                    "inputs as example="
+                )
+
+    def _run(
+        self,
+        index: int,
+        carried: tuple[Tensor, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        needs = self._dependencies[self.signature(args, kwargs)]
+        assembled = self._assembled[index]
+        run = StageRun(index, needs, self._paths, assembled.units, carried, self.after_unit)
+        with shared_tensors(assembled.shared, needs.device):
+            return run.forward(self._model, args, kwargs)
+
+
+def _intercepted(tree: ModuleTree, boundaries: Sequence[Boundary]) -> dict[str, nn.Module]:
+    """Return units, leaves, and containers with which a stage begins."""
+    starts = {path for path, _ in boundaries}
+    containers = {path: module for path, module in tree.containers.items() if path in starts}
+    return {**tree.units, **tree.leaves, **containers}
+
+
+def _opened(model: nn.Module, recording: Recording | None) -> ModuleTree:
+    """Return the blocks of a model; those whose insides are called from outside are containers."""
+    tree = blocks(model)
+    while recording is not None and (called_inside := opened_by(recording, tree)):
+        tree = module_tree(model, (), {*tree.containers, *called_inside})
+    return tree
+
+
+class _Chain(nn.Module):
+    """Modules that are called one after the other; a tuple is spread as arguments."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for i, module in enumerate(modules):
+            self.add_module(str(i), module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self._modules.values()
+        result = first(*args, **kwargs)  # type: ignore[misc]
+        for module in others:
+            result = module(*result) if isinstance(result, tuple) else module(result)  # type: ignore[misc]
+        return result
+
+
+def _chain(
+    modules: Sequence[nn.Module], split: Split | None, num_stages: int
+) -> tuple[nn.Module, Split]:
+    """Return a list of modules as one, and the boundaries between them."""
+    if split is not None:
+        raise ValueError(f"a list of modules is one module for each stage: split={split!r} is None")
+    if len(modules) != num_stages:
+        raise ValueError(f"{len(modules)} modules, but num_stages={num_stages}; pass one for each")
+    return _Chain(modules), [str(i) for i in range(1, num_stages)]
+
+
+def _check_numbers(num_stages: int, own_stages: Sequence[int]) -> None:
+    if num_stages < 1:
+        raise ValueError(f"num_stages={num_stages}: a model has at least one stage")
+    wrong = [stage for stage in own_stages if not 0 <= stage < num_stages]
+    if wrong or len(set(own_stages)) != len(own_stages):
+        raise ValueError(
+            f"own_stages={list(own_stages)}: name each stage of this rank once, from 0 to "
+            f"{num_stages - 1}"
+        )

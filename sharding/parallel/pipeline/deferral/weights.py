@@ -1,0 +1,133 @@
+"""Weights, and their gradients in one backward that is split in two.
+
+    weight ------------------------------- _LaterGrad ---- root       an edge to the weight
+    weight, detached ---- operator ---- ... ---- outputs              no edge
+
+Backward for the inputs starts at the outputs. It does not reach the weight; the operator stores in
+a `WeightGrad` how to compute its gradient. Backward for the weights starts at the roots, computes
+the gradients there, and continues as any backward does: through a cast, a transpose, or the gather
+of a `fully_shard` unit to the parameter, its hooks and `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Nodes of autograd through which a tensor is still a weight: casts, views and copies of one, and
+# the conversions of sharded parameters. None of them saves a tensor.
+_NODES_OF_WEIGHTS = frozenset(
+    {
+        "AliasBackward0",
+        "CloneBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "TransposeBackward1",
+        "UnbindBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+        "_RedistributeBackward",
+        "_ScaleGradBackward",
+        "_ToLocalBackward",
+    }
+)
+_GATHER_OF_UNIT = "_GatherParamsBackward"
+
+
+class WeightGrad:
+    """The gradient of a weight from one of its uses.
+
+    Attributes:
+        compute: returns the gradient; None until the backward for the inputs has met the use.
+        anchor: an empty leaf that requires grad: an operand of the use, so that its result requires
+            grad too.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.compute: Callable[[], Tensor] | None = None
+        self.anchor = weight.detach().new_empty(0).requires_grad_()
+
+
+class _LaterGrad(torch.autograd.Function):
+    """Nothing in forward; a gradient that is computed late, in backward.
+
+    Autograd runs the node that was created last first, so gradients are summed in the order of a
+    backward that is not split.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: WeightGrad, weight: Tensor) -> Tensor:
+        ctx.grad = grad
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor]:
+        compute, ctx.grad.compute = ctx.grad.compute, None
+        return None, compute()
+
+
+class Weights:
+    """The weights that one forward uses, and their gradients."""
+
+    def __init__(self) -> None:
+        self._uses: list[tuple[WeightGrad, Tensor]] = []  # with the root of each
+        self._sharded_leaves: dict[int, Tensor] = {}  # local parts of sharded parameters, by id
+
+    def add_sharded_leaf(self, local: Tensor) -> None:
+        """Treat a leaf as a weight: it is the local part of a sharded parameter."""
+        self._sharded_leaves[id(local)] = local
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether a tensor that requires grad is a parameter, or one converted.
+
+        Converted are: views, copies and casts, the result of a redistribution, and parameters that
+        a `fully_shard` unit has gathered.
+        """
+        node = x.grad_fn
+        if node is None:
+            return self._is_weight_leaf(x)
+        while True:
+            name = node.name()
+            if name == _GATHER_OF_UNIT:
+                return True
+            if name == "torch::autograd::AccumulateGrad":
+                return self._is_weight_leaf(node.variable)  # type: ignore[attr-defined]
+            if name not in _NODES_OF_WEIGHTS:
+                return False
+            operands = [edge for edge, _ in node.next_functions if edge is not None]
+            if len(operands) != 1:
+                return False
+            node = operands[0]
+
+    def _is_weight_leaf(self, x: Tensor) -> bool:
+        return isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves
+
+    def add_use(self, weight: Tensor) -> WeightGrad:
+        """Return the gradient of a new use of a weight, in the order of forward."""
+        grad = WeightGrad(weight)
+        root: Any = _LaterGrad.apply(grad, weight)
+        self._uses.append((grad, root))
+        return grad
+
+    def drop_unused(self) -> None:
+        """Forget uses without a gradient, such as those of recomputations."""
+        self._uses = [(grad, root) for grad, root in self._uses if grad.compute is not None]
+
+    def take_roots(self) -> list[Tensor]:
+        """Return the tensors from which backward computes all gradients, and forget them."""
+        uses, self._uses = self._uses, []
+        return [root for grad, root in uses if grad.compute is not None]

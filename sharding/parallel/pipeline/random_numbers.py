@@ -1,0 +1,75 @@
+"""Random numbers of a step that depend neither on the split nor on the schedule.
+
+    forward of microbatch m    seed (step, m) | unit 0 | seed (step, m, 0) | unit 1 | seed ...
+
+Each stage seeds after the units of earlier stages as if it had run them. So dropout is the same
+with one stage and with sixteen. Generators are seeded between units only, so recomputation, which
+restores their state, draws the same numbers again. Each step takes one number from torch's
+generator and one from that of ShardedTensors, on every rank of the pipeline; ranks that are seeded
+alike stay alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ....mesh.comm.current_world import current_world
+from ...tensor.random import RandomStream
+
+_BEFORE_UNITS = -1
+
+
+class StepRandom:
+    """The random numbers of one step.
+
+    Args:
+        device: of the model; its generator is seeded beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream = current_world().state(RandomStream)
+        self._seed = int(torch.empty((), dtype=torch.int64).random_())
+        self._sharded_seed = _mixed(self._stream.seed, self._stream.drawn)
+        self._stream.drawn += 1
+        self._microbatch = 0
+
+    @contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
+        """Seed for the forward of a stage for a microbatch; afterwards all is as before."""
+        stream = self._stream
+        sharded = stream.seed, stream.drawn
+        state = torch.default_generator.get_state()
+        device_state = None
+        if self._device_module is not None:
+            device_state = self._device_module.get_rng_state()
+        self._microbatch = number
+        self.after_unit(_BEFORE_UNITS)
+        try:
+            yield
+        finally:
+            stream.seed, stream.drawn = sharded
+            torch.default_generator.set_state(state)
+            if self._device_module is not None:
+                self._device_module.set_rng_state(device_state)
+
+    def after_unit(self, number: int) -> None:
+        """Seed for what follows a call of a unit, by the number of the call."""
+        seed = _mixed(self._seed, self._microbatch, number)
+        torch.default_generator.manual_seed(seed)
+        if self._device_module is not None:
+            self._device_module.manual_seed(seed)
+        self._stream.seed = _mixed(self._sharded_seed, self._microbatch, number)
+        self._stream.drawn = 0
+
+
+def _mixed(*numbers: int) -> int:
+    """Return a 63-bit hash of numbers."""
+    packed = struct.pack(f"<{len(numbers)}Q", *(number & (1 << 64) - 1 for number in numbers))
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

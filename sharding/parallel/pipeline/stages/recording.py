@@ -1,0 +1,288 @@
+"""A forward on a skeleton, as a list of what happens in it: calls of modules, and operators.
+
+    enter model      enter embed   embedding   exit embed   add   enter layers.0   ...   exit model
+
+Operators name tensors and their memory by numbers, so that what a tensor was computed from can be
+followed through views and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .....mesh.comm import call_site
+from .....mesh.comm.thread_context import thread_context
+from .module_calls import intercept_calls
+from .skeleton import as_fake
+from .units import Place, places_of
+from .values import ValueTree, split_value, tensors_of
+
+# -- what happens ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a stage knows of a tensor before it arrives.
+
+    Attributes:
+        shape, dtype, device, requires_grad: those of the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class TensorKey:
+    """The numbers of a tensor and of its memory, and the tensor's version."""
+
+    tensor: int
+    storage: int
+    version: int = 0
+
+
+@dataclass(eq=False)
+class Enter:
+    """The beginning of a call of a module.
+
+    Attributes:
+        path: the first path of the module.
+        arguments: the tensors among the arguments, in the order of leaves.
+    """
+
+    path: str
+    arguments: list[TensorKey]
+
+
+@dataclass(eq=False)
+class Exit:
+    """The end of a call.
+
+    Attributes:
+        enter: its beginning.
+        tree: the result without its tensors; a text, the class, where an object in it is neither a
+            tensor nor a constant.
+        tensors, metas: the tensors of the result.
+        arguments: the tensors of `enter`, as they are now.
+    """
+
+    enter: Enter
+    tree: ValueTree | str
+    tensors: list[TensorKey]
+    metas: list[TensorMeta]
+    arguments: list[TensorKey]
+
+
+@dataclass(eq=False)
+class Operator:
+    """A call of an operator.
+
+    Attributes:
+        name: of the operator.
+        inputs, outputs: tensors.
+        written: the memory that it writes.
+        draws: whether it draws random numbers.
+        flops: the count of floating-point operations; 0 unless asked for.
+    """
+
+    name: str
+    inputs: list[TensorKey]
+    outputs: list[TensorKey]
+    written: list[int]
+    draws: bool
+    flops: int
+
+
+Event = Enter | Exit | Operator
+
+
+@dataclass(eq=False)
+class Recording:
+    """A recorded forward.
+
+    Attributes:
+        device: on which the forward ran.
+        events: what happened, in order.
+        result: the tensors of the result.
+        places: the first place of each parameter and buffer, by the number of the tensor.
+        place_storages: their memory.
+    """
+
+    device: torch.device
+    events: list[Event] = field(default_factory=list)
+    result: list[TensorKey] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    place_storages: set[int] = field(default_factory=set)
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+def record(
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flags: Callable[[nn.Module], None],
+    count_flops: bool,
+) -> Recording:
+    """Run a copy of the skeleton on arguments without values, and record it.
+
+    Args:
+        skeleton: the model on "meta".
+        args, kwargs: of the forward; their values are not read.
+        flags: sets `training` and `requires_grad` of the copy.
+        count_flops: whether to count floating-point operations.
+
+    Raises:
+        RuntimeError: the forward reads a value of a tensor; the text has the line.
+    """
+    devices = [x.device for x in tensors_of((args, kwargs)) if not x.is_meta]
+    device = devices[0] if devices else torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
+    model = as_fake(skeleton, mode, device)
+    flags(model)
+    recorder = _Recorder(model, device, count_flops)
+    for module in model.modules():
+        intercept_calls(module)
+    has_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast of one unit would be used in another
+    try:
+        with mode, recorder, thread_context.setting(module_calls=recorder):
+            result = model(*fake_args, **fake_kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            f"{_line_of(error.__traceback__)}: the forward is recorded on shapes alone to split it "
+            f"into stages, but this line reads values of a tensor ({error}). Pass the number as an "
+            "argument, or choose an implementation whose shapes do not depend on values"
+        ) from error
+    finally:
+        torch.set_autocast_cache_enabled(has_cache)
+    recorder.recording.result = [recorder.key(x) for x in tensors_of(result)]
+    return recorder.recording
+
+
+class _Recorder(TorchDispatchMode):
+    """Records operators as a mode, and calls of modules as their observer."""
+
+    def __init__(self, model: nn.Module, device: torch.device, count_flops: bool) -> None:
+        super().__init__()
+        self.recording = Recording(device)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._flop_counts = _flop_counts() if count_flops else {}
+        self._alive: dict[int, Tensor] = {}  # so that no number is used twice
+        for place, x in places_of(model):
+            key = self.key(x)
+            self.recording.places.setdefault(key.tensor, place)
+            self.recording.place_storages.add(key.storage)
+
+    def key(self, x: Tensor) -> TensorKey:
+        self._alive[id(x)] = x
+        strided = x.layout is torch.strided
+        storage = x.untyped_storage()._cdata if strided else id(x)
+        return TensorKey(id(x), storage, x._version if not x.is_inference() else 0)
+
+    def call(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        path = self._paths.get(id(module))
+        if path is None:  # made in the forward
+            return original(*args, **kwargs)
+        arguments = tensors_of((args, kwargs))
+        enter = Enter(path, [self.key(x) for x in arguments])
+        self.recording.events.append(enter)
+        result = original(*args, **kwargs)
+        try:
+            tensors, tree = split_value(result)
+        except TypeError as error:
+            tensors, tree = tensors_of(result), str(error)
+        metas = [TensorMeta(x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+        keys = [self.key(x) for x in tensors]
+        exit_ = Exit(enter, tree, keys, metas, [self.key(x) for x in arguments])
+        self.recording.events.append(exit_)
+        return result
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = _run(func, args, kwargs)
+        inputs = [self.key(x) for x in _tensors((args, kwargs))]
+        written = [self.key(x).storage for x in _written(func, args, kwargs)]
+        outputs = [self.key(x) for x in _tensors(result)]
+        count = self._flop_counts.get(func._overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+        draws = torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs)
+        event = Operator(str(func), inputs, outputs, written, draws, flops)
+        self.recording.events.append(event)
+        return result
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator; torch's rule for shapes of grouped products refuses dtypes that its kernels
+    take.
+    """
+    dtypes = {x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()}
+    if func is not torch.ops.aten._grouped_mm.default or dtypes == {torch.bfloat16}:
+        return func(*args, **kwargs)
+    as_bfloat16 = pytree.tree_map_only(
+        Tensor, lambda x: x.to(torch.bfloat16) if x.is_floating_point() else x, (args, kwargs)
+    )
+    return func(*as_bfloat16[0], **as_bfloat16[1]).to(args[0].dtype)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    written: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
+
+
+def _drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return False for attention without dropout, which torch counts as random."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[i] if i < len(args) else kwargs.get(argument.name, 0.0))
+    return True
+
+
+def _flop_counts() -> dict[Any, Callable[..., int]]:
+    from torch.utils.flop_counter import flop_registry  # takes half a second to import
+
+    return flop_registry
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """Return the innermost line of a traceback that is neither in this library nor in torch."""
+    line = "the model's forward"
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(call_site._INNER):
+            line = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line

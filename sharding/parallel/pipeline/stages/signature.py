@@ -1,0 +1,74 @@
+"""What decides which units a forward calls and what they return, as something to look up by."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....trees import flatten
+
+
+class ModuleFlags(NamedTuple):
+    """The modes of modules, and whether their parameters require gradients, module by module."""
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+
+
+def flags_of(modules: Sequence[nn.Module]) -> ModuleFlags:
+    """Return the flags of a model, given all of its modules."""
+    requires_grad: list[bool] = []
+    for module in modules:
+        for x in module._parameters.values():
+            requires_grad.append(x is not None and x.requires_grad)
+    return ModuleFlags(tuple([module.training for module in modules]), tuple(requires_grad))
+
+
+def set_flags(flags: ModuleFlags, model: nn.Module) -> None:
+    """Give a copy of the model these flags."""
+    requires_grad = iter(flags.requires_grad)
+    for module, training in zip(model.modules(), flags.training, strict=True):
+        module.training = training
+        for x in module._parameters.values():
+            required = next(requires_grad)
+            if x is not None:
+                x.requires_grad_(required)
+
+
+def signature_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], modules: Sequence[nn.Module]
+) -> Hashable:
+    """Return the signature of a call: shapes, dtypes and other values of the inputs, flags of the
+    model's modules, grad mode and autocast.
+
+    Raises:
+        TypeError: an input is neither a tensor nor hashable.
+    """
+    enabled = tuple([torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")])
+    dtypes = tuple([torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")])
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), enabled, dtypes
+    return _description((tuple(args), dict(kwargs))), modes, flags_of(modules)
+
+
+def _description(tree: Any) -> Hashable:
+    leaves, structure = flatten(tree)
+    return structure, tuple([_leaf_description(leaf) for leaf in leaves])
+
+
+def _leaf_description(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return type(leaf), _description(dict(vars(leaf)))
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TypeError(
+            f"inputs of a pipeline's model are tensors, hashable values, and lists, tuples, dicts "
+            f"and dataclasses of these; got a {type(leaf).__qualname__}"
+        ) from None
+    return type(leaf), leaf
