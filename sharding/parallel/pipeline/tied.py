@@ -82,8 +82,8 @@ class TiedParameters:
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum the gradients of copies that are made in the block, and add them to `.grad`; of several
-        copies of a rank that of the first.
+        """Sum the gradients of copies that are made in the block, and add them to `.grad`; where a
+        rank has several copies, to that of the first.
 
         An exception leaves the gradients as before the block.
 
