@@ -150,9 +150,6 @@ def _own_optimizer(model: PartialModel, stored: Mapping[str, Any]) -> dict[str, 
     groups: list[dict[str, Any]] = []
     for group in stored["param_groups"]:
         params = [_without_wrappers(name) for name in group["params"]]
-        for name, first in model.whole.tied_names.items():
-            if _without_wrappers(first) in params:
-                params.append(_without_wrappers(name))
         groups.append({**group, "params": params})
     return {"state": own, "param_groups": groups}
 

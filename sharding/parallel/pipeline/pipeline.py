@@ -205,6 +205,7 @@ class Pipeline:
         self._loss_dtype: torch.dtype | None = None  # known to all after the first step
         tensors = StageTensors(mesh, axis)
         self.whole = WholeModel(staged.model, staged.stages, tensors, tied_names)
+        self._has_tied = bool(staged.tied or tied_names)
         self._tied: TiedParameters | None = None
         mesh.world.state(LivePipelines).add(self.whole)
 
@@ -232,7 +233,8 @@ class Pipeline:
         """Yield the parameters of this rank's stages under the model's own names, each once.
 
         A tied parameter has its first name in the model, also in the stage that uses it under
-        another one.
+        another one. Where two stages of this rank have a copy, the first is the parameter, and the
+        other one follows it.
         """
         yield from self.whole.named_parameters()
 
@@ -473,6 +475,8 @@ class Pipeline:
         Communication: at the first call of a kind, one all_gather of small objects; one small
         all_reduce over the data-parallel ranks.
         """
+        if self._has_tied:
+            self.whole.refresh_copies()
         signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
         self._check_static(signatures)
         self._check_same(kind, len(batches), targets is not None, loss is not None)
@@ -601,7 +605,7 @@ class Pipeline:
         """Sum the gradients of tied parameters' copies at the end of the block; before the first
         step make the copies equal.
         """
-        if not (self._staged.tied or self.whole.tied_names):
+        if not self._has_tied:
             return nullcontext()
         if self._tied is None:
             self._tied = TiedParameters(self.whole)

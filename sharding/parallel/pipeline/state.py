@@ -54,18 +54,31 @@ class WholeModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank's stages: see `Pipeline.named_parameters`."""
+        for name, copies in self.copies().items():
+            yield name, copies[0]
+
+    def copies(self) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters of this rank's stages by first name; several objects where several
+        of the stages have a copy.
+        """
+        copies: dict[str, list[nn.Parameter]] = {}
         seen: set[int] = set()
-        names: set[str] = set()
         for stage in self._stages.values():
-            for own_name, parameter in stage.named_parameters():
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                name = self.tied_names.get(own_name, own_name)
-                # where two stages of this rank have a copy each, the second has its own name
-                name = own_name if name in names else name
-                names.add(name)
-                yield name, parameter
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    copies.setdefault(self.first_name(name), []).append(parameter)
+        return copies
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """Give further copies of this rank the value of the first, which the optimizer steps.
+
+        Communication: none if they have the same layout.
+        """
+        for first, *others in self.copies().values():
+            for copy in others:
+                copy.copy_(first)
 
     def names(self) -> list[str]:
         """Return the names of all parameters of the model. Communication: none."""
@@ -171,16 +184,7 @@ class WholeModel:
                 f"{list(tree.holders)[:3]}"
             )
         named = {self.first_name(name): entry for name, entry in whole.items()}
-        entries = self.tensors.own_entries(named, tree, self._parameters())
-        own: dict[str, Any] = {}
-        for name, _ in self.named_parameters():
-            first = self.first_name(name)
-            if first not in entries:
-                continue
-            own[name] = entries[first]
-            if name != first and first in own:  # another copy of this rank has its own tensors
-                own[name] = pytree.tree_map_only(Tensor, torch.clone, entries[first])
-        return own
+        return self.tensors.own_entries(named, tree, dict(self.named_parameters()))
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the parameter groups of all stages' optimizers, by parameter name: groups with the
@@ -202,7 +206,7 @@ class WholeModel:
         Communication: one all_gather of small objects over the axis, the first time.
         """
         tree = self.parameters_of_all()
-        return self.tensors.whole(self._parameters(), tree)
+        return self.tensors.whole(dict(self.named_parameters()), tree)
 
     def gradients(self) -> dict[str, ShardedTensor]:
         """Return the gradients of the whole model by parameter, laid out as in `state_dict`; zeros
@@ -212,14 +216,14 @@ class WholeModel:
         """
         tree = self.parameters_of_all()
         own: dict[str, Tensor] = {}
-        for name, parameter in self._parameters().items():
+        for name, parameter in self.named_parameters():
             grad = parameter.grad
             own[name] = _zeros_like(parameter) if grad is None else grad
         return self.tensors.whole(own, tree)
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of this rank's parameters that have one."""
-        own = self._parameters()
+        own = dict(self.named_parameters())
         return {name: x.grad for name, x in own.items() if x.grad is not None}
 
     def has_gradients(self) -> dict[str, Tensor]:
@@ -229,7 +233,7 @@ class WholeModel:
         Communication: as `gradients`.
         """
         tree = self.parameters_of_all()
-        own = self._parameters()
+        own = dict(self.named_parameters())
         entries: dict[str, Tensor] = {}
         for name, whole in self.parameters().items():
             layout = Layout.of(whole._layout.mesh, P(), (1,), torch.float32)
@@ -240,13 +244,6 @@ class WholeModel:
             entries[name] = ShardedTensor._make_guarded(local, layout, LINEAGE)
         return entries
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by first name, of several copies the first."""
-        own: dict[str, nn.Parameter] = {}
-        for name, parameter in self.named_parameters():
-            own.setdefault(self.first_name(name), parameter)
-        return own
-
     def parameters_of_all(self) -> WholeTree:
         """Return which rank has which parameter.
 
@@ -255,7 +252,7 @@ class WholeModel:
 
         Communication: one all_gather of small objects over the axis, the first time.
         """
-        own = self._parameters()
+        own = dict(self.named_parameters())
         if self._tree is None:
             self._tree = self.tensors.exchange(own)
             self._layouts = {n: self.tensors.layout_of(x) for n, x in own.items()}
@@ -334,7 +331,7 @@ def merged_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if same is None:
             same = {**settings, "params": []}
             merged.append(same)
-        same["params"] += [name for name in group["params"] if name not in same["params"]]
+        same["params"] = list(dict.fromkeys([*same["params"], *group["params"]]))
     return merged
 
 

@@ -4,7 +4,8 @@
     stage 3    head.weight    its gradient  g3   ->  g0 + g3         optimizers keep them equal
 
 Each stage has a copy. In a step each copy collects its own gradient, apart from what `.grad` had
-before; then the gradients are summed over the copies and added to `.grad`.
+before; then the gradients are summed over the copies and added to `.grad`. Of several copies of one
+rank only the first is a parameter of the pipeline; the others get its value before each step.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class TiedParameters:
 
     def __init__(self, whole: WholeModel) -> None:
         self._tensors = whole.tensors
-        by_name: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in whole.named_parameters():
-            by_name.setdefault(whole.first_name(name), []).append(parameter)
+        by_name = whole.copies()
         self._copies: dict[str, Sequence[nn.Parameter]] = {}
         self._metas: dict[str, Mapping[int, TensorMeta]] = {}
         for name, metas in whole.parameters_of_all().holders.items():
@@ -68,7 +67,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Give every copy the value of the first one.
+        """Give the copies of all ranks the value of the first one.
 
         Communication: for each parameter, its redistribution from the first copy to those of other
             ranks.
@@ -80,12 +79,11 @@ class TiedParameters:
                 part = self._tensors.part(value, self._layout(name, place))
                 if place == self._tensors.place and part is not None:
                     local_of(copies[0]).copy_(part)
-            for copy in copies[1:]:
-                copy.copy_(copies[0])
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum the gradients of copies that are made in the block, and add them to `.grad`.
+        """Sum the gradients of copies that are made in the block, and add them to `.grad`; where a
+        rank has several copies, to that of the first.
 
         An exception leaves the gradients as before the block.
 
@@ -106,6 +104,9 @@ class TiedParameters:
             raise
         with torch.no_grad():
             self._sum(trained)
+            for _, *others in trained.values():
+                for copy in others:
+                    copy.grad = None
             for copy, grad in before:
                 if grad is not None:
                     copy.grad = grad if copy.grad is None else grad.add_(copy.grad)
@@ -139,7 +140,7 @@ class TiedParameters:
         for number, (name, copies) in enumerate(bucket.items()):
             # only ranks without a gradient read the count, for which the host waits
             if own[name] is not None or counts[number].item():
-                _set_grads(copies, sums[number].view(local_of(copies[0]).shape))
+                _set_grad(copies[0], sums[number].view(local_of(copies[0]).shape))
 
     def _sum_by_redistribution(self, name: str, copies: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of copies with different layouts, in each of these."""
@@ -153,7 +154,7 @@ class TiedParameters:
                 if destination == self._tensors.place and part is not None:
                     total = part.clone() if total is None else total.add_(part)
         if total is not None:
-            _set_grads(copies, total)
+            _set_grad(copies[0], total)
 
     def _layout(self, name: str, place: int) -> Layout:
         return self._metas[name][place].layout(self._tensors.mesh.device_type)
@@ -189,14 +190,10 @@ def _sum_of_copies(copies: Sequence[nn.Parameter]) -> Tensor | None:
     return total
 
 
-def _set_grads(copies: Sequence[nn.Parameter], part: Tensor) -> None:
-    """Set the gradients of this rank's copies, from a part laid out like the first copy."""
-    first = copies[0]
-    for number, copy in enumerate(copies):
-        own = part if number == 0 else part.clone()
-        if isinstance(first, ShardedTensor):
-            layout = first._layout.grad.replace(dtype=own.dtype)
-            grad = ShardedTensor._make_guarded(own, layout, LINEAGE)
-            copy.grad = grad.redistribute(copy.mesh, copy._layout.grad.spec)  # type: ignore[attr-defined]
-        else:
-            copy.grad = own
+def _set_grad(parameter: nn.Parameter, part: Tensor) -> None:
+    """Set a gradient from its local part."""
+    if isinstance(parameter, ShardedTensor):
+        layout = parameter._layout.grad.replace(dtype=part.dtype)
+        parameter.grad = ShardedTensor._make_guarded(part, layout, LINEAGE)
+    else:
+        parameter.grad = part
