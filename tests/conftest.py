@@ -1,4 +1,4 @@
-"""Configuration of all tests: pools of worker processes, the device, and marks."""
+"""Configuration of all tests: the device, marks, and the fixtures of `tests/ranks.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from shardmesh.mesh.monitor.recording.cleanup import remove_left
 from shardmesh.mesh.monitor.recording.files import parent_folders
 from tests import device, tiers
-from tests.pool import Pool
+from tests.ranks import POOLS, forked, world4, world8  # noqa: F401
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by shells for background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for the tests of Ctrl-C
@@ -39,26 +39,6 @@ for profile, examples in (("shardmesh", 15), ("few", 5)):
         profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples
     )
 hypothesis.settings.load_profile("shardmesh")
-
-
-@pytest.fixture(scope="session")
-def world4() -> Iterator[Pool]:
-    """Four gloo ranks in separate processes: `world4(fn, *args) -> [result by rank]`; started by
-    the first call.
-    """
-    yield from _pool(4)
-
-
-@pytest.fixture(scope="session")
-def world8() -> Iterator[Pool]:
-    """Eight gloo ranks, used like `world4`."""
-    yield from _pool(8)
-
-
-def _pool(size: int) -> Iterator[Pool]:
-    pool = Pool(size)
-    yield pool
-    pool.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,8 +91,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
-            # The pools are on one worker of `pytest -n`
+        if POOLS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("processes"))
     tiers.add_marks(items)
     if hasattr(config, "workerinput"):  # of `pytest -n`

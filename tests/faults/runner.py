@@ -8,12 +8,7 @@ with Runner() as runner:
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import threading
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +16,9 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from tests.faults import rank_program
 from tests.faults.fault import RANKS, Fault
-from tests.faults.fork_server import Job
-
-_START_S = 180.0
-_POLL_S = 0.01
-_ROOT = Path(__file__).parents[2]
+from tests.forked import Ended, Forked
 
 
 @dataclass(frozen=True)
@@ -71,25 +63,8 @@ class Runner:
     """
 
     def __init__(self, table: str = "tests.faults.programs") -> None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._folder = tempfile.TemporaryDirectory(prefix="shardmesh-faults-")
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.fork_server", table],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=_ROOT,
-            env=environment,
-        )
-        self._sending, self._jobs = threading.Lock(), 0
-        assert self._server.stdout
-        if self._server.stdout.readline() != "ready\n":
-            raise RuntimeError(
-                f"the fork server did not start: exit status {self._server.wait(_START_S)}"
-            )
+        # Without torch._dynamo the first optimizer imports it, which takes seconds.
+        self._table, self._forked = table, Forked("torch._dynamo", rank_program.__name__, table)
 
     def __enter__(self) -> Self:
         return self
@@ -100,16 +75,7 @@ class Runner:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        assert self._server.stdin
-        assert self._server.stdout
-        self._server.stdin.close()
-        try:
-            self._server.wait(10)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-        self._server.stdout.close()
-        self._folder.cleanup()
+        self._forked.close()
 
     def run(
         self, fault: Fault, backend: str = "ours", *, healthy: bool = False, limit_s: float = 30.0
@@ -117,53 +83,33 @@ class Runner:
         """Run a program and wait for it.
 
         Args:
-            backend: see `Job`.
+            backend: see `rank_program.run`.
             healthy: run it without outliers.
             limit_s: seconds after which hanging ranks are killed.
         """
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with self._sending:
-            self._jobs += 1
-            folder = Path(self._folder.name, f"{self._jobs}-{fault.name}"[:60])
-            folder.mkdir()
-            job = Job(
-                fault.name,
-                backend,
-                () if healthy else fault.outliers,
-                str(folder),
-                store.port,
-                limit_s,
-            )
-            self._send(job)
-        return _outcome(folder, self._ended(folder, limit_s + 40))
-
-    def _send(self, job: Job) -> None:
-        assert self._server.stdin
-        self._server.stdin.write(job.to_json() + "\n")
-        self._server.stdin.flush()
-
-    def _ended(self, folder: Path, limit_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
-        while not (folder / "ended.json").exists():
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the supervisor of {folder} has ended; exit status of the fork server: "
-                    f"{self._server.poll()}"
-                )
-            time.sleep(_POLL_S)
-        return json.loads((folder / "ended.json").read_text())
+        folder, outliers = self._forked.new_folder(), () if healthy else fault.outliers
+        args = self._table, fault.name, backend, outliers, str(folder), limit_s
+        environments = [
+            rank_program.environment(rank, store.port, backend, str(folder))
+            for rank in range(RANKS)
+        ]
+        ended = self._forked.run(
+            rank_program.run, [args] * RANKS, environments, folder, limit_s=limit_s
+        )
+        return _outcome(folder, ended)
 
 
-def _outcome(folder: Path, ended: dict[str, Any]) -> Outcome:
+def _outcome(folder: Path, ended: Sequence[Ended]) -> Outcome:
     logs = [_events(folder / f"{rank}.events") for rank in range(RANKS)]
     fault = min(
         (event["when"] for log in logs for event in log if event["event"] == "fault"), default=None
     )
-    ranks = []
-    for rank, events in enumerate(logs):
-        output = (folder / f"{rank}.output").read_text(errors="replace")
-        ranks.append(_rank_outcome(events, ended["statuses"].get(str(rank)), fault, output))
-    return Outcome(ranks, ended["killed"])
+    ranks = [
+        _rank_outcome(events, known.status, fault, known.output)
+        for events, known in zip(logs, ended, strict=True)
+    ]
+    return Outcome(ranks, [rank for rank, known in enumerate(ended) if known.status is None])
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

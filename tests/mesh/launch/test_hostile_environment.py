@@ -29,8 +29,9 @@ from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import what_must_agree
 from shardmesh.mesh.settings import check_environment, from_environment
 from shardmesh.mesh.topology import torchrun_node_size
+from tests.forked import Forked, by_hand, free_port
 from tests.mesh.monitor.healthy_host import facts
-from tests.mesh.monitor.starter import Rank, Starter, by_hand, free_port
+from tests.mesh.monitor.startup.starts import Rank, start
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NO_NUMBERS = {
@@ -214,8 +215,7 @@ def test_a_resolver_that_does_not_answer_is_the_reason(
 
 
 @pytest.mark.xdist_group("processes")
-def test_strays_do_not_keep_a_job_from_starting() -> None:
-    starter = Starter()
+def test_strays_do_not_keep_a_job_from_starting(forked: Forked) -> None:
     envs = by_hand(2)
     port = int(envs[0]["MASTER_PORT"])
     strays: list[Any] = []
@@ -231,12 +231,11 @@ def test_strays_do_not_keep_a_job_from_starting() -> None:
     thread = threading.Thread(target=come)
     thread.start()
     try:
-        outcomes = starter([envs[0], Rank(envs[1], delay=3.0)])
+        outcomes = start(forked, [envs[0], Rank(envs[1], delay=3.0)])
         assert [outcome.text for outcome in outcomes] == ["", ""]
         assert len(strays) == 300
     finally:
         thread.join()
-        starter.close()
         for stray in strays:
             stray.close()
     assert os.environ.get("RANK") is None

@@ -29,7 +29,7 @@ from shardmesh.mesh.launch.child_process import FAILURE, RankFailure
 from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.processes.process import process_world
 from shardmesh.mesh.settings import settings
-from tests.mesh.monitor.starter import by_hand
+from tests.forked import by_hand
 from tests.pool import Pool
 
 LIMIT_S = 90.0

@@ -19,7 +19,7 @@ from shardmesh.mesh import MeshError, current_world, simulate
 from shardmesh.mesh.errors import PeerError
 from shardmesh.mesh.launch.breakpoint import breakpoint
 from shardmesh.mesh.settings import settings, watchdog
-from tests.mesh.monitor.starter import is_readable
+from tests.forked import is_readable
 from tests.pool import Pool
 
 LIMIT_S = 90.0

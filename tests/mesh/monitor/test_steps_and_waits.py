@@ -14,9 +14,9 @@ from shardmesh.mesh.comm.recording.recorder import step_bits
 from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.errors import CollectiveMismatchError
 from shardmesh.mesh.monitor.diagnosis.members import agree, read_members
+from tests.forked import Ended, Forked
 from tests.mesh.monitor import step_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
-from tests.mesh.monitor.forked import Ended, Forked
 
 # -- simulated ranks -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from shardmesh.mesh.monitor.startup.rank_info import RankInfo, own_rank_info
 from shardmesh.mesh.monitor.store_keys import StoreKeys
 from shardmesh.mesh.monitor.store_values import StoreValueError, json_object, parsed, rank_list
 from shardmesh.mesh.monitor.verdict import Verdict
-from tests.mesh.monitor.starter import free_port
+from tests.forked import free_port
 
 INFO = json.loads(own_rank_info(1, {"WORLD_SIZE": "2"}, 0, {}).to_json())
 VERDICT = json.loads(Verdict("lost", (1,), "", (), "rank 1 died").to_json())

@@ -20,11 +20,10 @@ from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.monitor import termination
 from shardmesh.mesh.monitor.verdict import Verdict
 from shardmesh.mesh.settings import settings
+from tests.forked import ROOT, Ended, Forked, statuses
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.attempts import LAST
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
-from tests.mesh.monitor.forked import Ended, Forked, statuses
-from tests.mesh.monitor.starter import ROOT
 
 
 @pytest.fixture

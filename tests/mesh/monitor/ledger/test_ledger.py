@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from itertools import pairwise
@@ -26,10 +24,10 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
 from shardmesh.mesh.monitor.ledger.entries import LedgerEntry
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step, read_buffer
 from shardmesh.mesh.settings import collective_check, settings
+from tests.forked import Forked, statuses
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
+from tests.mesh.monitor.ledger import crash
 from tests.pool import Pool
-
-CRASH = str(Path(__file__).with_name("crash.py"))
 
 
 def test_every_collective_is_listed_with_its_bytes() -> None:
@@ -247,19 +245,11 @@ def test_running_job_is_read_from_one_rank_and_from_outside(world4: Pool) -> Non
 
 
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crashed(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Path:
     """Return the folder left behind by a job whose rank 2 was killed."""
     folder = tmp_path_factory.mktemp("watch")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {"SHARDMESH_WATCH_DIR": str(folder), "OMP_NUM_THREADS": "1", "PATH": ""}
-    if path := [p for p in sys.path if p.endswith(".venv/src")]:
-        env["PYTHONPATH"] = path[0]
-    done = subprocess.run(
-        [sys.executable, CRASH, str(port)], env=env, capture_output=True, text=True, timeout=90
-    )
-    assert done.stdout.strip() == "[7, 7, -9, 7]", done.stderr
+    ended = forked(crash.main, 4, own=False, SHARDMESH_WATCH_DIR=str(folder))
+    assert statuses(ended) == [7, 7, -9, 7], [rank.output for rank in ended]
     (job,) = folder.iterdir()
     return job
 

@@ -31,10 +31,9 @@ from shardmesh.mesh.monitor.recording.cleanup import sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix, make_file, parent_folder
 from shardmesh.mesh.monitor.recording.job_directory import Alarm
 from shardmesh.mesh.monitor.verdict import Verdict
+from tests.forked import ROOT, Ended, Forked, free_port, statuses
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
-from tests.mesh.monitor.forked import Ended, Forked, statuses
-from tests.mesh.monitor.starter import ROOT, free_port
 
 VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
 

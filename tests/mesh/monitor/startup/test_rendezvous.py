@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -19,14 +20,16 @@ from shardmesh.mesh.monitor.startup.rank_info import (
     own_rank_info,
     what_must_agree,
 )
-from tests.mesh.monitor.starter import Rank, Starter, StartOutcome, by_hand, free_port
+from tests.forked import Forked, by_hand, free_port
+from tests.mesh.monitor.startup import starts
+from tests.mesh.monitor.startup.starts import Rank, StartOutcome
+
+Start = Callable[[Sequence[Rank | dict[str, str]]], list[StartOutcome]]
 
 
-@pytest.fixture(scope="module")
-def start() -> Iterator[Starter]:
-    starter = Starter()
-    yield starter
-    starter.close()
+@pytest.fixture
+def start(forked: Forked) -> Start:
+    return partial(starts.start, forked)
 
 
 @pytest.fixture
@@ -52,17 +55,17 @@ def assert_all_started(outcomes: list[StartOutcome]) -> None:
     assert [outcome.text for outcome in outcomes] == [""] * len(outcomes)
 
 
-def test_matching_ranks_start(start: Starter) -> None:
+def test_matching_ranks_start(start: Start) -> None:
     assert_all_started(start(by_hand(4)))
 
 
-def test_a_default_group_can_be_started_again(start: Starter, launcher: dist.TCPStore) -> None:
+def test_a_default_group_can_be_started_again(start: Start, launcher: dist.TCPStore) -> None:
     assert_all_started(start([Rank(env, again=True) for env in by_hand(2)]))
     assert_all_started(start([Rank(env, again=True) for env in by_launcher(2, launcher)]))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_processes_of_one_rank(rank: int, start: Starter) -> None:
+def test_two_processes_of_one_rank(rank: int, start: Start) -> None:
     envs = by_hand(3)
     # Not all ranks are there before the second.
     outcomes = start([*envs[:2], Rank(envs[2], delay=1.0), dict(envs[rank])])
@@ -75,7 +78,7 @@ def test_two_processes_of_one_rank(rank: int, start: Starter) -> None:
         assert f"process {outcome.pid} on host {socket.gethostname()}" in text
 
 
-def test_a_second_process_of_a_rank_of_a_job_that_runs(start: Starter) -> None:
+def test_a_second_process_of_a_rank_of_a_job_that_runs(start: Start) -> None:
     envs = by_hand(2)
     *job, late = start([*envs, Rank(dict(envs[1]), delay=1.5)])
     assert_all_started(job)
@@ -83,7 +86,7 @@ def test_a_second_process_of_a_rank_of_a_job_that_runs(start: Starter) -> None:
     assert f"The job has started already, with process {job[1].pid}" in late.text
 
 
-def test_a_rank_beyond_the_world(start: Starter) -> None:
+def test_a_rank_beyond_the_world(start: Start) -> None:
     envs = by_hand(3)
     envs[2]["RANK"] = "5"
     outcomes = start(envs)
@@ -92,7 +95,7 @@ def test_a_rank_beyond_the_world(start: Starter) -> None:
     assert "cannot start: RANK=5 with WORLD_SIZE=3: ranks go from 0 to WORLD_SIZE - 1" in text
 
 
-def test_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
+def test_rank_that_serves_the_store_cannot_start(start: Start) -> None:
     envs = by_hand(3)
     envs[0]["WORLD_SIZE"] = "three"
     text = the_error(start(envs))
@@ -101,7 +104,7 @@ def test_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
 
 
 @pytest.mark.parametrize(("outlier", "size"), [(2, "8"), (0, "2")])
-def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
+def test_another_world_size(outlier: int, size: str, start: Start) -> None:
     envs = by_hand(4)
     envs[outlier]["WORLD_SIZE"] = size
     outcomes = start(envs)
@@ -114,7 +117,7 @@ def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
     assert f"rank {outlier} is process {outcomes[outlier].pid} on host" in text
 
 
-def test_another_version_of_torch_and_another_setting(start: Starter) -> None:
+def test_another_version_of_torch_and_another_setting(start: Start) -> None:
     envs = by_hand(3)
     envs[0]["SHARDMESH_STALL_WARN_S"] = "7"
     text = the_error(
@@ -126,7 +129,7 @@ def test_another_version_of_torch_and_another_setting(start: Starter) -> None:
     assert "SHARDMESH_STALL_WARN_S: rank 0 has 7, ranks 1, 2 have nothing" in text
 
 
-def test_a_tie_is_a_tie(start: Starter) -> None:
+def test_a_tie_is_a_tie(start: Start) -> None:
     envs = by_hand(2)
     envs[0]["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     text = the_error(start(envs))
@@ -136,7 +139,7 @@ def test_a_tie_is_a_tie(start: Starter) -> None:
     )
 
 
-def test_missing_ranks_are_named(start: Starter) -> None:
+def test_missing_ranks_are_named(start: Start) -> None:
     outcomes = start([Rank(env, timeout=2.0) for env in by_hand(4)[:2]])
     text = the_error(outcomes)
     assert text.startswith("ranks 2, 3 of 4 did not come to MASTER_ADDR=127.0.0.1, MASTER_PORT=")
@@ -146,13 +149,13 @@ def test_missing_ranks_are_named(start: Starter) -> None:
     )
 
 
-def test_rank_0_is_missing(start: Starter) -> None:
+def test_rank_0_is_missing(start: Start) -> None:
     (outcome,) = start([Rank(by_hand(2)[1], timeout=1.0)])
     assert "rank 1 cannot reach rank 0 at MASTER_ADDR=127.0.0.1" in outcome.text
     assert "waiting for rank 0 of 2 at MASTER_ADDR=127.0.0.1" in outcome.said
 
 
-def test_a_rank_of_another_job(start: Starter, launcher: dist.TCPStore) -> None:
+def test_a_rank_of_another_job(start: Start, launcher: dist.TCPStore) -> None:
     ours = by_launcher(2, launcher, TORCHELASTIC_RUN_ID="ours")
     theirs = by_launcher(2, launcher, TORCHELASTIC_RUN_ID="theirs")
     first, second, stray = start([ours[0], Rank(ours[1], delay=2.0), Rank(theirs[1], delay=0.5)])
@@ -162,7 +165,7 @@ def test_a_rank_of_another_job(start: Starter, launcher: dist.TCPStore) -> None:
     assert f"rank 1 of job 'theirs' (process {stray.pid} on host" in first.said
 
 
-def test_another_job_by_hand_on_one_port(start: Starter) -> None:
+def test_another_job_by_hand_on_one_port(start: Start) -> None:
     envs = by_hand(2)
     *job, intruder, stray = start([*envs, *(Rank(dict(env), delay=1.5) for env in envs)])
     assert_all_started(job)
@@ -171,7 +174,7 @@ def test_another_job_by_hand_on_one_port(start: Starter) -> None:
     )
 
 
-def test_processes_restarted_by_torchrun(start: Starter, launcher: dist.TCPStore) -> None:
+def test_processes_restarted_by_torchrun(start: Start, launcher: dist.TCPStore) -> None:
     """Keys that an attempt without rank 2 left in the launcher's store do not affect the next
     attempt.
     """
@@ -182,13 +185,13 @@ def test_processes_restarted_by_torchrun(start: Starter, launcher: dist.TCPStore
     assert_all_started(start(envs))
 
 
-def test_port_is_used_by_another_program(start: Starter) -> None:
+def test_port_is_used_by_another_program(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         (outcome,) = start(by_hand(2, server.getsockname()[1])[:1])
     assert "the port is in use by " in outcome.text
 
 
-def test_mesh_that_a_rank_already_has_is_not_new(start: Starter) -> None:
+def test_mesh_that_a_rank_already_has_is_not_new(start: Start) -> None:
     shapes = [[4], [2, 2], [4, 1]]
     again = [[4], [4], [2, 2], [4], [4, 1], [2, 2], [4, 1]]
     assert_all_started(
@@ -196,7 +199,7 @@ def test_mesh_that_a_rank_already_has_is_not_new(start: Starter) -> None:
     )
 
 
-def test_ranks_that_make_another_mesh(start: Starter) -> None:
+def test_ranks_that_make_another_mesh(start: Start) -> None:
     outcomes = start(
         [Rank(env, shapes=[[4], [4, 1] if env["RANK"] == "2" else [2, 2]]) for env in by_hand(4)]
     )
@@ -211,7 +214,7 @@ def test_ranks_that_make_another_mesh(start: Starter) -> None:
     assert "rank 2: DeviceMesh(cpu, axis_0=4, axis_1=1) at " in text
 
 
-def test_meshes_in_another_order(start: Starter) -> None:
+def test_meshes_in_another_order(start: Start) -> None:
     outcomes = start(
         [
             Rank(env, shapes=[[2, 1], [1, 2]][:: 1 if env["RANK"] == "0" else -1])

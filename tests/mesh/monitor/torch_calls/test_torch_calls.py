@@ -10,7 +10,7 @@ from shardmesh.mesh.comm.recording.trace_buffer import TraceBuffer, stable_hash
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor.diagnosis.history import left_the_order
 from shardmesh.mesh.settings import from_environment
-from tests.mesh.monitor.forked import Ended, Forked
+from tests.forked import Ended, Forked
 from tests.mesh.monitor.torch_calls import torch_call_ranks as programs
 
 
