@@ -35,7 +35,7 @@ from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .opaque import record_opaque
 from .program import Exchange, barrier, expect, item
-from .scalars import TracedFloat, among
+from .scalars import TracedFloat, among, settle_base, settle_doubles
 from .state.names import is_installed
 
 aten = torch.ops.aten
@@ -177,7 +177,8 @@ class GraphRecorder(TorchDispatchMode):
             builder.refuse(refusal)
         self.ran_backward = self.ran_backward or engine_hooks.current_backward() != -1
         doubles, builder.passed_as_double = builder.passed_as_double, []
-        traced = among(doubles, func, args, kwargs) if doubles else {}
+        called = self._reads.called
+        traced = among(doubles, func, args, kwargs, called[-1] if called else None) if doubles else {}
         operands = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
         nodes = [self._operand(func, x, traced.get(i)) for i, x in enumerate(flat)]
         is_list_write = func._schema.is_mutable and func.__name__.startswith("_foreach_")
@@ -261,9 +262,10 @@ class GraphRecorder(TorchDispatchMode):
     ) -> Tensor:
         """Return a random tensor and record that it is drawn; see `GraphRecorder`."""
         builder = self.builder
-        operands = [builder.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
+        operands = [self._operand(None, x, getattr(x, "node", None)) for x in parameters]
+        values = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in parameters]
         with self.hidden():
-            tensor = part(seed, stream, *parameters)
+            tensor = part(seed, stream, *values)
             draw = Draw(part, self.draws.position(seed, stream))
             builder.know(tensor, builder.call(draw, operands))
         return tensor
@@ -358,11 +360,16 @@ class _RecordedWork(Work):
 
 
 class _RefuseReads(TorchFunctionMode):
-    """Refuse functions of tensors that read memory without an operator."""
+    """Refuse functions of tensors that read memory without an operator.
+
+    Attributes:
+        called: the functions that are running, the innermost last.
+    """
 
     def __init__(self, builder: GraphBuilder) -> None:
         super().__init__()
         self._builder = builder
+        self.called: list[Any] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -370,7 +377,13 @@ class _RefuseReads(TorchFunctionMode):
         is_read = func in _READS and thread_context.recorder is not None
         if is_read and (not args[0].is_meta or type(args[0]) is ShardedTensor):
             self._builder.refuse(value_read(name_of(func)))
-        result = func(*args, **(kwargs or {}))
+        self.called.append(func)
+        try:
+            result = func(*settle_base(func, args), **(kwargs or {}))
+        finally:
+            self.called.pop()
+            doubles, self._builder.passed_as_double = self._builder.passed_as_double, []
+        settle_doubles(doubles, func)
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
 
 
