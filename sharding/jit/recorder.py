@@ -34,12 +34,13 @@ from .draws import Draw, Draws, seeded_inside
 from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .opaque import record_opaque
-from .program import Exchange, barrier, expect, item
+from .program import Exchange, OfTraining, barrier, expect, item
 from .scalars import TracedFloat, among, settle_base, settle_doubles
 from .state.names import is_installed
 
 aten = torch.ops.aten
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_LOOKS_AT_GRAD_MODE = frozenset({aten.mkldnn_rnn_layer.default})  # below autograd
 _EFFECTLESS = frozenset({aten.sym_size.int, aten.is_same_size.default})
 _READS = frozenset(
     {
@@ -169,6 +170,9 @@ class GraphRecorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         builder = self.builder
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in flat):
+            builder.refuse(_sparse())
+            return func(*args, **kwargs)
         refusal = _dynamic_shape(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             refusal = refusal or self.draws.refusal()
@@ -186,6 +190,10 @@ class GraphRecorder(TorchDispatchMode):
         versions = [x._version for x in written]
         real_args, real_kwargs = pytree.tree_unflatten(operands, tree)
         result = func(*real_args, **real_kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        if any(x.layout is not torch.strided for x in tensors):
+            builder.refuse(_sparse())
+            return result
         # Under a mode, torch does not count the writes of operators over lists, on which views and
         # caches of parameters depend.
         torch.autograd.graph.increment_version(
@@ -194,7 +202,9 @@ class GraphRecorder(TorchDispatchMode):
         if func in _CONSTANTS:
             builder.constant(result)
         elif func not in _EFFECTLESS:
-            node = builder.call_operator(func, *pytree.tree_unflatten(nodes, tree))
+            is_of_training = func in _LOOKS_AT_GRAD_MODE and torch.is_grad_enabled()
+            target = OfTraining(func) if is_of_training else func
+            node = builder.call_operator(target, *pytree.tree_unflatten(nodes, tree))
             builder.results(result, node, operands)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.torch.pass_by(builder.graph)
@@ -385,6 +395,14 @@ class _RefuseReads(TorchFunctionMode):
             doubles, self._builder.passed_as_double = self._builder.passed_as_double, []
         settle_doubles(doubles, func)
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
+
+
+def _sparse() -> JitError:
+    """Return the error of an operator with a sparse tensor."""
+    return at_line(
+        "an operator takes or returns a sparse tensor, which has as many elements as its values say",
+        "Use dense tensors (sparse=False of an embedding)",
+    )
 
 
 def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> JitError | None:

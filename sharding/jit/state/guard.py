@@ -14,7 +14,8 @@ from .snapshot import Snapshot
 
 _local_of, _layout_of = attrgetter("_local"), attrgetter("_layout")
 _requires_grad = attrgetter("requires_grad")
-_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_hooks_of, _after_accumulation = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+_after_reduction = attrgetter("_after_grad_hooks")
 
 
 class Guard:
@@ -47,8 +48,15 @@ class Guard:
         self._compared = self._tensors
         self._needs = list(map(_requires_grad, self._compared))
         # A dict of hooks, once there, is a holder of the snapshot.
-        self._leaves = [x for x in self._tensors if x.requires_grad and x.is_leaf]
-        self._hooks = [list(map(read, self._leaves)) for read in _HOOKS]
+        leaves = [x for x in self._tensors if x.requires_grad and x.is_leaf]
+        self._hooks = [
+            (read, tensors, list(map(read, tensors)))
+            for read, tensors in (
+                (_hooks_of, leaves),
+                (_after_accumulation, leaves),
+                (_after_reduction, self.sharded),
+            )
+        ]
         self.versions = self._versions_now()
         self.storages = {x.untyped_storage()._cdata for x in self._tensors if x.numel()}
 
@@ -96,11 +104,12 @@ class Guard:
             i = list(map(is_, needs, self._needs)).index(False)
             path = self.names[id(self._compared[i])]
             return f"{path}.requires_grad was {self._needs[i]} and is {needs[i]}"
-        for hooks, read in zip(self._hooks, _HOOKS, strict=True):
-            now = list(map(read, self._leaves))
-            if not all(map(is_, now, hooks)):
-                i = list(map(is_, now, hooks)).index(False)
-                return f"the hooks of {self.names[id(self._leaves[i])]} have changed"
+        for read, tensors, before in self._hooks:
+            now = list(map(read, tensors))
+            if now != before:
+                i = list(map(is_, now, before)).index(False)
+                local: Any = getattr(tensors[i], "_local", tensors[i])
+                return f"{self.names[id(local)]} has hooks of its gradient and had none"
         return None
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:

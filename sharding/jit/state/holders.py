@@ -144,11 +144,6 @@ def marks_of(x: torch.Tensor) -> list[Any]:
     ]
 
 
-def hooks_of(x: torch.Tensor) -> tuple[Any, Any]:
-    """Return the hooks of a tensor's gradient, each a dict or None."""
-    return x._backward_hooks, x._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-
-
 def class_items(kind: type, names: frozenset[str]) -> list[Any]:
     members = {
         name: x.fget if isinstance(x, property) else getattr(x, "__func__", x)

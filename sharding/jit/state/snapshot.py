@@ -33,7 +33,6 @@ from .holders import (
     class_items,
     generator_items,
     global_items,
-    hooks_of,
     is_number,
     items,
     key_text,
@@ -239,10 +238,11 @@ class Snapshot:
             self.tensors.append((x, path))
         if vars(x):  # `weight.is_expert = True`
             self._hold(path, functools.partial(marks_of, x))
-        local = x._local if isinstance(x, ShardedTensor) else x
-        for hooks in hooks_of(local):
-            if hooks is not None:
-                self._hold(f"a hook of {path}", functools.partial(sequence_items, hooks.values()))
+        hooks: list[Any] = [x._after_grad_hooks] if isinstance(x, ShardedTensor) else []
+        local: Any = x._local if isinstance(x, ShardedTensor) else x
+        for values in (local._backward_hooks, local._post_accumulate_grad_hooks, *hooks):
+            if values is not None:
+                self._hold(f"a hook of {path}", functools.partial(sequence_items, values.values()))
 
     def _visit_container(self, path: str, x: Any) -> None:
         if isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
