@@ -182,7 +182,9 @@ class GraphRecorder(TorchDispatchMode):
         self.ran_backward = self.ran_backward or engine_hooks.current_backward() != -1
         doubles, builder.passed_as_double = builder.passed_as_double, []
         called = self._reads.called
-        traced = among(doubles, func, args, kwargs, called[-1] if called else None) if doubles else {}
+        traced = (
+            among(doubles, func, args, kwargs, called[-1] if called else None) if doubles else {}
+        )
         operands = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
         nodes = [self._operand(func, x, traced.get(i)) for i, x in enumerate(flat)]
         is_list_write = func._schema.is_mutable and func.__name__.startswith("_foreach_")
@@ -400,7 +402,7 @@ class _RefuseReads(TorchFunctionMode):
 def _sparse() -> JitError:
     """Return the error of an operator with a sparse tensor."""
     return at_line(
-        "an operator takes or returns a sparse tensor, which has as many elements as its values say",
+        "an operator takes or returns a sparse tensor, whose size depends on values",
         "Use dense tensors (sparse=False of an embedding)",
     )
 
