@@ -61,6 +61,7 @@ class Entry:
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
         self._facts = [facts_of(x) for x in self._kept]
+        guard.leave_out(self._kept)
         self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)

@@ -694,10 +694,12 @@ class _SavedTensors:
     def _note(self, x: Tensor) -> _Token:
         recorder = self._recorder
         if thread_context.recorder is not recorder:
-            return _Token(x if self._pack is None else self._pack(x), None)
+            if self._pack is None:
+                return _Token(x, None, x._version)
+            return _Token(self._pack(x), None)
         node = None if isinstance(x, ShardedTensor) else recorder.builder.node_of(x)
         if self._pack is None:
-            return _Token(x, node)
+            return _Token(x, node, x._version)
         with recorder.hidden():
             token = _Token(self._pack(x), node)
         self._tokens.append(token)
@@ -706,6 +708,12 @@ class _SavedTensors:
     def _find(self, token: _Token) -> Tensor:
         if self._unpack is None:
             x = token.packed
+            if x._version != token.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a tensor of shape {list(x.shape)} that was saved at "
+                    f"version {token.version} is at version {x._version}"
+                )
         else:
             x = self._unpack(token.packed) if token.value is None else token.value
         if token.node is not None:
@@ -715,11 +723,11 @@ class _SavedTensors:
 
 class _Token:
     """A saved tensor: what the hooks made of it, its node, and between `load` and `unload` what
-    they returned for it.
+    they returned for it; how often the tensor had been written.
     """
 
-    __slots__ = ("node", "packed", "value")
+    __slots__ = ("node", "packed", "value", "version")
 
-    def __init__(self, packed: Any, node: fx.Node | None) -> None:
-        self.packed, self.node = packed, node
+    def __init__(self, packed: Any, node: fx.Node | None, version: int = 0) -> None:
+        self.packed, self.node, self.version = packed, node, version
         self.value: Tensor | None = None

@@ -77,6 +77,19 @@ class Program:
         return ranks.index(self.rank)
 
 
+class OfTraining:
+    """Calls an operator that leaves out what backward needs where gradients are disabled, as a
+    graph runs.
+    """
+
+    def __init__(self, operator: Callable[..., Any]) -> None:
+        self.operator, self.__name__ = operator, getattr(operator, "__name__", "operator")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return self.operator(*args, **kwargs)
+
+
 def item(x: Tensor) -> Any:
     """Return the value of a tensor with one element."""
     return x.item()

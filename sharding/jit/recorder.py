@@ -34,12 +34,13 @@ from .draws import Draw, Draws, seeded_inside
 from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .opaque import record_opaque
-from .program import Exchange, barrier, expect, item
-from .scalars import TracedFloat, among
+from .program import Exchange, OfTraining, barrier, expect, item
+from .scalars import TracedFloat, among, settle_base, settle_doubles
 from .state.names import is_installed
 
 aten = torch.ops.aten
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_LOOKS_AT_GRAD_MODE = frozenset({aten.mkldnn_rnn_layer.default})  # below autograd
 _EFFECTLESS = frozenset({aten.sym_size.int, aten.is_same_size.default})
 _READS = frozenset(
     {
@@ -169,6 +170,9 @@ class GraphRecorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         builder = self.builder
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in flat):
+            builder.refuse(_sparse())
+            return func(*args, **kwargs)
         refusal = _dynamic_shape(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             refusal = refusal or self.draws.refusal()
@@ -177,7 +181,10 @@ class GraphRecorder(TorchDispatchMode):
             builder.refuse(refusal)
         self.ran_backward = self.ran_backward or engine_hooks.current_backward() != -1
         doubles, builder.passed_as_double = builder.passed_as_double, []
-        traced = among(doubles, func, args, kwargs) if doubles else {}
+        called = self._reads.called
+        traced = (
+            among(doubles, func, args, kwargs, called[-1] if called else None) if doubles else {}
+        )
         operands = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in flat]
         nodes = [self._operand(func, x, traced.get(i)) for i, x in enumerate(flat)]
         is_list_write = func._schema.is_mutable and func.__name__.startswith("_foreach_")
@@ -185,6 +192,10 @@ class GraphRecorder(TorchDispatchMode):
         versions = [x._version for x in written]
         real_args, real_kwargs = pytree.tree_unflatten(operands, tree)
         result = func(*real_args, **real_kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        if any(x.layout is not torch.strided for x in tensors):
+            builder.refuse(_sparse())
+            return result
         # Under a mode, torch does not count the writes of operators over lists, on which views and
         # caches of parameters depend.
         torch.autograd.graph.increment_version(
@@ -193,7 +204,9 @@ class GraphRecorder(TorchDispatchMode):
         if func in _CONSTANTS:
             builder.constant(result)
         elif func not in _EFFECTLESS:
-            node = builder.call_operator(func, *pytree.tree_unflatten(nodes, tree))
+            is_of_training = func in _LOOKS_AT_GRAD_MODE and torch.is_grad_enabled()
+            target = OfTraining(func) if is_of_training else func
+            node = builder.call_operator(target, *pytree.tree_unflatten(nodes, tree))
             builder.results(result, node, operands)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.torch.pass_by(builder.graph)
@@ -261,9 +274,10 @@ class GraphRecorder(TorchDispatchMode):
     ) -> Tensor:
         """Return a random tensor and record that it is drawn; see `GraphRecorder`."""
         builder = self.builder
-        operands = [builder.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
+        operands = [self._operand(None, x, getattr(x, "node", None)) for x in parameters]
+        values = [x.node.hint if isinstance(x, torch.SymFloat) else x for x in parameters]
         with self.hidden():
-            tensor = part(seed, stream, *parameters)
+            tensor = part(seed, stream, *values)
             draw = Draw(part, self.draws.position(seed, stream))
             builder.know(tensor, builder.call(draw, operands))
         return tensor
@@ -358,11 +372,16 @@ class _RecordedWork(Work):
 
 
 class _RefuseReads(TorchFunctionMode):
-    """Refuse functions of tensors that read memory without an operator."""
+    """Refuse functions of tensors that read memory without an operator.
+
+    Attributes:
+        called: the functions that are running, the innermost last.
+    """
 
     def __init__(self, builder: GraphBuilder) -> None:
         super().__init__()
         self._builder = builder
+        self.called: list[Any] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -370,8 +389,22 @@ class _RefuseReads(TorchFunctionMode):
         is_read = func in _READS and thread_context.recorder is not None
         if is_read and (not args[0].is_meta or type(args[0]) is ShardedTensor):
             self._builder.refuse(value_read(name_of(func)))
-        result = func(*args, **(kwargs or {}))
+        self.called.append(func)
+        try:
+            result = func(*settle_base(func, args), **(kwargs or {}))
+        finally:
+            self.called.pop()
+            doubles, self._builder.passed_as_double = self._builder.passed_as_double, []
+        settle_doubles(doubles, func)
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
+
+
+def _sparse() -> JitError:
+    """Return the error of an operator with a sparse tensor."""
+    return at_line(
+        "an operator takes or returns a sparse tensor, whose size depends on values",
+        "Use dense tensors (sparse=False of an embedding)",
+    )
 
 
 def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> JitError | None:

@@ -175,9 +175,7 @@ def run_recorded(
     for x in leaves:
         if isinstance(x, Tensor):
             builder.add_argument(local_of(x))
-    torch.clear_autocast_cache()
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()  # casts of weights before, which later calls make anew
     try:
         with (
             traced(builder, hyperparameters),
@@ -190,7 +188,7 @@ def run_recorded(
             result = f(inputs)
             recorder.follow_generators()
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.clear_autocast_cache()
     if recorder.draws.host.drew():
         builder.refuse(
             JitError(

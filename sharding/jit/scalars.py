@@ -5,6 +5,11 @@ number that was passed.
 arithmetic on it is recorded as nodes of the graph, which compute in Python, in double precision, as
 the program does. What would need the value itself is an error; for numbers that are known before a
 call, those of optimizers, it is a condition under which the graph holds.
+
+Some operators take C++ doubles, which have no symbols. Such a number is an argument of the node if
+the operator is the function that the program has called and its gradient is not computed. Else it
+is a value that was read: functions made of several operators compute with it before they run, and
+autograd saves it for backward.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -20,6 +26,7 @@ from torch.utils import _pytree as pytree
 from .errors import JitError, value_read
 
 RATE = "lr"
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _ARGUMENTS = "python_arg_parser.h"  # where torch reads what an operator takes as a C++ double
 
 
@@ -102,6 +109,12 @@ class _ScalarNode:
     is_int = is_bool = is_nested_int = is_constant = _is_not
     maybe_as_int = maybe_as_float = maybe_as_bool = _is_unknown
 
+    def wrap_float(self, value: float) -> _ScalarNode:
+        """Return a constant, for arithmetic in C++."""
+        return _ScalarNode(self.builder, value, value, lambda: value, self.name)  # type: ignore[arg-type]
+
+    wrap_int = wrap_float
+
     def guard_float(self, file: str, line: int) -> float:
         """Return the value for an operator that takes a C++ double; the recording finds it among
         the arguments.
@@ -152,8 +165,28 @@ class TracedFloat(torch.SymFloat):
         """Return the number that a node computes."""
         return TracedFloat(_ScalarNode(builder, node, hint, now, name))
 
-    def __hash__(self) -> int:
-        return id(self)
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What `isinstance` compares: the program has passed a float."""
+        return float
+
+    def __copy__(self) -> TracedFloat:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedFloat:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (self.node.fixed("pickling"),)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self.node.fixed("NumPy"), dtype)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
 
 def _read(name: str) -> Callable[..., Any]:
@@ -220,22 +253,109 @@ for _name in ("neg", "pos", "abs"):
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(TracedFloat, f"__{_name}__", _compared(f"__{_name}__", getattr(operator, _name)))
 setattr(TracedFloat, "__bool__", _compared("__bool__", operator.truth))  # noqa: B010
-for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor", "ceil"):
+for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor", "ceil", "hash"):
     setattr(TracedFloat, f"__{_name}__", _read(f"__{_name}__"))
+for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate"):
+    setattr(TracedFloat, _name, _read(_name))
+
+
+# -- C++ code that computes with numbers, of gradients above all -----------------------------------
+
+
+def _of_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of `_ScalarNode` that computes what an operator of `TracedFloat` does."""
+
+    def call(self: _ScalarNode, *others: Any) -> Any:
+        result = function(*map(TracedFloat, (self, *others)))
+        return result.node if type(result) is TracedFloat else _Answer(result)
+
+    return call
+
+
+class _Answer:
+    """The answer of a comparison in C++, which the graph depends on."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def is_bool(self) -> bool:
+        return True
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        """Return the answer."""
+        return self._value
+
+    expect_true = guard_size_oblivious = guard_bool
+
+
+for _name in ("add", "sub", "mul", "truediv", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(_ScalarNode, _name, _of_node(getattr(operator, _name)))
+_ScalarNode.float_truediv = _ScalarNode.truediv  # type: ignore[attr-defined]
+_ScalarNode.pow = _ScalarNode.float_pow = _of_node(operator.pow)  # type: ignore[attr-defined]
+_ScalarNode.sym_max = _of_node(max)  # type: ignore[attr-defined]
+_ScalarNode.sym_min = _of_node(min)  # type: ignore[attr-defined]
 
 
 # -- C++ doubles -----------------------------------------------------------------------------------
 
 
+def settle_doubles(passed: Sequence[_ScalarNode], function: Any) -> None:
+    """Note the values of numbers that a function has taken as C++ doubles and passed to no
+    operator: it has computed with them.
+    """
+    for node in passed:
+        node.constant(f"{getattr(function, '__name__', function)}, which computes with it,")
+
+
+def settle_base(function: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a function, with the value of a number that is the base of a power,
+    if its gradient needs the logarithm of the number, for which C++ has no symbol.
+    """
+    is_power = getattr(function, "__name__", "") in ("pow", "__rpow__", "float_power")
+    if not is_power or not torch.is_grad_enabled():
+        return args
+    return [
+        x.node.constant("the gradient of a power of it") if type(x) is TracedFloat else x
+        for x in args
+    ]
+
+
+def _is_direct(func: Any, function: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator runs because the program has called it, with the program's
+    numbers, and autograd has saved none of them for a gradient.
+    """
+    packet = func.overloadpacket
+    if function is None or getattr(function, "__name__", None) != packet.__name__:
+        return False
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    if any(x.has_kernel_for_dispatch_key(_COMPOSITE) for x in overloads):
+        return False
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
 def among(
-    passed: Sequence[_ScalarNode], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    passed: Sequence[_ScalarNode],
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    function: Any,
 ) -> dict[int, _ScalarNode]:
     """Return which of an operator's arguments, flattened, are the traced numbers that were passed
     as C++ doubles, by index.
 
     They are told by their values; where several have the same value, by their names. One that is
     not found is a constant, under the condition that it stays.
+
+    Args:
+        function: what the program has called.
     """
+    if not _is_direct(func, function, (args, kwargs)):
+        settle_doubles(passed, function or func)
+        return {}
     named_args = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(
         kwargs.items()
     )
@@ -257,8 +377,5 @@ def among(
             if len(named) == 1:
                 traced[named[0]] = node
             else:
-                node.constant(
-                    f"{func}, which computes with it before it runs or has another argument of the "
-                    "same value,"
-                )
+                node.constant(f"{func}, which has another argument of the same value,")
     return traced

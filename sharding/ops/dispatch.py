@@ -158,6 +158,8 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
         key += kind, item.start, item.stop, item.step
     elif isinstance(item, Tensor):
         key.append(_plain_key(item, func))
+    elif isinstance(item, torch.SymFloat):
+        key.append(_NOT_CACHED)
     else:
         key.append(kind)
         key.append(item)
@@ -184,6 +186,7 @@ _ON_META = "meta"
 # In a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`; and a
 # plain tensor, which `plain_operands.py` treats as replicated or refuses when the operator runs.
 _WRAPPED, _PLAIN = object(), object()
+_NOT_CACHED: list[Any] = []  # cannot be hashed, as no key with a number of a recording may be
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:

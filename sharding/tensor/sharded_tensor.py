@@ -111,6 +111,7 @@ class ShardedTensor(Tensor):
     _sliced_from: CopySource | None = None  # of a copy of a slice
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
+    _after_grad_hooks: dict[int, Any] | None = None
     is_sparse = False  # type: ignore[assignment]  # asked of every gradient by torch's optimizers, so without a dispatch
 
     @staticmethod

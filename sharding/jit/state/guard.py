@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,6 +14,8 @@ from .snapshot import Snapshot
 
 _local_of, _layout_of = attrgetter("_local"), attrgetter("_layout")
 _requires_grad = attrgetter("requires_grad")
+_hooks_of, _after_accumulation = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+_after_reduction = attrgetter("_after_grad_hooks")
 
 
 class Guard:
@@ -42,7 +45,18 @@ class Guard:
         self._layouts: list[Layout] = [x._layout for x in self.sharded]
         self._parts: list[Tensor] = [x._local for x in self.sharded]
         self._tensors = [x for x, _ in snapshot.tensors] + self._parts
-        self._needs = [x.requires_grad for x in self._tensors]
+        self._compared = self._tensors
+        self._needs = list(map(_requires_grad, self._compared))
+        # A dict of hooks, once there, is a holder of the snapshot.
+        leaves = [x for x in self._tensors if x.requires_grad and x.is_leaf]
+        self._hooks = [
+            (read, tensors, list(map(read, tensors)))
+            for read, tensors in (
+                (_hooks_of, leaves),
+                (_after_accumulation, leaves),
+                (_after_reduction, self.sharded),
+            )
+        ]
         self.versions = self._versions_now()
         self.storages = {x.untyped_storage()._cdata for x in self._tensors if x.numel()}
 
@@ -85,12 +99,24 @@ class Guard:
                 if x._local is not part or x._layout is not layout
             )
             return f"the local part or the layout of {path} was replaced"
-        needs = list(map(_requires_grad, self._tensors))
+        needs = list(map(_requires_grad, self._compared))
         if needs != self._needs:
             i = list(map(is_, needs, self._needs)).index(False)
-            paths = [path for _, path in (*self._snapshot.tensors, *self._snapshot.sharded)]
-            return f"{paths[i]}.requires_grad was {self._needs[i]} and is {needs[i]}"
+            path = self.names[id(self._compared[i])]
+            return f"{path}.requires_grad was {self._needs[i]} and is {needs[i]}"
+        for read, tensors, before in self._hooks:
+            now = list(map(read, tensors))
+            if now != before:
+                i = list(map(is_, now, before)).index(False)
+                local: Any = getattr(tensors[i], "_local", tensors[i])
+                return f"{self.names[id(local)]} has hooks of its gradient and had none"
         return None
+
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Compare `requires_grad` of these tensors no longer: the caller does."""
+        ids = set(map(id, tensors))
+        self._compared = [x for x in self._compared if id(x) not in ids]
+        self._needs = list(map(_requires_grad, self._compared))
 
     @property
     def names(self) -> dict[int, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...tensor.sharded_tensor import ShardedTensor
@@ -56,6 +57,8 @@ def signature(value: Any) -> Any:
         return None
     if isinstance(value, ShardedTensor):
         return value._layout, value._local.stride()
+    if value.layout is not torch.strided:
+        return value.layout, value.shape, value.dtype
     return value.shape, value.stride(), value.dtype, value.requires_grad
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextvars
+import ctypes
 import functools
 import io
 import operator
@@ -12,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class Snapshot:
         self._containers: dict[int, Holder] = {}
         self._functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
-        self._getters: list[operator.attrgetter[Any]] = []
+        self._getters: list[operator.attrgetter[Any] | operator.methodcaller] = []
         self._seen: dict[int, Any] = dict.fromkeys(self._left_out)
         self._todo: deque[tuple[str, Any]] = deque([*roots, *_GLOBAL_HOOKS])
         while self._todo:
@@ -175,7 +176,7 @@ class Snapshot:
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
         names = {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()))}
-        paths = [path for getter in self._getters for path in getter.__reduce__()[1]]
+        paths = [path for getter in self._getters for path in _paths_of(getter)]
         return names.union(*(path.split(".") for path in paths))
 
     # -- the walk ----------------------------------------------------------------------------------
@@ -186,7 +187,8 @@ class Snapshot:
         if source is not None:
             self._containers[id(source)] = holder
         for i in range(0, len(holder.held), 2):
-            self._todo.append((path + key_text(holder.held[i]), holder.held[i + 1]))
+            key, value = holder.held[i], holder.held[i + 1]
+            self._todo += (path + key_text(key), value), (f"{path} key", key)
 
     def _visit(self, path: str, x: Any) -> None:
         if isinstance(x, Tensor):
@@ -206,23 +208,27 @@ class Snapshot:
                 self._hold(path, functools.partial(global_items, vars(x), names))
         elif isinstance(x, types.MappingProxyType):
             self._hold(path, functools.partial(items, x))
+        elif isinstance(x, (KeysView, ValuesView, ItemsView)):
+            self._hold(path, functools.partial(sequence_items, x))
+        elif isinstance(x, frozenset):
+            self._todo += [(f"{path} element", element) for element in x]
         elif isinstance(x, weakref.ref):
             self._hold(path, functools.partial(value_items, x))
         elif isinstance(x, contextvars.ContextVar):
             self._hold(path, functools.partial(value_items, functools.partial(x.get, None)))
         elif isinstance(x, np.ndarray):
             self._hold(path, functools.partial(array_items, x))
-        elif isinstance(x, (bytearray, array.array, memoryview)):
+        elif isinstance(x, (bytearray, array.array, memoryview, ctypes._SimpleCData)):
             self._hold(path, functools.partial(value_items, functools.partial(bytes, x)))
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self._hold(path, functools.partial(generator_items, x))
-        elif isinstance(x, operator.attrgetter):
+        elif isinstance(x, (operator.attrgetter, operator.methodcaller)):
             self._getters.append(x)
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
             self.iterators.append((path, x, iterator_state(x)))
         elif isinstance(x, type):
             self._visit_class(path, x)
-        elif not isinstance(x, (types.BuiltinFunctionType, frozenset)):
+        elif not isinstance(x, types.BuiltinFunctionType):
             self._visit_instance(path, x)
 
     def _visit_tensor(self, path: str, x: Tensor) -> None:
@@ -232,6 +238,11 @@ class Snapshot:
             self.tensors.append((x, path))
         if vars(x):  # `weight.is_expert = True`
             self._hold(path, functools.partial(marks_of, x))
+        hooks: list[Any] = [x._after_grad_hooks] if isinstance(x, ShardedTensor) else []
+        local: Any = x._local if isinstance(x, ShardedTensor) else x
+        for values in (local._backward_hooks, local._post_accumulate_grad_hooks, *hooks):
+            if values is not None:
+                self._hold(f"a hook of {path}", functools.partial(sequence_items, values.values()))
 
     def _visit_container(self, path: str, x: Any) -> None:
         if isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
@@ -241,6 +252,7 @@ class Snapshot:
             self._hold(path, functools.partial(items, x), x)
         elif isinstance(x, set):
             self._hold(path, functools.partial(set_items, x), x)
+            self._todo += [(f"{path} element", element) for element in x]
         else:
             self._hold(path, functools.partial(sequence_items, x), x)
         if type(x).__module__ not in ("builtins", "collections"):
@@ -334,3 +346,11 @@ class Snapshot:
             for module in (name, f"{package}.{name}"):
                 if module in sys.modules:
                     self._todo.append((name, sys.modules[module]))
+
+
+def _paths_of(getter: operator.attrgetter[Any] | operator.methodcaller) -> Sequence[str]:
+    """Return the paths of attributes that a getter reads, the name of the method that it calls."""
+    kind, args = getter.__reduce__()  # type: ignore[misc]
+    if isinstance(getter, operator.attrgetter):
+        return args
+    return (kind.args if isinstance(kind, functools.partial) else args)[:1]

@@ -163,7 +163,7 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
     """Add to a leaf's gradient in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
-    if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
+    if not _needs_no_reduction(leaf) or leaf._after_grad_hooks:
         leaf.mesh.world.state(_GradReducer).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
@@ -294,7 +294,7 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
 
 def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
-        for hook in list(getattr(leaf, "_after_grad_hooks", {}).values()):
+        for hook in list((leaf._after_grad_hooks or {}).values()):
             hook(leaf)
 
 

@@ -306,4 +306,5 @@ def _linear_if(condition: bool, *arguments: Any, group: tuple[int, ...] = (0,)) 
 
 
 def _is_zero(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and value == 0
+    # not a number of a recording, which is none to be compared
+    return type(value) in (bool, int, float) and value == 0

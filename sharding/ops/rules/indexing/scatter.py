@@ -76,7 +76,7 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
         return ()
     if is_operand(source):
         return ((0, number),) if source.ndim else ()
-    return ((0,),) if isinstance(source, (int, float)) and source == 0 else ()
+    return ((0,),) if type(source) in (int, float) and source == 0 else ()
 
 
 @rule(*with_in_place("index_add index_copy index_fill index_reduce"), with_func=True)
