@@ -182,6 +182,23 @@ _CONVERSIONS = frozenset(  # of a weight to a weight
         "view_as",
     }
 )
+_AUTOCAST_OPERATORS = frozenset(  # their operands are cast on every device
+    {
+        "addbmm",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "linear",
+        "matmul",
+        "mm",
+    }
+)
 _NOT_OPERATORS = frozenset(  # what they return does not depend on the values of a weight
     {
         "__get__",
@@ -238,6 +255,9 @@ class _MarkWeights(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if thread_context.recorder is not None or engine_hooks.transforming():
             return func(*args, **kwargs)
+        if name in _AUTOCAST_OPERATORS:
+            args = map_tensors(self._cast, args)
+            kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
         weights = [x for x in tensors_in((*args, *kwargs.values())) if self._is_weight(x)]
         if not weights:
             return func(*args, **kwargs)
@@ -247,10 +267,16 @@ class _MarkWeights(TorchFunctionMode):
             return self._defer(call)
         if args and weights[0] is args[0] and _is_conversion(name, args):
             return func(*args, **kwargs)
-        first = list(args[:1]) if _writes_first(name) else map_tensors(self._used, args[:1])
-        others = map_tensors(self._used, args[1:])
-        named = dict(zip(kwargs, map_tensors(self._used, kwargs.values()), strict=True))
-        return func(*first, *others, **named)
+        written = args[0] if args and _writes_first(name) else None
+        # Autograd adds gradients in the order of the operands, and runs the last node first.
+        uses = [use(self._weights, self._phase, x) for x in reversed(weights) if x is not written]
+
+        def next_use(x: Tensor) -> Tensor:
+            return uses.pop() if x is not written and self._is_weight(x) else x
+
+        args = map_tensors(next_use, args)
+        kwargs = dict(zip(kwargs, map_tensors(next_use, kwargs.values()), strict=True))
+        return func(*args, **kwargs)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
         """Run `torch.autograd.backward` inside of this mode, for what it recomputes."""
@@ -277,13 +303,13 @@ class _MarkWeights(TorchFunctionMode):
 
     def _defer(self, call: Operands) -> Tensor:
         x, weight, bias = call.x, call.weight, call.bias
-        if torch.is_autocast_enabled(weight.device.type):
-            x, weight = self._cast(x), self._cast(weight)
-            bias = None if bias is None else self._cast(bias)
-        return defer(call.operator, self._weights, self._phase, self._used(x), weight, bias)
+        grad = self._weights.add_use(weight)  # before that of the input, as in `__torch_function__`
+        return defer(call.operator, self._weights, self._phase, self._used(x), weight, grad, bias)
 
     def _cast(self, x: Tensor) -> Tensor:
         """Return an operand as autocast does; a leaf is cast once in a forward."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return x
         dtype = torch.get_autocast_dtype(x.device.type)
         if not x.is_floating_point() or x.dtype in (torch.float64, dtype):
             return x

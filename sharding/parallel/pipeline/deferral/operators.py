@@ -101,16 +101,16 @@ def defer(
     phase: Phase,
     x: Tensor,
     weight: Tensor,
+    grad: WeightGrad,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return an operator's result; backward for the inputs defers the gradient of the weight.
 
     Args:
         x: the input; with or without gradient.
-        weight: a weight, see `Weights.is_weight`.
+        weight, grad: a weight, see `Weights.is_weight`, and its gradient from this use.
         bias: a weight or any other tensor.
     """
-    grad = weights.add_use(weight)
     bias_weight_grad = None
     if bias is not None and bias.requires_grad and weights.is_weight(bias):
         bias_weight_grad = weights.add_use(bias)

@@ -127,5 +127,5 @@ def _assert_equal(name: str, x: Tensor | None, y: Tensor | None) -> None:
     assert (x is None) == (y is None), f"{name}: {x} and {y}"
     if x is None or y is None:
         return
-    assert x.dtype is y.dtype and x.shape == y.shape, name
+    assert (x.dtype, x.shape) == (y.dtype, y.shape), name
     assert torch.equal(x, y), f"{name} differs by {(x - y).abs().max().item()}"
