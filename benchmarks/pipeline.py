@@ -160,8 +160,9 @@ def torchs(config: PipelineConfig, name: str, defer: bool | None) -> Step:
         for index, part in enumerate(parts)
         if placement[index] == rank
     ]
-    kind: Any = get_schedule_class(torch_name)
-    if issubclass(kind, PipelineScheduleMulti):
+    schedule_class = get_schedule_class(torch_name)
+    kind: Any = schedule_class
+    if issubclass(schedule_class, PipelineScheduleMulti):
         schedule = kind(own, config.microbatches, loss_fn=F.cross_entropy, defer_pp_recv=defer)
     else:
         schedule = kind(own[0], config.microbatches, loss_fn=F.cross_entropy)

@@ -9,7 +9,7 @@ A message is copied when it is sent, so the sender never waits. A receiver waits
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from . import diagnosis as verdict
 from .arrival import Arrival
 from .rendezvous import Rendezvous
 
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+
+class RankScheduler(Protocol):
+    """What a receive needs of the scheduler."""
+
+    def wait_in(self, ranks: tuple[int, ...], rank: int, rendezvous: Rendezvous) -> None: ...
 
 
 class Mailbox:
@@ -60,7 +63,7 @@ class MessageWork(Work):
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: RankScheduler,
         mailbox: Mailbox,
         ranks: tuple[int, ...],
         rank: int,

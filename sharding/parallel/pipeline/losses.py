@@ -131,9 +131,10 @@ def _known_loss(
 
 def _with_sum(function: LossFunction) -> LossFunction:
     """Return the same loss with reduction="sum"."""
+    summed: Any = function
     if not isinstance(function, nn.Module):
-        return functools.partial(function, reduction="sum")
-    summed: Any = copy.copy(function)
+        return functools.partial(summed, reduction="sum")
+    summed = copy.copy(function)
     summed.reduction = "sum"
     return summed
 

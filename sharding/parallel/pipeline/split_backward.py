@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ....mesh.comm.thread_context import thread_context
@@ -81,7 +81,9 @@ class SplitBackward:
             self._end("failed")
             raise
 
-    def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def backward_input(
+        self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]
+    ) -> None:
         """Run backward without the deferred weight gradients, as
         `torch.autograd.backward(outputs, grads)`.
 

@@ -15,6 +15,9 @@ from tests.sharding.parallel.pipeline.stages.chained import assert_equal, run, s
 D = 4
 
 
+KINDS = ("add", "mul", "add_", "relu_", "view_mul_", "sin", "dropout", "bias", "mask", "linear")
+
+
 class Unit(nn.Module):
     """A unit that takes one or two tensors and returns one of several structures."""
 
@@ -54,10 +57,7 @@ class Program(nn.Module):
         self.program: list[tuple[str, list[float]]] = []
         for number in calls:
             for _ in range(rng.randint(0, 3)):
-                kind = rng.choice(
-                    ["add", "mul", "add_", "relu_", "view_mul_", "sin", "dropout", "bias", "mask"]
-                    + ["linear"]
-                )
+                kind = rng.choice(KINDS)
                 self.program.append((kind, [rng.random() for _ in range(2)]))
             self.program.append((f"unit {number}", [rng.random() for _ in range(2)]))
         self.results = [rng.random() for _ in range(rng.randint(1, 3))]
