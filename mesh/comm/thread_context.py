@@ -135,8 +135,8 @@ class ThreadContext(threading.local):
         outside_mesh: whether an operator runs on a rank outside of its tensors' mesh, on stand-ins
             as well.
         own_torch_call: whether a call of torch.distributed is the library's, which has recorded it.
-        module_calls: what calls of a pipeline's units are shown to (`CallObserver`); None outside of
-            a stage's forward, and inside of a unit.
+        module_calls: what calls of a pipeline's units are shown to (`CallObserver`); None outside
+            of a stage's forward, and inside of a unit.
         local_map_tree: the tree of what the function of the last `local_map` returned, until its
             caller takes it.
     """

@@ -10,6 +10,7 @@ from torch import nn
 from .dependencies import Boundary, Dependencies
 from .units import ModuleTree, Place, join, places_of
 
+
 @dataclass(frozen=True)
 class Ownership:
     """Which stages hold what.

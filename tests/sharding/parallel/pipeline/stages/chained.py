@@ -95,7 +95,9 @@ def assert_equal(actual: Any, expected: Any, exact: bool = True) -> None:
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-9, "atol": 1e-12}
     assert grads.keys() == whole_grads.keys()
     for name, grad in whole_grads.items():
-        torch.testing.assert_close(grads[name], grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+        torch.testing.assert_close(
+            grads[name], grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
     torch.testing.assert_close(_plain(results), _plain(whole_results), rtol=0, atol=0)
 
 

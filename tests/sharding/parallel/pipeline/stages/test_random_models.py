@@ -55,8 +55,7 @@ class Program(nn.Module):
         for number in calls:
             for _ in range(rng.randint(0, 3)):
                 kind = rng.choice(
-                    ["add", "mul", "add_", "relu_", "view_mul_", "sin", "dropout", "bias", "mask"]
-                    + ["linear"]
+                    "add mul add_ relu_ view_mul_ sin dropout bias mask linear".split()
                 )
                 self.program.append((kind, [rng.random() for _ in range(2)]))
             self.program.append((f"unit {number}", [rng.random() for _ in range(2)]))
