@@ -139,7 +139,7 @@ def runs() -> Iterator[Runs]:
             return pool.submit(runner.run, FAULTS[name], limit_s=LIMIT_S)
 
         outcomes = {name: start(name) for name in [*FAILING, *HEALTHY]}
-        yield Runs(outcomes, Path(runner._folder.name), runner._server.pid, start)
+        yield Runs(outcomes, Path(runner._forked.folder.name), runner._forked._server.pid, start)
         pool.shutdown(cancel_futures=True)
 
 

@@ -64,7 +64,7 @@ WRONG = {  # a function of the example, and what it is made to do
         "sharded_block",
         lambda right, mesh: lambda params, x: right(mesh)(params, 1.01 * x),
     ),
-    "pipeline": ("batch", lambda right, step: (right(step)[0], right(step)[1].flip(0))),
+    "pipeline": ("train_single", lambda right: [1.01 * loss for loss in right()]),
     "ring_attention": ("ring_attention", lambda right, *qkv, causal: right(*qkv, not causal)),
     "adamw": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
     "mixture_of_experts": ("exchange", lambda right, x, rows: right(x, rows).flip(0)),

@@ -100,7 +100,7 @@ class SplitBackward:
         self._phase.is_input = True
         try:
             with _MarkWeights(self._weights, self._phase, caches_casts=False):  # recomputation
-                torch.autograd.backward(outputs, grads)
+                torch.autograd.backward(outputs, grads)  # type: ignore[arg-type]
         except BaseException:
             self._end("failed")
             raise

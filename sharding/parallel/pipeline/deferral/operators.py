@@ -147,8 +147,7 @@ class _Deferred(torch.autograd.Function):
             return None, None, None, None
         operator: Operator = ctx.operator
         x, weight = take_saved(ctx)
-        weight_grad: WeightGrad = ctx.weight_grad
-        weight_grad.compute = partial(operator.weight_grad, grad, x, ctx.weight_form)
+        ctx.weight_grad.compute = partial(operator.weight_grad, grad, x, ctx.weight_form)  # type: ignore[arg-type]
         x_grad = None if weight is None else operator.input_grad(grad, ctx.x_form, weight)
         bias_grad = None
         bias_weight_grad: WeightGrad | None = ctx.bias_weight_grad

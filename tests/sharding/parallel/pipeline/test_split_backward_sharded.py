@@ -47,6 +47,7 @@ def _qwen2_moe():
     return transformers.Qwen2MoeForCausalLM(
         transformers.Qwen2MoeConfig(
             **_SIZES,
+            num_key_value_heads=2,
             moe_intermediate_size=16,
             shared_expert_intermediate_size=16,
             num_experts=4,
@@ -97,7 +98,7 @@ def test_models(name, recomputes):
         return model
 
     _, in_w = compare(make, IDS, forward=logits)
-    assert in_w >= 2 * 12
+    assert in_w >= 2 * 10
 
 
 @pytest.mark.one_in(3)
@@ -175,8 +176,7 @@ def test_precision_policy():
     assert sm.simulate(2)(program)() == [(4, 4)] * 2
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_experts(shards):
+def test_experts():
     def program():
         mesh = sm.init_device_mesh("cpu", (2,), axis_names=("ep",))
 
@@ -192,8 +192,7 @@ def test_experts(shards):
 
         def make():
             torch.manual_seed(0)
-            model = parallelize(Mixture(), mesh, {}) or Mixture()
-            return fully_shard(model, mesh) if shards else model
+            return parallelize(Mixture(), mesh, {})
 
         inputs = [sm.device_put(torch.randn(4, 5, 8), mesh, P()) for _ in range(2)]
         return compare(make, inputs)
