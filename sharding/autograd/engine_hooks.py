@@ -83,8 +83,10 @@ def save_at_once(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.saved_at_once = [None if x is None else make(x, False) for x in tensors]
 
 
-def take_saved(ctx: Any) -> list[torch.Tensor | None]:
-    """Return the tensors of `save_at_once`, without their graph, and free them, in backward."""
+def take_saved(ctx: Any) -> list[Any]:
+    """Return the tensors of `save_at_once`, without their graph, and free them, in backward; None
+    in place of None.
+    """
     saved = ctx.__dict__.pop("saved_at_once", None)
     if saved is None:
         return [None if x is None else x.detach() for x in ctx.saved_tensors]

@@ -48,6 +48,10 @@ class SplitBackward:
     parameters that are passed to an `autograd.Function`) has its whole backward in
     `backward_input`.
 
+    `.grad` has the bits that one whole backward gives, but for a weight that is used in several
+    reentrant checkpoints, or both in and outside of what torch does not show: there the sum has
+    another order, and hooks of the weight run in both parts.
+
     Example:
         >>> split = SplitBackward()
         >>> with split.recording():

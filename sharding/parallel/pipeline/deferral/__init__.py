@@ -1,4 +1,4 @@
 """Operators whose weight gradients are computed later than the rest of backward.
 
-Read `weights` and `operators`, in this order.
+Read `weights`, `operators` and `operands`, in this order.
 """
