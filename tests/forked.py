@@ -180,11 +180,11 @@ class Forked:
             mounts={str(folder / where): options for where, options in (mounts or {}).items()},
         )
 
-    def new_folder(self) -> Path:
-        """Return a new folder for a job."""
+    def new_folder(self, name: str = "job") -> Path:
+        """Return a new folder for a job of this name, "12-name"."""
         with self._sending:
             self._jobs += 1
-            folder = Path(self.folder.name, str(self._jobs))
+            folder = Path(self.folder.name, f"{self._jobs}-{name}")
         folder.mkdir()
         return folder
 

@@ -88,7 +88,7 @@ class Runner:
             limit_s: seconds after which hanging ranks are killed.
         """
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        folder, outliers = self._forked.new_folder(), () if healthy else fault.outliers
+        folder, outliers = self._forked.new_folder(fault.name), () if healthy else fault.outliers
         args = self._table, fault.name, backend, outliers, str(folder), limit_s
         environments = [
             rank_program.environment(rank, store.port, backend, str(folder))
