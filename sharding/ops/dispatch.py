@@ -184,7 +184,7 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 _ON_META = "meta"
 # In a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`; and a
-# plain tensor, which `plain_operands.py` treats as replicated or refuses when the operator runs.
+# plain tensor that may be treated as replicated, see `plain_operands.py`.
 _WRAPPED, _PLAIN = object(), object()
 _NOT_CACHED: list[Any] = []  # cannot be hashed, as no key with a number of a recording may be
 
@@ -203,7 +203,9 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    return _PLAIN
+    if tensor.ndim == 0 or plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
+        return _PLAIN
+    return plain_operands.refuse(tensor, func)
 
 
 # -- new strategies --------------------------------------------------------------------------------

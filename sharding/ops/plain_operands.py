@@ -1,5 +1,5 @@
-"""Plain tensors as operands with sharded ones: on the mesh of a model, masks and positions that a
-program makes count as replicated.
+"""Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a
+model makes count as replicated.
 
     mask = torch.arange(s) <= torch.arange(s)[:, None]    the same on every rank, since nothing in
                                                           it depends on the rank
@@ -10,10 +10,15 @@ The first time that a line uses such an operand, the ranks of the mesh compare i
 the same line, with the same operator, shapes, dtypes and layouts, is trusted to make equal operands
 on every rank.
 
-The mesh of a model is one on which `parallelize`, `parallelize_module`, `fully_shard`,
-`data_parallel` or `distribute_module` has laid out a module, with all meshes of the same root. On
-other meshes, in mapped functions, and in backward on lines that no forward has compared, a plain
-operand is an error.
+A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or
+`distribute_module`. The stack tells whether one is running, and is read only when an operator gets
+a plain tensor: other operators cost nothing, and recomputation in backward, exceptions and threads
+need no special handling. peft's adapters of prepared layers count as prepared, though they were
+added later: they add their plain matrices to the layer's weight (`merge_adapter`).
+
+The same holds outside of a model that `parallelize` has prepared and that was called with plain
+tensors: its outputs may stay split (logits by vocabulary), and labels next to them are equal on the
+ranks of their mesh, as the inputs were.
 """
 
 from __future__ import annotations
@@ -22,13 +27,15 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...mesh.comm.call_site import owners_of_methods, user_line
+from ...mesh.comm.call_site import user_line
+from ...mesh.comm.current_world import current_world
 from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
@@ -44,6 +51,7 @@ from ..tensor.from_dtensor import is_dtensor
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .implicit_comm import implicit_comm
+from .prepared_modules import adapts_prepared, is_prepared
 from .rules.registry import writes_first_operand
 from .strategy import name_of
 
@@ -55,42 +63,60 @@ class _PlainOperands:
 
     Attributes:
         compared: hash of the mesh -> signatures of operands that the ranks have compared.
-        roots_of_modules: hashes of the roots of meshes on which modules have been laid out.
         meshes_of_plain_calls: hashes of the meshes of outputs that models returned for plain
             inputs.
     """
 
     def __init__(self, _: World) -> None:
         self.compared: dict[int, dict[Hashable, bool]] = {}
-        self.roots_of_modules: set[int] = set()
         self.meshes_of_plain_calls: set[int] = set()
 
 
-def may_replicate(mesh: DeviceMesh) -> bool:
-    """Return whether plain operands may count as replicated on a mesh: on that of a model, and in
-    backward, where recomputation runs the lines of forward again.
+def may_replicate(sharded: ShardedTensor | None = None) -> bool:
+    """Return whether a plain operand may count as replicated here: in a method of a prepared
+    module, in backward, or next to outputs of a model that was called with plain tensors.
+
+    In backward, recomputation runs the lines of forward again.
+
+    Args:
+        sharded: the sharded operand, whose mesh decides about outputs; without it, any mesh may.
     """
-    if engine_hooks.current_backward() != -1:
+    if engine_hooks.current_backward() != -1 or _in_prepared_module():
         return True
     if current_axis_env() is not None:
         return False
-    return hash(mesh.root) in mesh.world.state(_PlainOperands).roots_of_modules
+    if sharded is None:
+        return len(current_world().state(_PlainOperands).meshes_of_plain_calls) > 0
+    return hash(sharded.mesh) in sharded.mesh.world.state(_PlainOperands).meshes_of_plain_calls
 
 
 def accept_plain_operands(mesh: DeviceMesh) -> None:
-    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh and others of
-    its root: a module has been laid out on it.
+    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh: a model
+    returned them for plain inputs.
 
-    It decides only whether an operator raises; the ranks of the mesh compare the operands.
-    """
-    mesh.world.state(_PlainOperands).roots_of_modules.add(hash(mesh.root))
-
-
-def accept_plain_numbers(mesh: DeviceMesh) -> None:
-    """Let plain numbers with a gradient count as replicated next to `ShardedTensor`s on this mesh:
-    a model returned those for plain inputs, so that plain losses are equal on the ranks.
+    It decides only whether an operator raises; the ranks of the mesh compare the operands as inside
+    of the model.
     """
     mesh.world.state(_PlainOperands).meshes_of_plain_calls.add(hash(mesh))
+
+
+def _in_prepared_module() -> bool:
+    return any(is_prepared(owner) or adapts_prepared(owner) for owner in _owners_of_methods())
+
+
+def _owners_of_methods() -> Iterator[Any]:
+    """Yield the `self` of each method that is running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            variables = frame.f_locals
+            owner = variables.get("self")
+            # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
+            if type(variables) is dict:
+                variables.clear()
+            yield owner
+        frame = frame.f_back
 
 
 def _check_replicated(
@@ -127,7 +153,7 @@ def _check_replicated(
     compared = mesh.world.state(_PlainOperands).compared.setdefault(hash(mesh), {})
     if signature in compared:
         return True
-    if engine_hooks.current_backward() != -1 and not in_backward:
+    if engine_hooks.current_backward() != -1 and not in_backward and not _in_prepared_module():
         return False
     if mesh.size() > 1:
         _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
@@ -146,8 +172,8 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     try:
         with implicit_comm("allow"):
             compare(
-                f"{place}: a plain operand with a ShardedTensor counts as replicated on the "
-                "mesh of a model and in torch.vmap, and ",
+                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a "
+                "prepared module, next to its outputs and in torch.vmap, and ",
                 copies,
                 group,
             )
@@ -188,10 +214,11 @@ def replicated(
     `ShardedTensor`s.
 
     Raises:
-        ReplicaError: on every rank: operands differ between ranks.
+        ReplicaError: on every rank: inside a prepared module, for operands that differ between
+            ranks.
         RuntimeError: a plain operand on "meta", or in backward one that no forward has compared.
 
-    Communication: that of `_check_replicated`.
+    Communication: inside prepared modules, that of `_check_replicated`.
     """
     tensors = list(tensors_in((*args, *kwargs.values())))
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
@@ -200,7 +227,7 @@ def replicated(
         return args, kwargs
     if not thread_context.implicit_replication:
         numbers = all(is_one_element(x) for x in plain)
-        if not numbers and not may_replicate(sharded[0].mesh):
+        if not numbers and not may_replicate(sharded[0]):
             refuse(next(x for x in plain if not is_one_element(x)), func)
         if any(x.is_meta for x in plain):
             refuse_without_value(func, sharded)
@@ -245,13 +272,8 @@ def are_numbers_of_ranks(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         and not any(is_dtensor(x) or x.is_meta for x in tensors if is_plain_operand(x))
         and not thread_context.implicit_replication
         and current_axis_env() is None
-        and engine_hooks.current_backward() == -1
-        and not _has_plain_calls(sharded[0].mesh)
+        and not may_replicate(sharded[0])
     )
-
-
-def _has_plain_calls(mesh: DeviceMesh) -> bool:
-    return hash(mesh) in mesh.world.state(_PlainOperands).meshes_of_plain_calls
 
 
 def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -291,12 +313,13 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         What torch returns: the plain tensor.
 
     Raises:
-        ReplicaError: on every rank: plain operands differ between ranks.
-        RuntimeError: without a model on the mesh, for a tensor that is not 0-d; torch's own, such
+        ReplicaError: on every rank: inside a prepared module, if plain operands differ between
+            ranks.
+        RuntimeError: outside of prepared modules, for a tensor that is not 0-d; torch's own, such
             as for a leaf that requires grad.
 
-    Communication: what redistributing the operands to replicated needs, and that of
-    `_check_replicated`.
+    Communication: what redistributing the operands to replicated needs; inside prepared modules
+    also that of `_check_replicated`.
     """
     targets = plain_targets(func, args, kwargs)
     if any(isinstance(x, ShardedTensor) for x in tensors_in((kwargs.get("out"),))):
@@ -313,7 +336,7 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         _refuse_synchronized_metric()
     checked = thread_context.implicit_replication or not operands
     if not checked and not (
-        may_replicate(sharded[0].mesh) and _check_replicated(func, operands, sharded)
+        may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)
     ):
         refuse(operands[0], func)
     for x in filter(is_dtensor, targets):
@@ -333,7 +356,7 @@ def _refuse_synchronized_metric() -> None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     kind = sys.modules[_METRICS].Metric
-    for owner in owners_of_methods():
+    for owner in _owners_of_methods():
         if isinstance(owner, kind) and (owner.sync_on_compute or owner._to_sync):
             raise RuntimeError(
                 f"{type(owner).__name__} is updated with ShardedTensors, which are the values of "

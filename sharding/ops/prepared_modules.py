@@ -1,4 +1,5 @@
-"""Mark modules that the library has laid out, so that other libraries do not lay them out again.
+"""Marks on modules that the library has laid out, so that neither its own code nor other libraries
+lay them out again.
 
 `accelerate` and the `Trainer` of Hugging Face leave a model alone that has
 `_is_accelerate_prepared`. torch's `DistributedDataParallel` first asks a module which parameters to
@@ -12,22 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from ...mesh.device_mesh import DeviceMesh
-from .plain_operands import accept_plain_operands
+_PREPARED = "_shardmesh_prepared"  # attribute of a prepared module and of each module inside it
 
 
 class _AlreadyParallel:
-    """Raise when DistributedDataParallel reads the names of the parameters to ignore.
-
-    Copies, those in other processes as well, let plain operands count as replicated on their mesh.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        accept_plain_operands(mesh)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _AlreadyParallel, (self._mesh,)
+    """Raise when DistributedDataParallel reads the names of the parameters to ignore."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
@@ -37,7 +27,19 @@ class _AlreadyParallel:
         )
 
 
-def prepare(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Mark a module as laid out on a mesh, and let plain operands count as replicated there."""
+def prepare(module: nn.Module) -> None:
+    """Mark a module and those inside it as laid out by the library."""
+    for inner in module.modules():
+        inner.__dict__[_PREPARED] = True
     module.__dict__["_is_accelerate_prepared"] = True
-    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _AlreadyParallel(mesh)
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _AlreadyParallel()
+
+
+def is_prepared(x: Any) -> bool:
+    """Return whether the library has laid out this module, or one that it is inside of."""
+    return isinstance(x, nn.Module) and _PREPARED in x.__dict__
+
+
+def adapts_prepared(x: Any) -> bool:
+    """Return whether this is an adapter, as peft's, of a module that the library has laid out."""
+    return isinstance(x, nn.Module) and is_prepared(x._modules.get("base_layer"))

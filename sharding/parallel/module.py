@@ -65,7 +65,7 @@ def distribute_module(
         _replicate_rest(submodule, mesh, src_data_rank)
         show_layouts_in_repr(submodule)
     _tie(tied)
-    prepare(module, mesh)
+    prepare(module)
     if input_fn is not None:
         prepare_input = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda m, inputs: settled(prepare_input(m, inputs, mesh)))

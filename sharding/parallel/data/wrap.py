@@ -78,7 +78,7 @@ def wrap(
     units_by_name[""].schedule.set_units(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
-    prepare(module, options.mesh)
+    prepare(module)
     return module
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layout.spec import P
-from ...ops.plain_operands import accept_plain_numbers
+from ...ops.plain_operands import accept_plain_operands
 from ...ops.torch_compile import not_compiled
 from ...tensor.sharded_tensor import ShardedTensor
 
@@ -51,7 +51,7 @@ def _return_whole_plain(
     if not _are_plain((args, kwargs)):
         return output
     for mesh in {x.mesh for x in _tensors(output) if isinstance(x, ShardedTensor)}:
-        accept_plain_numbers(mesh)
+        accept_plain_operands(mesh)
     return _whole_as_plain(output)
 
 

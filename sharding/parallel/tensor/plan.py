@@ -195,7 +195,7 @@ def apply_plan(
             generate_plain(called)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
-    prepare(module, mesh)
+    prepare(module)
     return module
 
 

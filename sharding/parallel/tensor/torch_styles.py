@@ -489,7 +489,7 @@ class PrepareModuleInput(_TorchStyle):
             module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
             module.register_forward_pre_hook(positional_hook)
-        prepare(module, device_mesh)
+        prepare(module)
         return module
 
 
@@ -558,7 +558,7 @@ class PrepareModuleOutput(_TorchStyle):
             return settled(self._prepare_out_fn(outputs, device_mesh))
 
         module.register_forward_hook(hook)
-        prepare(module, device_mesh)
+        prepare(module)
         return module
 
 

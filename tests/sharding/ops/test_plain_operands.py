@@ -1,10 +1,9 @@
-"""Plain tensors on the mesh of a model are treated as replicated, and compared between ranks the
-first time.
+"""Plain tensors created in prepared modules are treated as replicated, and compared between ranks
+the first time.
 """
 
 from __future__ import annotations
 
-import pickle
 import threading
 import weakref
 from pathlib import Path
@@ -104,82 +103,14 @@ def test_under_a_policy_that_forbids_implicit_communication(mesh):
         made(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
 
-def _plus_ones(x):
-    return x + torch.ones(6, 4, dtype=X.dtype, device=DEVICE)
-
-
-def test_without_a_model_on_the_mesh_it_raises():
-    def program(mesh):
-        x = place(mesh, X.to(DEVICE), sm.Shard(0))
-        with pytest.raises(RuntimeError, match="mixes a plain tensor"):
-            _plus_ones(x)
-        with pytest.raises(RuntimeError, match="mixes a plain tensor"):
-            _model()(x)
-        PREPARED["distribute_module"](_model(), mesh)
-        torch.testing.assert_close(_plus_ones(x).full_tensor(), X.to(DEVICE) + 1)
-        other = sm.init_device_mesh(DEVICE, (2,), axis_names=("other",))
-        with pytest.raises(RuntimeError, match="mixes a plain tensor"):
-            _plus_ones(place(other, X.to(DEVICE), sm.Shard(0)))
-
-    for _ in range(2):  # the next ranks start without models
-        on_mesh((2,), program)
-
-
-@pytest.mark.parametrize("how", PREPARED)
-def test_outside_of_the_model(how):
-    def program(mesh):
-        model, x = PREPARED[how](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
-        y = model(x)
-        with collectives() as first:
-            added = _plus_ones(y)
-        with collectives() as again:
-            _plus_ones(y)
-        assert (len(first), again) == (1, [])
-        torch.testing.assert_close(added.full_tensor(), y.full_tensor() + 1)
-        with pytest.raises(sm.errors.ReplicaError):
-            y + torch.full((4,), float(mesh.get_rank()), dtype=X.dtype, device=DEVICE)
-
-    on_mesh((2,), program)
-
-
-@pytest.mark.parametrize(("of_model", "of_operand"), [("a", "b"), ("b", None), (None, "a")])
-def test_on_meshes_of_one_root(of_model, of_operand):
-    def program(root):
-        meshes = {None: root, "a": root["a"], "b": root["b"]}
-        PREPARED["distribute_module"](_model(), meshes[of_model])
-        x = sm.device_put(X.to(DEVICE), meshes[of_operand], P(meshes[of_operand].axis_names))
-        torch.testing.assert_close(_plus_ones(x).full_tensor(), X.to(DEVICE) + 1)
-
-    on_mesh((2, 2), program)
-
-
-def test_a_copy_of_a_model_in_another_job():
-    def write(mesh):
-        return pickle.dumps(PREPARED["parallelize"](_model(), mesh))
-
-    def read(mesh):
-        x, model = X.to(DEVICE), pickle.loads(models[mesh.get_rank()])
-        values = model(sm.device_put(x, mesh, P("a"))).full_tensor()
-        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
-
-    models, expected = on_mesh((2,), write), _model()(X.to(DEVICE))
-    on_mesh((2,), read)
-
-
-def test_numbers_of_ranks_in_a_method_of_the_model():
-    """This rank's loss and a penalty that is one value, both in the model's own method."""
-
-    class Trained(nn.Linear):
-        def loss(self, row):
-            own = (torch.ones(4, device=DEVICE, requires_grad=True) * row).sum()
-            return own + self.weight.square().sum()
-
-    def program(mesh):
-        model = PREPARED["distribute_module"](Trained(4, 4).to(DEVICE), mesh)
-        penalty = model.weight.full_tensor().square().sum()
-        torch.testing.assert_close(model.loss(mesh.get_rank()), 4.0 * mesh.get_rank() + penalty)
-
-    on_mesh((2,), program)
+@every_rank(2)
+def test_outside_of_prepared_modules_it_raises(mesh):
+    made, x = PREPARED["distribute_module"](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
+    y = made(x)
+    with pytest.raises(RuntimeError, match="mixes a plain tensor"):
+        y + torch.ones(6, 4, dtype=X.dtype, device=DEVICE)
+    with pytest.raises(RuntimeError, match="mixes a plain tensor"):
+        _model()(x)
 
 
 class _Random(nn.Module):
@@ -246,7 +177,6 @@ def test_recomputation(how):
 
 @every_rank(2)
 def test_new_line_in_backward_raises(mesh):
-    PREPARED["distribute_module"](_model(), mesh)
     x = place(mesh, X.to(DEVICE), sm.Shard(0), grad=True)
     x.register_hook(lambda grad: grad + torch.ones(6, 4, dtype=X.dtype, device=DEVICE))
     with pytest.raises(RuntimeError, match="mixes a plain tensor"):
@@ -281,16 +211,16 @@ class _Frees(nn.Module):
 
 
 @every_rank(2)
-def test_a_comparison_keeps_no_tensor_alive(mesh):
+def test_stack_inspection_keeps_no_tensor_alive(mesh):
     PREPARED["distribute_module"](_Frees(), mesh)(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
 
 @every_rank(2)
-def test_sharded_operands_are_not_looked_up(mesh):
+def test_sharded_operands_do_not_inspect_the_stack(mesh):
     made, x = PREPARED["distribute_module"](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_operands, "may_replicate", calls.append)
+        patch.setattr(plain_operands, "may_replicate", lambda: calls.append(1))
         made.down(made.up(x).tanh() * 2.0 + 1)
     assert calls == []
 

@@ -283,7 +283,7 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
     on_mesh((2,), program)
     with pytest.raises(
         sm.errors.ReplicaError,
-        match=r"a plain operand with a ShardedTensor counts as replicated on the mesh of a model",
+        match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module",
     ):
         on_mesh((2,), different)
 
