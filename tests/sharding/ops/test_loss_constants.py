@@ -133,11 +133,11 @@ def test_constants_that_are_equal_on_all_ranks(kind: type[nn.Module], how: str) 
 
 
 @every_rank(4)
-def test_without_a_model_on_the_mesh_the_error_says_what_to_write(mesh: Any) -> None:
-    outputs = net()(IMAGES.to(DEVICE)).detach()
-    x, labels = (sm.device_put(t, mesh, P("a")) for t in (outputs, LABELS.to(DEVICE)))
+def test_elsewhere_the_error_says_what_to_write(mesh: Any) -> None:
+    model, loss = fully_shard(net(), mesh), Focal().to(DEVICE)
+    images, labels = (sm.device_put(x.to(DEVICE), mesh, P("a")) for x in (IMAGES, LABELS))
     with pytest.raises(RuntimeError, match=r"implicit_replication\(\).*parallelize\(module, mesh"):
-        Focal().to(DEVICE)(x, labels)
+        loss(model(images), labels)
 
 
 @every_rank(4)
