@@ -39,6 +39,8 @@ OF_THE_CALL = {
     "outside_mesh",
     "own_torch_call",
     "local_map_tree",
+    "module_calls",
+    "weights",
 }
 ROOT = Path(__file__).parents[3]
 

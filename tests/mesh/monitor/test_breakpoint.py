@@ -6,6 +6,7 @@ import bdb
 import io
 import os
 import pty
+import select
 import signal
 import sys
 import textwrap
@@ -19,7 +20,6 @@ from shardmesh.mesh import MeshError, current_world, simulate
 from shardmesh.mesh.errors import PeerError
 from shardmesh.mesh.launch.breakpoint import breakpoint
 from shardmesh.mesh.settings import settings, watchdog
-from tests.forked import is_readable
 from tests.pool import Pool
 
 LIMIT_S = 90.0
@@ -204,6 +204,15 @@ def test_launched_processes_read_from_the_terminal(tmp_path: Path) -> None:
     finally:
         status = os.waitpid(pid, 0)[1]
     assert status == 0
+
+
+def is_readable(terminal: int, seconds: float) -> bool:
+    """Return whether there is data or the end within this many seconds. (`select` is limited to
+    file descriptors below 1024.)
+    """
+    waiting = select.poll()
+    waiting.register(terminal, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
 
 
 def converse(terminal: int, turns: list[tuple[str, str]]) -> None:

@@ -186,7 +186,7 @@ def test_new_files_are_never_links(tmp_path, monkeypatch):
     on_mesh(
         (2,),
         lambda mesh: sm.checkpoint.save_safetensors(
-            {"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=2400
+            {"x": X, "y": X.clone()}, tmp_path / "m.safetensors", max_shard_size=2400
         ),
     )
     assert len(made) == 9

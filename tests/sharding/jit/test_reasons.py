@@ -160,7 +160,7 @@ def _shape(model: Any) -> None:
     ("change", "text"),
     [
         (_depth, "self.depth was 2 and is 3"),
-        (_frozen, "self._parameters.weight.requires_grad was True and is False"),
+        (_frozen, "self._parameters.weight.requires_grad is off and was on"),
         (_gradient, "self._parameters.weight.grad was None and is set"),
         (_memory, "the memory of self._buffers.mean was replaced"),
         (_shape, "the shape of self._buffers.mean is [1] and was [3]"),
