@@ -108,6 +108,8 @@ class Waiting:
             if not diagnose.may_show_splits(
                 self._job, recorder, sequence, waited
             ) or not self._diagnose(recorder, sequence, since):
+                # the last one may have shown it after the verdict was made
+                wrong = diagnose.wrong_splits(self._job, recorder, sequence) or wrong
                 raise self._job.failed(wrong)
             time.sleep(_NAP_S)
 
