@@ -27,14 +27,13 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...mesh.comm.call_site import user_line
+from ...mesh.comm.call_site import owners_of_methods, user_line
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
@@ -101,22 +100,7 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
 
 
 def _in_prepared_module() -> bool:
-    return any(is_prepared(owner) or adapts_prepared(owner) for owner in _owners_of_methods())
-
-
-def _owners_of_methods() -> Iterator[Any]:
-    """Yield the `self` of each method that is running, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            variables = frame.f_locals
-            owner = variables.get("self")
-            # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
-            if type(variables) is dict:
-                variables.clear()
-            yield owner
-        frame = frame.f_back
+    return any(is_prepared(owner) or adapts_prepared(owner) for owner in owners_of_methods())
 
 
 def _check_replicated(
@@ -356,7 +340,7 @@ def _refuse_synchronized_metric() -> None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     kind = sys.modules[_METRICS].Metric
-    for owner in _owners_of_methods():
+    for owner in owners_of_methods():
         if isinstance(owner, kind) and (owner.sync_on_compute or owner._to_sync):
             raise RuntimeError(
                 f"{type(owner).__name__} is updated with ShardedTensors, which are the values of "
