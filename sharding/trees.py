@@ -157,8 +157,9 @@ def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Return arguments with `function` applied to every tensor, also to those in lists, tuples
-    (also named ones, and torch's `return_types`) and plain dicts.
+    """Return arguments with `function` applied to every tensor.
+
+    Also to those in lists, tuples (also named ones, and torch's `return_types`) and plain dicts.
     """
     out: list[Any] = []
     for item in items:
@@ -212,8 +213,9 @@ class _Mismatch(Exception):
         self.path: list[str] = []
 
     def error(self, name: str) -> Exception:
-        """Return the error for the user: TypeError for what is no value and no container, else
-        ValueError.
+        """Return the error for the user.
+
+        TypeError for what is no value and no container, else ValueError.
         """
         is_node = _is_container(self.prefix)
         expected, tree = self.kind.expected, _described(self.tree)
@@ -262,8 +264,9 @@ def _broadcast(kind: PrefixKind, prefix: Any, tree: Any, values: list[Any]) -> N
 def map_prefix(
     name: str, function: Callable[[Any, Any], Any], prefix: Any, tree: Any, kind: PrefixKind
 ) -> Any:
-    """Return the tree with `function(subtree, value)` in place of each subtree for which the prefix
-    has a value.
+    """Return the tree with `function(subtree, value)` for each subtree with a value.
+
+    A value is one of the prefix; it stands for the whole subtree at its place.
 
     Args and errors: as for `broadcast_prefix`.
     """

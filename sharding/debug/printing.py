@@ -15,8 +15,10 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def print(text: str, *values: Any, **named: Any) -> None:
-    """Print a text with values in it, in each call: inside `sm.jit` as a part of the graph, where
-    Python's `print` runs only while the graph is recorded, and reading a tensor ends it.
+    """Print a text with values in it, in each call.
+
+    Inside `sm.jit` it is a part of the graph. Python's `print` runs only while the graph is
+    recorded, and reading a tensor ends it.
 
     Each rank prints. A tensor of one element is formatted as a number. A `ShardedTensor` that is
     replicated is shown as a tensor; of one that is split or pending, this rank's part, and the

@@ -209,8 +209,9 @@ class Layout:
 
     @cached_property
     def _cuts(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
-        """Per dim the cut into parts of given sizes, if any, and the index and size of each axis
-        that chunks those further.
+        """Per dim, the cut into parts of given sizes, and the axes that chunk those further.
+
+        None stands for no such cut; of each axis there are the index and the size.
         """
         per_dim = []
         for cuts in self.spec.cuts:
@@ -346,8 +347,9 @@ def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`: equal,
-    the last ones short or empty.
+    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`.
+
+    They are equal, but the last ones may be short or empty.
     """
     step = -(-(stop - start) // parts)
     low = min(start + index * step, stop)

@@ -46,8 +46,9 @@ class MatrixUnit(NamedTuple):
 
 
 class Owners:
-    """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which
-    must be in the mesh.
+    """The owners of units on one mesh, and the exchanges with them, prepared on this rank.
+
+    The rank must be in the mesh.
 
     Attributes:
         units: the units.
@@ -100,8 +101,9 @@ class Owners:
     def _exchange(
         self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype
     ) -> Callable[..., Any]:
-        """Return one exchange for all units; each has the transfers of all ranks, and this rank's
-        box before and after.
+        """Return one exchange for all units.
+
+        Each has the transfers of all ranks, and this rank's box before and after.
         """
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
         return (
@@ -192,8 +194,9 @@ def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.d
 def _transfers_to_owner(
     owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]
 ) -> list[Transfer]:
-    """Return the transfers of what an owner lacks: from its own node if possible, from the rank
-    that sends the least so far.
+    """Return the transfers of what an owner lacks.
+
+    From its own node if possible, from the rank that sends the least so far.
     """
     holders: dict[Box, list[int]] = {}
     for rank, piece in enumerate(pieces):

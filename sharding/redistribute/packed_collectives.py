@@ -1,5 +1,6 @@
-"""Collectives over boxes: pack, call the group, unpack. This file has the ring collectives;
-`all_to_all.py` has the others.
+"""Collectives over boxes: pack, call the group, unpack.
+
+This file has the ring collectives; `all_to_all.py` has the others.
 
 Each class is a step of a plan compiled for one rank: groups, boxes and packing are looked up once,
 and `start` only handles data. It takes one tensor, or a bucket: several tensors of one dtype whose
@@ -100,8 +101,9 @@ class AllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead
-        of copied.
+        """Pack and launch.
+
+        Donated tensors that are consecutive in memory are overwritten instead of copied.
         """
         if (
             donate
@@ -219,8 +221,10 @@ class AllGather(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Launch. If the result is the parts concatenated, they are received in `outs`, and a part
-        that is its view is not copied.
+        """Launch.
+
+        If the result is the parts concatenated, they are received in `outs`, and a part that is its
+        view is not copied.
         """
         x = concatenated(tensors, self.dtype)
         tensors.clear()
@@ -258,8 +262,10 @@ class ReduceScatter(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer
-        (which may be the tensor itself).
+        """Pack and launch.
+
+        With `donate`, the result of one tensor is a view of the send buffer (which may be the
+        tensor itself).
         """
         flat = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale)
         size = self.size

@@ -184,8 +184,9 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
 
 
 def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
-    """Return the global size of one dim: the sum over the axes that split it, at the first
-    coordinate of all other axes.
+    """Return the global size of one dim.
+
+    The sum over the axes that split it, at the first coordinate of all other axes.
     """
     split_axes = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))

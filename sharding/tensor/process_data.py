@@ -41,8 +41,9 @@ def make_array_from_callback(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is
-    fn(index of the part).
+    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor
+
+    Its part on each rank is fn(index of the part).
 
         fn = lambda index: data[index]    data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
             rank 0: fn((slice(0, 2),))    rank 1: fn((slice(2, 4),))      ...
@@ -97,8 +98,9 @@ def make_array_from_process_local_data(
     local_data: Any = None,
     global_shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank
-    passes its own part.
+    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor
+
+    Each rank passes its own part.
 
         P("dp") on (dp=2, tp=2)    ranks 0 and 1 pass rows [a b c]    global  [a b c d e], in parts
                                    ranks 2 and 3 pass rows [d e]      of 3 and 2 rows
@@ -149,8 +151,9 @@ def make_array_from_single_device_arrays(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on
-    this rank is x, without a copy.
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor
+
+    Its part on this rank is x, without a copy.
 
     Args:
         shape: the global shape.
@@ -327,8 +330,9 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
 
 
 def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
-    """Return the layout of the tensor that the parts of all ranks make up; split dims are as long
-    as their parts together.
+    """Return the layout of the tensor that the parts of all ranks make up.
+
+    Split dims are as long as their parts together.
 
     Raises:
         ValueError: on every rank that compared, parts that do not make up a tensor; on a rank
