@@ -23,8 +23,9 @@ from .transforms import gradients
 def cond(
     pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
-    """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else
-    false_fun(*operands).
+    """cond(pred, true_fun, false_fun, *operands) -> the result of one of the functions.
+
+    true_fun(*operands) if pred else false_fun(*operands).
 
     Args:
         pred: a scalar tensor or a number. Under `vmap`, if it depends on the example, both
@@ -46,8 +47,9 @@ def cond(
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """switch(index, branches, *operands) -> branches[index](*operands), with the index clamped to
-    the range.
+    """switch(index, branches, *operands) -> branches[index](*operands).
+
+    The index is clamped to the range.
 
     Args:
         index: a scalar integer tensor or a number. Under `vmap`, if it depends on the example, all
@@ -77,8 +79,9 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 def while_loop(
     cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
 ) -> Any:
-    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false,
-    updated by value = body_fun(value).
+    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false.
+
+    Each step is value = body_fun(value).
 
     Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all
     examples; finished ones keep their values.
@@ -107,8 +110,9 @@ def fori_loop(
     *,
     unroll: Any = None,
 ) -> Any:
-    """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value)
-    for each i from lower to upper - 1.
+    """fori_loop(lower, upper, body_fun, init_val) -> the last value of a loop.
+
+    Each step is value = body_fun(i, value), with i from lower to upper - 1.
 
     Args:
         lower, upper: numbers, or integer scalar tensors that do not depend on the example of a
@@ -137,8 +141,9 @@ def scan(
     *,
     remat: bool = False,
 ) -> tuple[Any, Any]:
-    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x along dim 0 of
-    xs; stack the ys along a new dim 0.
+    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x in turn.
+
+    The xs are taken along dim 0; the ys are stacked along a new dim 0.
 
     Args:
         f: takes the carry and a tree like `xs` without the first dim.

@@ -1,5 +1,6 @@
-"""Arguments of a mapped function: the layout that each must have, and the part of it that the
-function receives.
+"""Arguments of a mapped function.
+
+The layout that each must have, and the part of it that the function receives.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def make_input_spec(
     names: Sequence[str],
     auto_mesh: DeviceMesh | None,
 ) -> InputSpec:
-    """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf
-    keeps its layout.
+    """Return the input spec of a leaf for a spec of the manual axes.
+
+    If that is None, the leaf keeps its layout.
 
     Raises:
         TypeError: a sharded tensor passed as static.
@@ -106,8 +108,9 @@ def make_input_spec(
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
-    """Return the spec as a `P` with an entry for each dim. Raises: ValueError, with the path, if it
-    does not fit the mesh or the tensor.
+    """Return the spec as a `P` with an entry for each dim.
+
+    Raises: ValueError, with the path, if it does not fit the mesh or the tensor.
     """
     with _named(path):
         return as_spec(spec, mesh.axis_names, ndim)
@@ -161,8 +164,9 @@ def _check_sums(path: str, spec: P) -> None:
 
 
 def _with_global(manual: P, spec: P, names: Sequence[str]) -> P:
-    """Return the spec with the manual axes of `manual`, which split first, and the other axes of
-    `spec`.
+    """Return the spec with the manual axes of `manual`, and the other axes of `spec`.
+
+    The manual axes split first.
     """
     if set(spec.axes) <= set(names):
         return manual
@@ -211,8 +215,9 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
 
 
 def check_transform(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError inside a transform of torch.func that is around the mapped function, or
-    has wrapped its arguments.
+    """Raise RuntimeError inside a transform of torch.func.
+
+    One that is around the mapped function, or has wrapped its arguments.
     """
     if current_axis_env() is None:
         refuse_foreign(f"shard_map({name})")
@@ -266,8 +271,9 @@ class InputMutationCheck:
         self.versions = [_version(*each) for each in zip(leaves, parts, inputs, strict=True)]
 
     def error(self, checker: Any) -> ShardingTypeError | None:
-        """Return the error of a function that wrote a varying value to a replicated argument, or to
-        a part of one; None if it did not.
+        """Return the error of a function that wrote a varying value to a replicated argument.
+
+        Or to a part of one. None if it did not.
         """
         for tag, version, part, arg in zip(
             self.tags, self.versions, self.parts, self.inputs, strict=True
@@ -303,8 +309,9 @@ def _version_of(x: Any) -> int:
 
 
 def _version(leaf: Any, part: Any, arg: InputSpec) -> int | None:
-    """Return the autograd version of a part that shares memory with an argument of which more ranks
-    have copies; None otherwise.
+    """Return the autograd version of a part that shares memory with a replicated argument.
+
+    Of such an argument more ranks have copies. None for other parts.
     """
     src, dst = arg.src, arg.dst
     if src is None or dst is None or src.replicated_axes == dst.replicated_axes:

@@ -1,5 +1,6 @@
-"""`typeof`: the layout of a sharded tensor, and inside a mapped function the axes over which a
-value varies.
+"""`typeof`: the layout of a sharded tensor.
+
+Inside a mapped function, the axes over which a value varies.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have different data, JAX's `vma`. Raises: RuntimeError
-        if types are not tracked.
+        """The manual axes along which ranks have different data, JAX's `vma`.
+
+        Raises: RuntimeError if types are not tracked.
         """
         return self._known().varying
 

@@ -37,8 +37,9 @@ _INTERNAL = ("torch.", "torch_")
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
-    """Transfer the gradient history of a custom function's result from its wrapper to its local
-    tensor.
+    """Transfer the gradient history of a custom function's result to its local tensor.
+
+    Autograd has put it on the wrapper.
 
     With gradients off, as in the forward of another custom function, only what autograd will not
     pass to backward is kept.
@@ -67,8 +68,9 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
 
 
 def _without_gradient(node: Any, number: int) -> Tensor:
-    """Return this rank's part of a result of the function by which `torch.autograd.gradcheck`
-    passes undefined gradients to backward.
+    """Return this rank's part of a result of `gradcheck`'s function for undefined gradients.
+
+    By it `torch.autograd.gradcheck` passes undefined gradients to backward.
     """
     source = getattr(node.next_functions[number][0], "variable", None)
     if not isinstance(source, ShardedTensor):

@@ -1,5 +1,6 @@
-"""Operators on `ShardedTensor`s: look up a cached strategy, then call the same torch function on
-the local tensors.
+"""Operators on `ShardedTensor`s.
+
+Look up a cached strategy, then call the same torch function on the local tensors.
 
     torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  strategy, cached:
         which operands must be redistributed first, and to which layout

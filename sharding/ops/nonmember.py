@@ -1,5 +1,6 @@
-"""Operators on a rank outside a tensor's mesh, which holds an empty part with the same autograd
-graph.
+"""Operators on a rank outside a tensor's mesh.
+
+It holds an empty part with the same autograd graph.
 
 A tensor on another mesh may depend on the result, and backward through a redistribution between two
 meshes needs the ranks of both. So a tensor requires grad here if it does elsewhere, and backward

@@ -45,8 +45,9 @@ KEEP = "(keep)"  # cannot be the name of a factor
 
 
 def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
-    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the
-    cheapest way known.
+    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding.
+
+    In the cheapest way known.
 
     Its communication is explicit: `sm.ops.implicit_comm("forbid")` allows it, and reports show it
     under the operator's name. Differentiable.
@@ -225,8 +226,9 @@ class _Search:
         self.free = factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
-        """Return the operands' layouts of the better of two searches, from unchanged operands and
-        from operands split like the result.
+        """Return the operands' layouts of the better of two searches.
+
+        One starts from unchanged operands, one from operands split like the result.
         """
         unchanged: Choices = (KEEP,) * len(self.axes)
         like_result: Choices = tuple(
@@ -261,8 +263,10 @@ class _Search:
                 yield factor
 
     def price(self, choices: Choices) -> tuple[float, ...]:
-        """Return the bytes that the busiest rank receives, the number of collectives, and the
-        elements of the largest local operands.
+        """Return the price of layouts of the operands, to compare by.
+
+        (bytes that the busiest rank receives, number of collectives, elements of the largest local
+        operands).
         """
         if choices not in self.prices:
             self.prices[choices] = self._priced(self.operands(choices))

@@ -52,8 +52,9 @@ def keep_compiler_out() -> None:
 
 
 def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:
-    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the
-    reason.
+    """Mark a function that compiled code may call.
+
+    With `fullgraph=True` Dynamo's error shows the reason.
 
     Args:
         reason: why it is not compiled.
@@ -88,8 +89,9 @@ COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of 
 
 
 class ModuleCompiler:
-    """The attribute `compile` of a module whose calls are intercepted: what is compiled is the call
-    inside of the interception.
+    """The attribute `compile` of a module whose calls are intercepted.
+
+    What is compiled is the call inside of the interception.
 
     Args:
         module: the module.
@@ -141,8 +143,9 @@ def flattening(x: Any) -> Any:
 
 
 def refuse_jit_trace() -> None:
-    """Raise inside `torch.jit.trace`, which would record this rank's parts as constants and omit
-    collectives.
+    """Raise inside `torch.jit.trace`.
+
+    It would record this rank's parts as constants and omit collectives.
 
     Raises:
         RuntimeError: the caller runs under `torch.jit.trace`.

@@ -12,8 +12,9 @@ from ...mesh.text import ranks_text
 
 
 def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
-    """check_lengths(loader) -> the number of batches that every rank has; an error that names the
-    ranks if numbers differ.
+    """check_lengths(loader) -> the number of batches that every rank has.
+
+    If numbers differ, an error that names the ranks.
 
     Args:
         loader: an object with a `len()`: a DataLoader over a sized dataset, a list of batches.

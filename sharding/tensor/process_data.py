@@ -41,7 +41,7 @@ def make_array_from_callback(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor
+    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor.
 
     Its part on each rank is fn(index of the part).
 
@@ -98,7 +98,7 @@ def make_array_from_process_local_data(
     local_data: Any = None,
     global_shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor
+    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor.
 
     Each rank passes its own part.
 
@@ -151,7 +151,7 @@ def make_array_from_single_device_arrays(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor.
 
     Its part on this rank is x, without a copy.
 

@@ -40,8 +40,9 @@ def ragged_all_to_all(
     axis_index_groups: Groups = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: update `output` with the rows that
-    the ranks send here.
+    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: exchange any numbers of rows.
+
+    `output` is updated with the rows that the ranks send here.
 
     Arguments are JAX's; all counts are rows along dim 0, one for each rank of the axis, lists or
     integer tensors. (Or k for each rank: then k slices go to each, those for rank i starting at
@@ -105,8 +106,9 @@ def _listed(counts: Counts) -> list[int]:
 
 @dataclass
 class _Routes:
-    """Slices of `operand` to send and of `output` to receive, for every rank in the order of the
-    group.
+    """Slices of `operand` to send and of `output` to receive.
+
+    For every rank in the order of the group.
     """
 
     sends: list[Slices]
@@ -147,8 +149,9 @@ def _exchange_routes(
 def _exchange_counts(
     operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
 ) -> list[_Table]:
-    """Return the counts of every rank, by place; lists are cut or filled to the length of the first
-    one.
+    """Return the counts of every rank, by place.
+
+    Lists are cut or filled to the length of the first one.
     """
     n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
     lengths = torch.tensor(

@@ -39,8 +39,9 @@ from ..mapped_env import MappedEnv, current_mapped_env
 
 
 class custom_vjp:
-    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`: any function of
-    trees, inside and outside of `shard_map`.
+    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`.
+
+    Any function of trees, inside and outside of `shard_map`.
 
     Args:
         fun: the function. It runs where no gradient is needed.
@@ -155,8 +156,9 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 class ReplicatedGrads:
-    """What a tracked call of a mapped function has found out about the gradients of a custom
-    function in it.
+    """Which gradients of a custom function are replicated, as a tracked call has seen.
+
+    The call is one of the mapped function around it.
 
     Attributes:
         axes: by tensor, the axes along which its gradient is replicated and must be turned into a
@@ -168,8 +170,9 @@ class ReplicatedGrads:
 
 
 class _Tree:
-    """A tree whose tensors are elsewhere, as local parts: the arguments, the result, or what `bwd`
-    needs.
+    """A tree whose tensors are elsewhere, as local parts.
+
+    The arguments, the result, or what `bwd` needs.
 
     Attributes:
         leaves: the leaves, with None for tensors.
@@ -271,8 +274,9 @@ class _CustomVJPCall:
         ]
 
     def _branches(self) -> list[tuple[str, Any]]:
-        """Return the name of each argument to differentiate, and its tree with the indices of its
-        leaves.
+        """Return the name of each argument to differentiate, and its tree.
+
+        The tree has the indices of its leaves.
         """
         names = self.custom.names
         numbers = [i for i in range(len(self.args)) if i not in self.custom.nondiff]
@@ -352,8 +356,9 @@ class _CustomVJPCall:
         return self.as_share(g, axes) if axes else g
 
     def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Return this rank's share of a gradient that is replicated over these axes: the first
-        rank's is all of it, others' are zero.
+        """Return this rank's share of a gradient that is replicated over these axes.
+
+        The first rank's is all of it, others' are zero.
         """
         env: Any = self.env
         return apply(g, KeepFirstMap(env.axes(axes)))
@@ -413,8 +418,9 @@ class _CustomVJP(torch.autograd.Function):
 
 
 def _replicated_grads(env: MappedEnv) -> ReplicatedGrads | None:
-    """Return the findings of the tracked call of the mapped function; None if nothing was
-    tracked.
+    """Return the `ReplicatedGrads` of the tracked call of the mapped function.
+
+    None if nothing was tracked.
     """
     if engine_hooks.current_backward() >= 0:
         return None

@@ -1,5 +1,6 @@
-"""Run a function once and compute its gradients for any number of seeds: what `grad`, `vjp` and
-their kin are made of.
+"""Run a function once and compute its gradients for any number of seeds.
+
+`grad`, `vjp` and their kin are made of it.
 
     outside of transforms     autograd: the leaves are copies that require grad
     inside of one             `torch.func.vjp`, which can be batched and carry tangents: a tensor
@@ -36,8 +37,9 @@ Run = Callable[[list[Tensor]], tuple[Sequence[Tensor], Any]]
 
 
 class Pullback:
-    """A function that has run once, and its gradients. Both are computed inside of
-    `thread_context.setting(**differentiating(args))`.
+    """A function that has run once, and its gradients.
+
+    Both are computed inside of `thread_context.setting(**differentiating(args))`.
 
     Args:
         run: takes tensors in place of the leaves, and returns the outputs to differentiate and the
@@ -146,8 +148,9 @@ def differentiating(args: Any) -> dict[str, Any]:
 
 
 def fresh_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves as new tensors that require grad; where results are to be differentiated
-    again, they stay part of the graph.
+    """Return the leaves as new tensors that require grad.
+
+    Where results are to be differentiated again, they stay part of the graph.
     """
     is_nested = thread_context.grad_is_nested
     return [
@@ -160,8 +163,9 @@ def detached(tree: Any) -> Any:
 
 
 def _copy_with_type(x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a new tensor with the same values and type; its gradient is reduced as that type
-    says.
+    """Return a new tensor with the same values and type.
+
+    Its gradient is reduced as that type says.
     """
     env = current_mapped_env()
     if env is None or env.checker is None:

@@ -1,5 +1,6 @@
-"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function
-of its name.
+"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`.
+
+Each runs as the public function of its name.
 
 So the rules of public functions apply to them. The function and the way its arguments are passed
 are derived from names and the operator's schema; `_TRANSLATED` has the few operators without a
@@ -38,8 +39,9 @@ def public_names(name: str) -> tuple[str, ...]:
 
 
 def public_call(op: Any) -> Callable[..., Any] | None:
-    """Return a function of the operator's own arguments that calls the public one; None for other
-    than aten operators.
+    """Return a function of the operator's own arguments that calls the public one.
+
+    None for other than aten operators.
 
     Raises:
         NotImplementedError: no public function does what the operator does.
@@ -96,8 +98,9 @@ def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
-    """Return the public function of this name: one in the operator table, or else one of torch's
-    own in C++ that writes no operand.
+    """Return the public function of this name.
+
+    One in the operator table, or else one of torch's own in C++ that writes no operand.
 
     With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in
     C++ and words in Python.
@@ -127,8 +130,9 @@ def _candidates(name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
-    """Call the public function with an operator's arguments: by name where it is written in Python,
-    since orders differ there.
+    """Call the public function with an operator's arguments.
+
+    By name where it is written in Python, since orders differ there.
 
     Raises:
         NotImplementedError: it has no parameter for an argument.

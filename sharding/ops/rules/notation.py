@@ -85,8 +85,9 @@ def einrule(
     additive: Sequence[int] = (),
     **options: Any,
 ) -> Rule:
-    """Return the rule that a pattern gives for these operands; those that are None are left out
-    with their part of the pattern.
+    """Return the rule that a pattern gives for these operands.
+
+    Those that are None are left out with their part of the pattern.
 
     A dim of size one whose factor is larger in another operand is broadcast and never split.
 

@@ -100,8 +100,9 @@ def contiguous(sizes: Sequence[int]) -> list[Runs]:
 
 @lru_cache(1024)
 def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n
-    pieces of almost equal length.
+    """Return the positions of each rank for a balanced sequence.
+
+    The pieces i and 2n-1-i of 2n pieces of almost equal length.
     """
     count = 2 * ranks
     bounds = list(
@@ -178,8 +179,9 @@ def balance_sequence(
 def unbalance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`,
-    split evenly over the axis.
+    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`.
+
+    It is split evenly over the axis.
 
     Args, Raises, Communication: as for `balance_sequence`.
 

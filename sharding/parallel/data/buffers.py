@@ -27,9 +27,10 @@ class _Changed(NamedTuple):
 
 
 class BuffersInUse:
-    """Replaces buffers during a forward: with sharded activations plain ones become replicated, and
-    sharded ones are projected to the mesh of the activations. The replacements share memory, so
-    in-place writes reach the originals.
+    """Replace buffers during a forward.
+
+    With sharded activations plain ones become replicated, and sharded ones are projected to the
+    mesh of the activations. The replacements share memory, so in-place writes reach the originals.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""`materialize`: memory and initial values for a module made on "meta"; each rank makes the values
-that it holds.
+"""`materialize`: memory and initial values for a module made on "meta".
+
+Each rank makes the values that it holds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A unit: the parameters of a module that are gathered together before its forward and freed after
-it.
+"""A unit: parameters that are gathered together.
+
+They are those of a module, gathered before its forward and freed after it.
 
     gather     all_gather, by the unit that ran before: `prefetch`
     forward    set the unsharded parameters -> module -> set the sharded ones again
@@ -106,8 +107,9 @@ class Unit:
 
     @not_recomputed
     def prefetch(self) -> None:
-        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other
-        values replace all parameters.
+        """Launch the all_gathers for the next forward.
+
+        Communication: as `gather`; none if other values replace all parameters.
         """
         if all(
             owner._parameters.get(name) is not slot.value
@@ -365,8 +367,9 @@ class Unit:
                 bucket.storage.after_backward()
 
     def end_model_backward(self) -> None:
-        """Reduce held gradients that backward did not reach; give unsharded parameters without a
-        gradient zeros, where other ranks may have one.
+        """Reduce held gradients that backward did not reach.
+
+        Give unsharded parameters without a gradient zeros, where other ranks may have one.
 
         Communication: as a backward of the unit, or none.
         """
@@ -695,8 +698,10 @@ class _GatherParams(torch.autograd.Function):
 
 
 def _uses_parameters(module: nn.Module) -> bool:
-    """Return whether a module's own code uses parameters: its own, or those of modules inside of
-    it, as `Experts` does. A recomputation calls it outside of its unit's forward.
+    """Return whether a module's own code uses parameters.
+
+    Its own, or those of modules inside of it, as `Experts` does. A recomputation calls it outside
+    of its unit's forward.
     """
     has_own = any(p is not None for p in module._parameters.values())
     return has_own or getattr(module, "_reads_inner_parameters", False)

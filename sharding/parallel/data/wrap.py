@@ -39,8 +39,9 @@ def wrap(
     src: int | None,
     dims: Mapping[int, int] | None = None,
 ) -> nn.Module:
-    """Make units of a module and of its submodules that `units` matches; `dims` has dims to split,
-    by the id of the parameter.
+    """Make units of a module and of its submodules that `units` matches.
+
+    `dims` has dims to split, by the id of the parameter.
     """
     for root in roots_of(module):
         if is_unit_root(root):

@@ -1,5 +1,6 @@
-"""Adding in place: `x += y` keeps the layout of x, also where x is pending, and needs no
-communication for that.
+"""Adding in place: `x += y` keeps the layout of x.
+
+Also where x is pending, and without communication for that.
 
     x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
     x += 10                            [11 12] | [3 4]        on the first rank alone

@@ -189,8 +189,10 @@ def _has_summed_gradient(entries: Sequence[Any], value: Any, after: int) -> bool
 def _local_slices(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[list[Any] | None, Any]:
-    """Return the index with the slices and integers of split dims as those of this rank's part, and
-    the value written there; None for an index of nothing of it.
+    """Return the index and the value that this rank's part is assigned.
+
+    Slices and integers of split dims become those of the part. The index is None if it selects
+    nothing of the part.
     """
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]

@@ -1,5 +1,6 @@
-"""Operators with a result shape that depends on values: `nonzero`, `masked_select`, `x[mask]`,
-`unique`.
+"""Operators with a result shape that depends on values.
+
+`nonzero`, `masked_select`, `x[mask]`, `unique`.
 
 Every rank works on its own part, and one small gather collects the lengths of the results. If the
 parts follow each other in row-major order, as they do when only the first dim is split, these are

@@ -1,5 +1,6 @@
-"""Products of groups of rows with a matrix for each group: `torch.nn.functional.grouped_mm`, the
-experts of a mixture.
+"""Products of groups of rows with a matrix for each group.
+
+`torch.nn.functional.grouped_mm`, the experts of a mixture.
 
 Offsets say where each group ends along one dim, `j` here. A part of that dim has a part of each
 group, and its offsets are those of the whole, counted from its start and cut to its length. A part

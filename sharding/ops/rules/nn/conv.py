@@ -24,8 +24,10 @@ def _is_transposed(func: Any) -> bool:
 
 
 def _rule(a: Any, whole: bool, **options: Any) -> Rule:
-    """Return the rule: input channels are summed over; those of one group stay together unless
-    every rank has whole groups.
+    """Return the rule of a convolution.
+
+    Input channels are summed over; those of one group stay together unless every rank has whole
+    groups.
 
     With `whole` the spatial dims must not be split, else they may be.
     """

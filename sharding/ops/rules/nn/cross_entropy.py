@@ -197,8 +197,10 @@ def _hits(
 
 
 def _check_labels(labels: Tensor, is_class: Tensor) -> None:
-    """Check labels on the CPU. Elsewhere reading values would synchronise with the device, and
-    `gather` checks them, as in torch.
+    """Check labels on the CPU.
+
+    Elsewhere reading values would synchronise with the device, and `gather` checks them, as in
+    torch.
 
     Raises:
         IndexError: a label that is no class.

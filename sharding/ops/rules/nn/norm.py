@@ -1,5 +1,6 @@
-"""Normalisations. Over split dims their mean and variance are small reductions; nothing is
-gathered.
+"""Normalisations.
+
+Over split dims their mean and variance are small reductions; nothing is gathered.
 
 Statistics are those of the whole tensor: batch norm is synchronised over the axes that split the
 batch, and over those that split the image.

@@ -85,8 +85,9 @@ def _max(
 def _bind_max(
     windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layout], results: Sequence[Layout]
 ) -> Parts:
-    """Return torch's own function, with its own padding (less than any element), on elements that
-    start with a window.
+    """Return torch's own function, with its own padding, on elements that start with a window.
+
+    The padding is less than any element.
 
     Of its results those of this rank's part are kept.
     """

@@ -1,5 +1,7 @@
-"""Random tensors: random values shaped like an old tensor, in-place fills, and distributions with
-parameters per element.
+"""Random tensors.
+
+Random values shaped like an old tensor, in-place fills, and distributions with parameters per
+element.
 
 Every call takes one random tensor from the stream (`sharding.tensor.random`), whatever it does with
 it, so that the next call has the same position in the stream on every mesh. A drawn value depends

@@ -90,8 +90,9 @@ def _summed(x: Any, local: Tensor) -> Any:
     ),
 )
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Reduce the largest number, which gives the length of the result; then every rank counts its
-    own part.
+    """Reduce the largest number, then count this rank's part.
+
+    The largest number gives the length of the result.
 
     Raises:
         RuntimeError: a negative number, on every rank alike.

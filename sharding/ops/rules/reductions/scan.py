@@ -1,5 +1,6 @@
-"""Running sums, products and extremes along a split dim: only one total of each part is
-communicated.
+"""Running sums, products and extremes along a split dim.
+
+Only one total of each part is communicated.
 
     x over 3 ranks     [1 2 3 | 4 5 6 | 7 8 9]
     totals             [6     | 15    | 24   ]      gathered: one element of the dim from each rank

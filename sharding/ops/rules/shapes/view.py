@@ -63,8 +63,9 @@ decomposition("expand_as")(lambda input, other: input.expand(other.shape))
 def factor_shapes(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and
-    `a b c`.
+    """Factor two shapes of equal size into common factors.
+
+    (8, 3) and (2, 4, 3) into `(a b) c` and `a b c`.
 
     Returns:
         the dims before, the dims after, the size of each factor, and the factors that must be whole

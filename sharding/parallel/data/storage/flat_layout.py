@@ -1,5 +1,6 @@
-"""The positions of tensors in one buffer that is split into equal pieces, with every boundary
-between two rows of a tensor.
+"""The positions of tensors in one buffer that is split into equal pieces.
+
+Every boundary is between two rows of a tensor.
 
     3 tensors, 2 pieces     | a a a | b b b   b b b | c |
                             |  piece of rank 0      .      piece of rank 1  |
@@ -58,8 +59,9 @@ class FlatLayout:
 
 @lru_cache(1024)
 def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int) -> FlatLayout:
-    """Return the layout with the shortest pieces found for tensors of these lengths, one after the
-    other, with aligned starts.
+    """Return the layout with the shortest pieces for tensors of these lengths.
+
+    The tensors follow each other, with aligned starts; the search is not exhaustive.
 
     Args:
         lengths: elements in each tensor.
@@ -83,8 +85,9 @@ def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int
 def _make(
     lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: int, longest: float
 ) -> FlatLayout | None:
-    """Return the layout with the shortest pieces whose starts are multiples of `align`; None if
-    there is none of at most this length.
+    """Return the layout with the shortest pieces whose starts are multiples of `align`.
+
+    None if there is none of at most this length.
     """
     least = tuple(max(row, 1) for row in rows)
     for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is split
@@ -129,8 +132,9 @@ def _starts(
 
 
 def _start(end: int, length: int, row: int, piece: int, total: int, align: int) -> int | None:
-    """Return the first start from `end` on, a multiple of `align`, with each boundary between two
-    rows; None if there is none.
+    """Return the first start from `end` on with each boundary between two rows.
+
+    A multiple of `align`. None if there is none.
     """
     start = end
     while start + length <= total:
