@@ -1,5 +1,6 @@
-"""Describe the boxes of a copy as few strided views: join neighbours, fold equal boxes at a
-constant step into one run.
+"""Describe the boxes of a copy as few strided views.
+
+Join neighbours, fold equal boxes at a constant step into one run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ BoxRange = tuple[int, int, Box]  # where in the flat buffer it starts and stops,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i *
-    step0 + j * step1 ...
+    """Equal boxes at constant steps.
+
+    The box at digits (i, j, ...) is the first one moved by i * step0 + j * step1 ...
 
     Attributes:
         first: the first box.

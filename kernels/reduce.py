@@ -55,8 +55,9 @@ class Combine:
         self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
 
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) if given; else
-        it may be a view of `flat`.
+        """`combine(flat, out=None) -> x`: reduce the boxes of x in a buffer.
+
+        In `out` (contiguous, cast to its dtype) if given; else it may be a view of `flat`.
         """
         return combine_many([self], flat, None if out is None else [out])[0]
 
@@ -77,8 +78,9 @@ class Combine:
 
 
 def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> Combine:
-    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: compile
-    how to combine.
+    """`compile_combine(shape, {box: starts}, kind) -> combine`: compile how to combine.
+
+    The result is a `Callable[[flat, out=None], Tensor]`.
 
     Args:
         shape: of the result.
@@ -97,8 +99,9 @@ def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> 
 def combine_many(
     combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one
-    buffer; one launch on a GPU.
+    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them on one buffer.
+
+    They are of one kind; one launch on a GPU.
     """
     if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
         return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]

@@ -60,8 +60,9 @@ class PlacedView(NamedTuple):
 def merge_views(
     sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the same elements on both sides in the fewest dims (at least one), as `box.merge_dims`
-    does for one side.
+    """Return the same elements on both sides in the fewest dims (at least one).
+
+    As `box.merge_dims` does for one side.
     """
     merged: list[Dim] = []
     for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
@@ -132,8 +133,9 @@ class Row:
 def rows_of(
     p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool
 ) -> Iterable[Row]:
-    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see
-    `strided.make_tables`.
+    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view.
+
+    See `strided.make_tables`.
     """
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
@@ -202,8 +204,9 @@ def _tile_kind(
 
 
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
-    """Return (A, B): the larger and the smaller of the dims next to the run in source and
-    destination, or of the longest two.
+    """Return (A, B): the larger and the smaller of two dims.
+
+    Those next to the run in source and destination, or the longest two.
     """
     longest = sorted(others, key=itemgetter(0), reverse=True)
     near = (

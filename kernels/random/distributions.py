@@ -1,5 +1,6 @@
-"""More distributions: exponential, Gumbel, Cauchy, log-normal, geometric; and those with parameters
-per element.
+"""More distributions, and those with parameters per element.
+
+Exponential, Gumbel, Cauchy, log-normal, geometric.
 
 With scalar parameters they are drawn like those of `basic_distributions.py`: element i has two
 words, of which 52 bits give u = (2 m + 1) / 2**53, which is neither 0 nor 1.
@@ -50,8 +51,9 @@ _UNIT = Distribution("unit", 2, _inside)
 def unit(
     shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str
 ) -> Tensor:
-    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer
-    than 2**40.
+    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1).
+
+    The part-th of a stream of fewer than 2**40.
     """
     return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, _UNIT)
 
@@ -143,8 +145,9 @@ def log_normal(
     mean: float,
     std: float,
 ) -> Tensor:
-    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian with this
-    mean and std.
+    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian.
+
+    With this mean and std.
 
     Raises:
         ValueError: std is not positive, or the dtype not floating point.
@@ -294,8 +297,9 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
 
 
 def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
-    """Return the least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) *
-    ratio(k).
+    """Return the least k with P(0) + ... + P(k) >= u.
+
+    P(0) is `first` and P(k) = P(k - 1) * ratio(k).
     """
     k, number, likely, rest = torch.zeros_like(u), 0, first, u - first
     while bool((unfinished := (rest > 0) & (likely > NEGLIGIBLE)).any()):
@@ -329,8 +333,9 @@ def _rejected(
 
 
 def log_factorial(k: Tensor) -> Tensor:
-    """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF
-    5.11.1), to 2e-14.
+    """Return log(k!) of whole float64 numbers, to 2e-14.
+
+    A table up to 9, then Stirling's series (DLMF 5.11.1).
     """
     table = torch.tensor(
         [math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device
@@ -344,8 +349,9 @@ def log_factorial(k: Tensor) -> Tensor:
 
 
 def categories(weights: Tensor, u: Tensor) -> Tensor:
-    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion; never
-    one of weight zero.
+    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion.
+
+    Never one of weight zero.
     """
     bounds = weights.to(torch.float64).cumsum(-1)
     total = bounds[..., -1:]

@@ -15,15 +15,17 @@ from .pull import Pull, exchange
 
 
 def all_gather(peers: Peers, x: Tensor, out: Tensor, dim: int) -> Tensor:
-    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x, chunks of out as
-    `torch.chunk` cuts it.
+    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x.
+
+    They are chunks of out as `torch.chunk` cuts it.
     """
     return _exchanged(peers, _gather(tuple(out.shape), dim, peers.rank, peers.size), x, out)
 
 
 def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tensor:
-    """`all_to_all(peers, x, out, src, dst) -> out`: from a chunk of a tensor along `src` to its
-    chunk along `dst`.
+    """`all_to_all(peers, x, out, src, dst) -> out`: move a split from one dim to another.
+
+    From a chunk of a tensor along `src` to its chunk along `dst`.
     """
     whole = [*x.shape]
     whole[src] = out.shape[src]
@@ -33,8 +35,9 @@ def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tens
 def reduce_scatter(
     peers: Peers, x: Tensor, out: Tensor, dim: int, scale: float | None = None
 ) -> Tensor:
-    """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk, along `dim`, of the sum of
-    all x; cast to out's dtype.
+    """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk of the sum of all x.
+
+    Along `dim`; cast to out's dtype.
     """
     return _exchanged(peers, _scatter(tuple(x.shape), dim, peers.rank, peers.size), x, out, scale)
 

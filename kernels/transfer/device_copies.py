@@ -1,5 +1,6 @@
-"""Small tables of the host on a device: copied once, without the host waiting for the device, and
-safe under CUDA graph capture.
+"""Small tables of the host on a device.
+
+Copied once, without the host waiting for the device, and safe under CUDA graph capture.
 
     outside of a capture    host -> pinned memory ~> device, on the current stream; another stream
                             waits for the copy's event once

@@ -30,15 +30,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_of_recomputation() -> AbstractContextManager[None]:
-    """Return a context manager that suspends the modes of selective recomputation, for
-    communication and what belongs to it.
+    """Return a context manager that suspends the modes of selective recomputation.
+
+    For communication and what belongs to it.
     """
     return _suspended(_recomputes) if count_modes() else nullcontext()
 
 
 def outside_of_program_modes() -> AbstractContextManager[None]:
-    """Return a context manager that suspends all dispatch modes of the program, for operators that
-    compute nothing of it.
+    """Return a context manager that suspends all dispatch modes of the program.
+
+    For operators that compute nothing of it.
     """
     return _suspended(_is_of_program) if count_modes() else nullcontext()
 

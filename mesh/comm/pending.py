@@ -1,5 +1,6 @@
-"""Pending: a value that is still computed or received. Everything that `async_op=True` returns is
-one.
+"""Pending: a value that is still computed or received.
+
+Everything that `async_op=True` returns is one.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Pending(Generic[T]):
         return self._value
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once; False if that is unknown. `wait` must be
-        called in any case, see `Work.is_completed`.
+        """Return whether `wait` would return at once, False if that is unknown.
+
+        `wait` must be called in any case, see `Work.is_completed`.
         """
         if self._finish is None:
             return True

@@ -1,5 +1,6 @@
-"""The command `python -m shardmesh doctor`: examine the machine and the job, and print what is
-wrong and how to fix it.
+"""The command `python -m shardmesh doctor`.
+
+Examine the machine and the job, and print what is wrong and how to fix it.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ def _run(
 
 
 def _fix() -> None:
-    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON. Of several ranks
-    of a host each deletes what it finds.
+    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON.
+
+    Of several ranks of a host each deletes what it finds.
     """
     for folder in remove_left(parent_folders()):
         print(
@@ -213,8 +215,9 @@ def _examine_host(facts: Facts, mesh: _Mesh) -> Report:
 
 
 def _examine_job(facts: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
-    """Try collectives on the ranks of the job, which all return the same report. End this process
-    where ranks cannot connect.
+    """Try collectives on the ranks of the job, which all return the same report.
+
+    End this process where ranks cannot connect.
     """
     place = facts.place
     checks = findings(facts)

@@ -128,8 +128,9 @@ def _no_devices(facts: Facts) -> Finding:
 
 
 def used_device(facts: Facts) -> int:
-    """Return the index of the device that this process uses. Raises: LaunchEnvironmentError when
-    that is unknown or does not exist.
+    """Return the index of the device that this process uses.
+
+    Raises: LaunchEnvironmentError when that is unknown or does not exist.
     """
     return device_index(facts.env, "cuda", len(facts.devices.found)) or 0
 

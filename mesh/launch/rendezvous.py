@@ -57,8 +57,9 @@ _starts = itertools.count()
 def rendezvous(
     rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = ""
 ) -> Store:
-    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are
-    all there and agree.
+    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks.
+
+    They are all there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of
     another job end it on all ranks with the same text, within about a second of their arrival. Jobs
@@ -95,8 +96,9 @@ def rendezvous(
 
 
 def notify_of_early_errors() -> None:
-    """Notify the other ranks if this one raises before its first mesh and no launcher ends them;
-    they would wait for it.
+    """Notify the other ranks if this one raises before its first mesh.
+
+    If no launcher ends them: they would wait for it.
     """
     env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
@@ -128,8 +130,9 @@ def notify_of_early_errors() -> None:
 def notify_ranks(
     error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S
 ) -> errors.LaunchEnvironmentError:
-    """Notify the ranks that can be reached in time that this one cannot start; return the error
-    that all ranks raise.
+    """Notify the ranks that can be reached in time that this one cannot start.
+
+    Return the error that all ranks raise.
     """
     env = completed(os.environ)
     rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
@@ -155,8 +158,9 @@ def notify_ranks(
 
 
 class StoreRendezvous:
-    """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and
-    tells the others why.
+    """One rank's part in the agreement of all ranks.
+
+    With a `fault` the rank cannot take part, and tells the others why.
     """
 
     def __init__(
@@ -220,8 +224,9 @@ class StoreRendezvous:
             )
 
     def _claim(self, keys: StoreKeys) -> bool:
-        """Claim this rank for this process; return whether it can take part in this round, or must
-        in the next.
+        """Claim this rank for this process.
+
+        Return whether it can take part in this round, or must in the next.
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives
         too late.
@@ -255,8 +260,9 @@ class StoreRendezvous:
         )
 
     def _may_follow(self, holder: RankInfo) -> bool:
-        """Return whether the process that was this rank before is this one, has ended, or is one
-        that torchrun has replaced.
+        """Return whether this process may take the place of the one that was this rank before.
+
+        It is the same, has ended, or is one that torchrun has replaced.
         """
         elsewhere = holder.machine != self.info.machine
         return (
@@ -357,8 +363,9 @@ class StoreRendezvous:
         )
 
     def _leave(self, keys: StoreKeys) -> None:
-        """Confirm that this rank has read the verdict. The rank that serves the store waits for the
-        others.
+        """Confirm that this rank has read the verdict.
+
+        The rank that serves the store waits for the others.
         """
         keys.add("left", 1)
         deadline = time.monotonic() + _TO_READ_S
@@ -369,8 +376,9 @@ class StoreRendezvous:
 
 
 def _is_restartable() -> bool:
-    """Return whether torchrun may have replaced processes of this job, so that entries of earlier
-    ones are not a mistake.
+    """Return whether torchrun may have replaced processes of this job.
+
+    Then entries of earlier ones are not a mistake.
     """
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 

@@ -298,8 +298,9 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
 
 
 def _readable_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error; if the error itself names the ranks' lines, without frames
-    of the library.
+    """Return the traceback of an error.
+
+    If the error itself names the ranks' lines, without frames of the library.
     """
     last = entry = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):

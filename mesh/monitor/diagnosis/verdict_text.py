@@ -121,8 +121,9 @@ _NAMED = {
 
 
 def _field(callers: Sequence[Member], outliers: Sequence[int]) -> str:
-    """Return the first field in which a blamed rank (or any rank, where none is blamed) differs
-    from the others.
+    """Return the first field in which a blamed rank differs from the others.
+
+    Any rank, where none is blamed.
     """
     usual = next((m for m in callers if m.rank not in outliers), callers[0])
     for m in callers:
@@ -361,8 +362,9 @@ def _route_text(recorder: Recorder, m: Member) -> str:
 def stall(
     job: Job, recorder: Recorder, sequence: int, members: Sequence[Member], waited: int
 ) -> Verdict:
-    """Return the verdict on ranks that keep the others waiting: those at the end of the chain,
-    which do not wait.
+    """Return the verdict on ranks that keep the others waiting.
+
+    Those at the end of the chain, which do not wait.
     """
     missing = tuple(m.rank for m in members if m.came is False)
     blamed = _roots(job.directory, missing)

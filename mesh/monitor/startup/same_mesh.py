@@ -98,8 +98,9 @@ def compare(
 
 
 def _store_of(world: World) -> StoreKeys | None:
-    """Return a part of the default group's store for one world; None without a group, or with
-    torch's fake store.
+    """Return a part of the default group's store for one world.
+
+    None without a group, or with torch's fake store.
     """
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:

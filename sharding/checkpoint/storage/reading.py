@@ -130,7 +130,7 @@ def _piece_reads(
 ) -> list[PieceRead]:
     """Return the read of a piece by the rank that needs it and has the fewest bytes so far.
 
-    None if no rank needs it.
+    The list is empty if no rank needs it.
     """
     if not parts:
         return []
