@@ -94,7 +94,7 @@ class Quantize:
     def in_torch(self, x: Tensor, out: Tensor) -> None:
         """Compute the result in torch operations, which define it."""
         for box, start in self.records:
-            codes, scales = _encoded(_blocks(x[slices(box)], self.block), self.transport)
+            codes, scales = _encode_blocks(_blocks(x[slices(box)], self.block), self.transport)
             used = codes.numel() + 4 * scales.numel()
             record = out[start:][: record_bytes(box_size(box), self.block)]
             record[: codes.numel()] = codes.view(-1)
@@ -139,13 +139,13 @@ class Dequantize:
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
         """Compute the result in torch operations, which define it."""
         for box, starts in self.stacks.items():
-            total = self._decoded(flat, box, starts[0])
+            total = self._decode_record(flat, box, starts[0])
             for start in starts[1:]:
-                total += self._decoded(flat, box, start)
+                total += self._decode_record(flat, box, start)
             target = out[slices(box)]
             target.copy_(total.view(target.shape))
 
-    def _decoded(self, flat: Tensor, box: Box, start: int) -> Tensor:
+    def _decode_record(self, flat: Tensor, box: Box, start: int) -> Tensor:
         """Return the values of one record."""
         size = box_size(box)
         blocks = -(-size // self.block)
@@ -350,7 +350,7 @@ def _blocks(part: Tensor, block: int) -> Tensor:
     return flat.view(blocks, block)
 
 
-def _encoded(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
+def _encode_blocks(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
     """`float32 [n, block] -> codes: uint8 [n, block], scales: float32 [n]`."""
     amax = blocks.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1)
     scales = amax.mul_(1 / LARGEST[transport]).clamp_min_(SMALLEST_SCALE)

@@ -52,7 +52,9 @@ class Combine:
     def __init__(self, shape: Sequence[int], stacks: Stacks, kind: str) -> None:
         self.shape, self.stacks, self.kind = tuple(shape), dict(stacks), kind
         self._is_whole = list(self.stacks) == [full_box(self.shape)]
-        self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
+        self.placed = [
+            _views_of_starts(self.shape, box, starts) for box, starts in self.stacks.items()
+        ]
 
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """`combine(flat, out=None) -> x`: reduce the boxes of x in a buffer.
@@ -70,10 +72,10 @@ class Combine:
         """Combine with torch operations: the definition."""
         if out is None and self._is_whole:
             ((box, starts),) = self.stacks.items()
-            return _combined(self.kind, flat, box, starts).to(flat.dtype)
+            return _combine_box(self.kind, flat, box, starts).to(flat.dtype)
         out = flat.new_empty(self.shape) if out is None else out
         for box, starts in self.stacks.items():
-            out[slices(box)] = _combined(self.kind, flat, box, starts)
+            out[slices(box)] = _combine_box(self.kind, flat, box, starts)
         return out
 
 
@@ -132,14 +134,14 @@ def _launch(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor]) -
         launch(table, flat, outs[0] if len(outs) == 1 else list(outs), combines[0].kind)
 
 
-def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView:
+def _views_of_starts(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView:
     sizes, strides = box_shape(box), row_major_strides(shape)
     origin = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     sizes, strides, flat_strides = merge_views(sizes, strides, row_major_strides(sizes))
     return PlacedView(0, View(sizes, strides, origin, flat_strides, starts[0]), tuple(starts))
 
 
-def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
+def _combine_box(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
     """Return the contributions to a box, combined in order; 16-bit floats in float32, unrounded."""
     shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
     first, *others = [flat[start:][:size].view(shape) for start in starts]

@@ -227,7 +227,7 @@ def _split(row: Row) -> Iterable[Row]:
     """Yield the row as several if it has too many batch dims or a plane is too large."""
     extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
     for index in product(*(range(size) for size, _, _ in extra)):
-        yield from _cut(_moved(row, *_at(index, extra)))
+        yield from _cut(_shift_row(row, *_at(index, extra)))
 
 
 def _cut(row: Row) -> Iterable[Row]:
@@ -235,7 +235,7 @@ def _cut(row: Row) -> Iterable[Row]:
     pieces = [_pieces(dim, most) for dim, most in zip(row.inner, _most(row), strict=True)]
     for cut in product(*pieces):
         starts, inner = zip(*cut, strict=True)
-        part = _moved(replace(row, inner=inner), *_at(starts, inner))
+        part = _shift_row(replace(row, inner=inner), *_at(starts, inner))
         spans = [sum((size - 1) * d[side] for size, *d in inner) for side in (0, 1)]
         yield replace(part, kind=replace(row.kind, wide=max(spans) >= MAX_PLANE - UNIT))
 
@@ -263,7 +263,7 @@ def _at(index: Sequence[int], dims: Sequence[Dim]) -> tuple[int, int]:
     return src, sum(i * d for i, (_, _, d) in zip(index, dims, strict=True))
 
 
-def _moved(row: Row, src: int, dst: int) -> Row:
+def _shift_row(row: Row, src: int, dst: int) -> Row:
     return replace(
         row, src=row.src + src, dst=row.dst + dst, parts=tuple([p + src for p in row.parts])
     )

@@ -240,7 +240,7 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     """
     rate = rate.to(torch.float64)
     small, large = rate.clamp(max=SMALL_MEAN), rate.clamp(min=SMALL_MEAN)
-    few = _inverted(units(0), exp(-small), lambda k: over(small, k))
+    few = _invert_cdf(units(0), exp(-small), lambda k: over(small, k))
     b = sqrt(large) * 2.53 + 0.931
     a = b * 0.02483 - 0.059
     log_rate = log(large)
@@ -248,7 +248,7 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     def log_likelihood(k: Tensor) -> Tensor:
         return k * log_rate - large - log_factorial(k)
 
-    many = _rejected(
+    many = _sample_by_rejection(
         rate >= SMALL_MEAN, units, a, b, large + 0.43, 1.1239 + 1.1328 / (b - 3.4), log_likelihood
     )
     return torch.where(rate >= SMALL_MEAN, many, few)
@@ -273,7 +273,7 @@ def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
 def _few_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     p = torch.where(mean < SMALL_MEAN, p, 0)
     odds = p / (1 - p)
-    return _inverted(units(0), exp(log(1 - p) * n), lambda k: over(n - k + 1, k) * odds)
+    return _invert_cdf(units(0), exp(log(1 - p) * n), lambda k: over(n - k + 1, k) * odds)
 
 
 def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
@@ -293,10 +293,12 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
         )
         return torch.where(k > n, -torch.inf, relative)
 
-    return _rejected(large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood)
+    return _sample_by_rejection(
+        large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood
+    )
 
 
-def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
+def _invert_cdf(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
     """Return the least k with P(0) + ... + P(k) >= u.
 
     P(0) is `first` and P(k) = P(k - 1) * ratio(k).
@@ -310,7 +312,7 @@ def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tenso
     return k
 
 
-def _rejected(
+def _sample_by_rejection(
     remaining: Tensor,
     units: Units,
     a: Tensor,

@@ -366,7 +366,7 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
 
     Those of these rows. `out` is contiguous and not empty.
     """
-    launcher, table, skipped = _prepared(rows, distribution.name, distribution.per_block)
+    launcher, table, skipped = _prepare_launch(rows, distribution.name, distribution.per_block)
     parameters = [*map(_bits, distribution.parameters), 0, 0, 0, 0][:4]
     dims = out if table is None else table.on(out.device)  # any tensor: it is not read
     launcher(
@@ -384,7 +384,7 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def _prepare_launch(
     rows: Rows, name: str, per_block: int
 ) -> tuple[KernelLauncher, DeviceCopies | None, int]:
     """Return the launcher, the table of `_table`, and the number of elements before `out`."""

@@ -35,7 +35,7 @@ class Pending(Generic[T]):
         """Return the value that `finish()` returns once the work has completed."""
         if work is None:
             return Pending(finish, DONE)
-        return Pending(partial(_finished, work, finish), work)
+        return Pending(partial(_wait_and_finish, work, finish), work)
 
     def wait(self) -> T:
         """Return the value; the same object at every call.
@@ -62,6 +62,6 @@ class Pending(Generic[T]):
         return Pending(lambda: function(self.wait()), self)
 
 
-def _finished(work: Work, finish: Callable[[], T]) -> T:
+def _wait_and_finish(work: Work, finish: Callable[[], T]) -> T:
     work.wait()
     return finish()

@@ -209,7 +209,7 @@ class StoreRendezvous:
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
-        first = _claimed(self.store, "job", self.info)
+        first = _claim_key(self.store, "job", self.info)
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append(
                 "strays",
@@ -231,7 +231,7 @@ class StoreRendezvous:
         Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives
         too late.
         """
-        holder = _claimed(keys, f"rank{self.info.rank}", self.info)
+        holder = _claim_key(keys, f"rank{self.info.rank}", self.info)
         verdict = _read(keys, "verdict")
         if verdict == _AGAIN:
             return False
@@ -250,7 +250,7 @@ class StoreRendezvous:
             return False
         if verdict != _GO:
             raise errors.LaunchEnvironmentError(verdict)
-        first = _claimed(keys, "first", self.info)
+        first = _claim_key(keys, "first", self.info)
         raise errors.LaunchEnvironmentError(
             self.fault
             or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with "
@@ -289,7 +289,7 @@ class StoreRendezvous:
 
     def _take_part(self, keys: StoreKeys) -> str:
         """Take part in this round; return the verdict on all ranks."""
-        first = _claimed(keys, "first", self.info)
+        first = _claim_key(keys, "first", self.info)
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}")
         largest = max(self.size, whole_number(first.size) or 0)
@@ -307,11 +307,11 @@ class StoreRendezvous:
             if not is_ready and keys.has(f"all{self.size}"):
                 is_ready, pauses = True, self._pauses()
                 if self._sign(keys, "ready") == self.size:
-                    _write_verdict(keys, self._compared(keys) or _GO)
+                    _write_verdict(keys, self._differences(keys) or _GO)
             votes_are_in = differing and (
                 time.monotonic() - since > _TO_COME_S or keys.has(differing)
             )
-            if votes_are_in and (difference := self._compared(keys)):
+            if votes_are_in and (difference := self._differences(keys)):
                 _write_verdict(keys, difference)
             self._report_progress(keys)
             time.sleep(next(pauses))
@@ -330,7 +330,7 @@ class StoreRendezvous:
         keys.sign(list_name, self.info.rank)
         return keys.add(f"{list_name}/number", 1)
 
-    def _compared(self, keys: StoreKeys) -> str:
+    def _differences(self, keys: StoreKeys) -> str:
         """Return what differs between the ranks that have arrived; "" if nothing does."""
         names = [f"rank{rank}" for rank in keys.signed("came")]
         if names and not keys.has(*names):
@@ -343,10 +343,11 @@ class StoreRendezvous:
             _write_verdict(keys, self._too_late(keys))
         elif self.progress.is_due():
             self.progress.report(
-                f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays")
+                f"{ranks_text(self._ranks_not_ready(keys))} of {self.size}",
+                _read(self.store, "strays"),
             )
 
-    def _awaited(self, keys: StoreKeys) -> list[int]:
+    def _ranks_not_ready(self, keys: StoreKeys) -> list[int]:
         """Return the ranks that have not arrived; once all have, those that are not ready."""
         return self._missing(keys, "ready" if keys.has(f"all{self.size}") else "came")
 
@@ -354,7 +355,7 @@ class StoreRendezvous:
         return sorted(set(range(self.size)) - keys.signed(list_name))
 
     def _too_late(self, keys: StoreKeys) -> str:
-        missing = self._awaited(keys)
+        missing = self._ranks_not_ready(keys)
         return (
             f"{ranks_text(missing)} of {self.size} did not come to {self.address} within "
             f"{self.progress.timeout:.0f} s. Look at what {'it' if len(missing) == 1 else 'they'} "
@@ -392,6 +393,6 @@ def _write_verdict(keys: StoreKeys, verdict: str) -> str:
     return printable(keys.claim("verdict", verdict, message))
 
 
-def _claimed(keys: StoreKeys, name: str, info: RankInfo) -> RankInfo:
+def _claim_key(keys: StoreKeys, name: str, info: RankInfo) -> RankInfo:
     """Write this rank's info under a key, unless there is one; return the one that stands."""
     return keys.claim(name, info.to_json(), RankInfo.from_json)

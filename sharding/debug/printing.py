@@ -69,12 +69,12 @@ class _Show:
         self.__name__ = "print"
 
     def __call__(self, *values: Any) -> None:
-        shown = [_shown(x, layout) for x, layout in zip(values, self.layouts, strict=True)]
+        shown = [_value_text(x, layout) for x, layout in zip(values, self.layouts, strict=True)]
         named = dict(zip(self.names, shown[self.count :], strict=True))
         sys.stdout.write(self.text.format(*shown[: self.count], **named) + "\n")
 
 
-def _shown(x: Any, layout: Layout | None) -> Any:
+def _value_text(x: Any, layout: Layout | None) -> Any:
     if not isinstance(x, Tensor) or x.is_meta:
         return x
     with torch._C._DisableTorchDispatch():

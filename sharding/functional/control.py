@@ -168,7 +168,7 @@ def scan(
     step = gradients.remat(f) if remat else f
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
-        carry, y = _stepped(
+        carry, y = _step(
             step, carry, pytree.tree_unflatten([x if x is None else x[i] for x in leaves], tree)
         )
         ys.append(y)
@@ -176,14 +176,14 @@ def scan(
         ys.reverse()
     if not ys:
         nothing = [x if x is None else x.new_zeros(x.shape[1:]) for x in leaves]
-        _, y = _stepped(f, init, pytree.tree_unflatten(nothing, tree))
+        _, y = _step(f, init, pytree.tree_unflatten(nothing, tree))
         return carry, pytree.tree_map(
             lambda leaf: torch.stack([leaf])[:0] if isinstance(leaf, Tensor) else leaf, y
         )
-    return carry, pytree.tree_map(_stacked, *ys)
+    return carry, pytree.tree_map(_stack, *ys)
 
 
-def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
+def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     out = f(carry, x)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(
@@ -194,7 +194,7 @@ def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any
     return out[0], out[1]
 
 
-def _stacked(*ys: Any) -> Any:
+def _stack(*ys: Any) -> Any:
     if ys[0] is None:
         return None
     return torch.stack([y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys])

@@ -99,7 +99,7 @@ def make_input_spec(
         manual = fitting_spec(path, spec, mesh, len(src.shape))
     check_manual(path, manual, names)
     _check_sums(path, manual)
-    with _named(path):
+    with _error_with_path(path):
         dst = src.replace(_with_global(manual, src.spec, names))
     part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
@@ -112,12 +112,12 @@ def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
 
     Raises: ValueError, with the path, if it does not fit the mesh or the tensor.
     """
-    with _named(path):
+    with _error_with_path(path):
         return as_spec(spec, mesh.axis_names, ndim)
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def _error_with_path(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -205,7 +205,7 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
     parts = [_local(leaf, arg) for leaf, arg in zip(leaves, inputs, strict=True)]
     moving = [i for i, arg in enumerate(inputs) if arg.src is not arg.dst]
     if moving:
-        moved = _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving])
+        moved = _redistribute_parts(name, [parts[i] for i in moving], [inputs[i] for i in moving])
         for i, part in zip(moving, moved, strict=True):
             parts[i] = part
     return [
@@ -240,7 +240,7 @@ def _local(leaf: Any, arg: InputSpec) -> Any:
     return known_local(from_local(leaf, arg.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
 
 
-def _redistributed(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:
+def _redistribute_parts(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:
     pairs: Any = [(arg.src, arg.dst) for arg in inputs]
     if len(pairs) == 1:
         return [redistribute_local(parts[0], *pairs[0])]
@@ -331,4 +331,4 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     )
 
 
-DESCRIBERS[_redistributed.__code__] = _describe
+DESCRIBERS[_redistribute_parts.__code__] = _describe

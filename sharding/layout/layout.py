@@ -97,7 +97,7 @@ class Layout:
         except AttributeError:  # the first one of the mesh
             layout = None
         except TypeError:  # not hashable
-            return _interned(
+            return _intern(
                 mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
             )
         if layout is None:
@@ -107,7 +107,7 @@ class Layout:
                     f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a "
                     "sharding on that mesh"
                 )
-            layout = _interned(
+            layout = _intern(
                 mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
             )
             keep(MeshLayouts.of(mesh).recent, key, layout, _LIMIT)
@@ -135,7 +135,7 @@ class Layout:
         for the many that a planner tries.
         """
         recent = self.mesh.cache.recent  # type: ignore[union-attr]
-        return recent.get((spec, self.shape, self.dtype)) or _interned(
+        return recent.get((spec, self.shape, self.dtype)) or _intern(
             self.mesh, spec, self.shape, self.dtype, is_cached=False
         )
 
@@ -408,7 +408,7 @@ class MeshLayouts:
             layout.caches.clear()
 
 
-def _interned(
+def _intern(
     mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True
 ) -> Layout:
     if spec.sizes:

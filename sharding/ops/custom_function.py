@@ -187,7 +187,9 @@ def _run_backward(
         last = max(waiting, key=lambda n: n._sequence_nr())
         incoming = waiting.pop(last)
         context = _BackwardContext(last, results if last is node else {}, owner)
-        gradients = last._forward_cls.backward(context, *_materialized(last, incoming, gradient))
+        gradients = last._forward_cls.backward(
+            context, *_gradients_or_zeros(last, incoming, gradient)
+        )
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         if thread_context.implicit_replication:
             gradients = replicated_gradients(gradients, gradient.mesh)
@@ -207,7 +209,7 @@ def _run_backward(
     return leaf_gradients
 
 
-def _materialized(
+def _gradients_or_zeros(
     node: Any, gradients: dict[int, Any], like: ShardedTensor
 ) -> Iterable[ShardedTensor]:
     """Yield the gradients of all results of a node; zeros for those that have none."""

@@ -395,7 +395,7 @@ _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] =
 # -- running ---------------------------------------------------------------------------------------
 
 
-def _moved(
+def _redistribute_operands(
     strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments with each operand's local tensor in the layout that it must have."""
@@ -438,7 +438,7 @@ def _run(
 ) -> Any:
     """Run a strategy that does more than call the function and wrap its one result."""
     if strategy.moves:
-        local_args, local_kwargs = _moved(strategy, args, kwargs, operands)
+        local_args, local_kwargs = _redistribute_operands(strategy, args, kwargs, operands)
     if strategy.in_place:
         check_base(operands[0])
     result = strategy.func(*local_args, **local_kwargs)
@@ -486,10 +486,10 @@ def wrap(local: Tensor, layout: Layout) -> Any:
             f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its "
             "rule is wrong"
         )
-    return ShardedTensor._make(local if _is_grad_enabled() else _detached(local), layout)
+    return ShardedTensor._make(local if _is_grad_enabled() else _detach(local), layout)
 
 
-def _detached(local: Tensor) -> Tensor:
+def _detach(local: Tensor) -> Tensor:
     """Detach a local tensor and keep its mark as a view of a copy: detached, it has no base."""
     if transforming():
         return local  # detached, it would lose its tangent
@@ -511,7 +511,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
             if _is_grad_enabled():
                 out.requires_grad = True
             else:  # a view of a leaf, not to become a leaf if a custom autograd.Function returns it
-                local = _detached(local)
+                local = _detach(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]
         out._layout = layout  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ def run(
     first = operands[0]
     # whether the result requires grad depends on the first operand alone
     if func in RESULT_IS_VIEW or func in _CASTS:
-        return _wrapped(
+        return _wrap_results(
             strategy,
             _example(strategy),
             first,
@@ -59,13 +59,13 @@ def run(
         return (
             first
             if strategy.in_place
-            else _wrapped(strategy, _example(strategy), first, _part_on(first))
+            else _wrap_results(strategy, _example(strategy), first, _part_on(first))
         )
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
     if not strategy.in_place:
-        return _wrapped(strategy, result, first, _part_on(first))
+        return _wrap_results(strategy, result, first, _part_on(first))
     first._local.copy_(_part_on(first)(whole[0]))
     first._sync_requires_grad()
     return first
@@ -158,7 +158,7 @@ def _example(strategy: OpStrategy) -> Any:
     )
 
 
-def _wrapped(
+def _wrap_results(
     strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]
 ) -> Any:
     """Return the whole results as `ShardedTensor`s with an empty part on this rank."""

@@ -80,7 +80,7 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
         key.append(name)
         dispatch.locals_of([item], key, operands, func)
     targets = _known_targets(func, args, kwargs, operands, out_sharding, tuple(key))
-    moved, options = strategy.with_values(args, kwargs, _moved(operands, targets))
+    moved, options = strategy.with_values(args, kwargs, _redistribute_operands(operands, targets))
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
@@ -102,7 +102,9 @@ def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         )
 
 
-def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list[ShardedTensor]:
+def _redistribute_operands(
+    operands: Sequence[ShardedTensor], targets: Sequence[Layout]
+) -> list[ShardedTensor]:
     moving = [
         i
         for i, (x, target) in enumerate(zip(operands, targets, strict=True))
@@ -234,10 +236,10 @@ class _Search:
         like_result: Choices = tuple(
             next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes
         )
-        candidates = list(map(self._improved, dict.fromkeys((unchanged, like_result))))
+        candidates = list(map(self._improve, dict.fromkeys((unchanged, like_result))))
         return self.operands(min(candidates, key=self.price))
 
-    def _improved(self, choices: Choices) -> Choices:
+    def _improve(self, choices: Choices) -> Choices:
         for _ in range(2):
             for i, axis in enumerate(self.axes):
                 others = [
@@ -269,10 +271,10 @@ class _Search:
         operands).
         """
         if choices not in self.prices:
-            self.prices[choices] = self._priced(self.operands(choices))
+            self.prices[choices] = self._priced_choice(self.operands(choices))
         return self.prices[choices]
 
-    def _priced(self, operands: Sequence[Layout]) -> tuple[float, ...]:
+    def _priced_choice(self, operands: Sequence[Layout]) -> tuple[float, ...]:
         chosen = assign(self.rule, operands)
         several, like = len(chosen.outputs) == len(self.requested), operands[0]
         moves = [

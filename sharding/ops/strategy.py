@@ -126,7 +126,7 @@ def choose_strategy(
         rule = rule_for(func, meta_args, meta_kwargs, metas)
         if rule is None:
             _check_operator(func)
-            return _gathered(
+            return _gathering_strategy(
                 func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place
             )
         if rule.pointwise:
@@ -407,7 +407,7 @@ def _check_describes(
 _warned: set[Any] = set()
 
 
-def _gathered(
+def _gathering_strategy(
     func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool
 ) -> OpStrategy:
     """Return the strategy without a rule: every rank gathers whole operands, with a warning."""

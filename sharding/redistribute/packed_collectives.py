@@ -194,7 +194,7 @@ class TensorParts:
         self.size = box_size(self.boxes[0])
 
 
-def _interleaved(tensors: Sequence[TensorParts], make: Callable[..., PackT]) -> list[PackT]:
+def _interleave_packs(tensors: Sequence[TensorParts], make: Callable[..., PackT]) -> list[PackT]:
     """Return packings of a buffer in which each rank's parts of all tensors are consecutive."""
     if len(tensors) == 1:
         return [make(tensors[0].whole, tensors[0].boxes)]
@@ -210,7 +210,7 @@ class AllGather(Collective):
 
     def __init__(self, group: Group, dtype: torch.dtype, tensors: Sequence[TensorParts]) -> None:
         self.group, self.dtype, self.total = group, dtype, group.size * sum(t.size for t in tensors)
-        self.unpacks: list[Unpack] = _interleaved(tensors, compile_unpack)
+        self.unpacks: list[Unpack] = _interleave_packs(tensors, compile_unpack)
 
     def start(
         self,
@@ -248,7 +248,7 @@ class ReduceScatter(Collective):
         scale: float | None = None,
     ) -> None:
         self.group, self.kind, self.dtype, self.scale = group, kind, dtype, scale
-        self.packs: list[Pack] = _interleaved(tensors, compile_pack)
+        self.packs: list[Pack] = _interleave_packs(tensors, compile_pack)
         self.parts = [t.part for t in tensors]
         self.sizes = [t.size for t in tensors]
         self.size = sum(t.size for t in tensors)

@@ -82,11 +82,11 @@ def make_array_from_callback(
     if mesh.coordinate is None:
         layout = asked.replace(dtype=_stated_dtype("make_array_from_callback", dtype, mesh))
         return ShardedTensor._make_guarded(torch.empty(0, dtype=dtype, device=mesh.device), layout)
-    part = _copied(function(slices(asked.box)), dtype, mesh)
+    part = _copy_to_mesh(function(slices(asked.box)), dtype, mesh)
     if part.shape != asked.local_shape:
         raise ValueError(
             f"make_array_from_callback: the callback returned shape {list(part.shape)} for index "
-            f"{_shown(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
+            f"{_box_text(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
             "return the data at that index, as in lambda index: data[index]"
         )
     return ShardedTensor._make_guarded(part, asked.replace(dtype=part.dtype))
@@ -130,7 +130,7 @@ def make_array_from_process_local_data(
         >>> batch = sm.make_array_from_process_local_data(mesh, P("dp"), loader_batch)
     """
     mesh, spec, data, shape = _mesh_spec_data_shape(mesh, spec, local_data, global_shape)
-    part = _copied(data, None, mesh)
+    part = _copy_to_mesh(data, None, mesh)
     spec = as_spec(spec, mesh.axis_names, part.ndim if shape is None else len(shape))
     _check_not_pending("make_array_from_process_local_data", spec)
     at = (
@@ -277,7 +277,7 @@ def _stated_dtype(function: str, dtype: torch.dtype | None, mesh: DeviceMesh) ->
     return dtype
 
 
-def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
+def _copy_to_mesh(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
     """Return a copy of the data as a tensor on the mesh's device.
 
     Raises:
@@ -363,5 +363,5 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     return layout
 
 
-def _shown(box: Sequence[tuple[int, int]]) -> str:
+def _box_text(box: Sequence[tuple[int, int]]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -131,7 +131,7 @@ class JobDirectory:
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make this the verdict of the job, unless there is one; return the one that stands."""
-        with self._locked():
+        with self._job_lock():
             if self.alarm[0] == Alarm.NONE:
                 self._write(verdict)
                 self.alarm[0] = Alarm.VERDICT
@@ -172,14 +172,14 @@ class JobDirectory:
 
         Return whether this call decided so; False after a verdict.
         """
-        with self._locked():
+        with self._job_lock():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
                 self.alarm[0] = Alarm.UNMONITORED
         return is_first
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _job_lock(self) -> Iterator[None]:
         """Lock the job's processes on this host; the lock of a process that dies is released."""
         deadline = time.monotonic() + _TO_LOCK_S
         with self._posting:

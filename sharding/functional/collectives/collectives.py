@@ -66,17 +66,17 @@ _PMAX = TypingRule("pmax", varies=False, linear=False)
 _PMIN = TypingRule("pmin", varies=False, linear=False)
 
 
-def _counted(x: Tensor) -> Any:
+def _counting_cast(x: Tensor) -> Any:
     """Return the cast applied before a sum: booleans are counted, as in torch and JAX."""
     return Tensor.long if x.dtype is torch.bool else None
 
 
 def _reduce(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.cached(ReduceMap), _counted(x))
+    return Prepared(axes.cached(ReduceMap), _counting_cast(x))
 
 
 def _mean(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.cached(ReduceMap), _counted(x), lambda total: total / axes.size)
+    return Prepared(axes.cached(ReduceMap), _counting_cast(x), lambda total: total / axes.size)
 
 
 def _largest(axes: Axes, x: Tensor) -> Prepared:
@@ -230,13 +230,13 @@ def psum_scatter(
         if tiled:
             return Prepared(
                 axes.cached(ScatterMap, dim, even_lengths(part.shape[dim], axes.size)),
-                _counted(part),
+                _counting_cast(part),
                 dims=(dim,),
             )
         check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
         return Prepared(
             axes.cached(ScatterMap, dim, (1,) * axes.size),
-            _counted(part),
+            _counting_cast(part),
             lambda out: out.squeeze(dim),
             (dim,),
         )

@@ -88,7 +88,7 @@ def _sent(
     axes: Axes,
     grad_dtype: torch.dtype | None,
 ) -> Any:
-    routes = _exchange_routes(operand, output, [_listed(c) for c in counts], axes)
+    routes = _exchange_routes(operand, output, [_as_list(c) for c in counts], axes)
     packed = operand.index_select(0, _rows(routes.sends, operand.device))
     places = _rows(routes.receives, operand.device)
     op = _RaggedMap(axes, _sizes(routes.sends), _sizes(routes.receives))
@@ -100,7 +100,7 @@ def _sent(
     return output.index_copy(0, places, apply(packed, op, grad_dtype))
 
 
-def _listed(counts: Counts) -> list[int]:
+def _as_list(counts: Counts) -> list[int]:
     return [int(n) for n in (counts.tolist() if isinstance(counts, Tensor) else counts)]
 
 
@@ -159,13 +159,13 @@ def _exchange_counts(
         dtype=torch.int64,
         device=_comm_device(operand),
     )
-    heads = _gathered(lengths, axes)
+    heads = _gather_counts(lengths, axes)
     per_rank = max(head[0] for head in heads)
     rows = [k for c in counts for k in [*c, *[0] * n * per_rank][: n * per_rank]]
     flat = torch.tensor(rows, dtype=torch.int64, device=_comm_device(operand))
     bodies = [
         einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist()
-        for body in _gathered(flat, axes)
+        for body in _gather_counts(flat, axes)
     ]
     return [
         _Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)
@@ -176,7 +176,7 @@ def _comm_device(x: Tensor) -> torch.device:
     return torch.device("cpu") if x.is_meta else x.device
 
 
-def _gathered(counts: Tensor, axes: Axes) -> list[list[int]]:
+def _gather_counts(counts: Tensor, axes: Axes) -> list[list[int]]:
     everyone = counts.new_empty(axes.size, len(counts))
     axes.group.all_gather(everyone, counts)
     return [everyone[axes.place_in_group(place)].tolist() for place in range(axes.size)]

@@ -269,7 +269,7 @@ class _CustomVJPCall:
         for (name, branch), gradient in zip(branches, gradients, strict=True):
             self._spread(name, branch, gradient, grads)
         return [
-            None if grads[j] is None else self._shared(i, self._checked(i, grads[j]))
+            None if grads[j] is None else self._as_share(i, self._check_gradient(i, grads[j]))
             for i, j in enumerate(self.inputs.at)
         ]
 
@@ -316,7 +316,7 @@ class _CustomVJPCall:
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
-    def _checked(self, i: int, g: Any) -> Tensor:
+    def _check_gradient(self, i: int, g: Any) -> Tensor:
         """Return the gradient of a tensor for autograd: of a sharded one, in the dual layout.
 
         Raises: TypeError or ValueError if it is not a gradient of that tensor.
@@ -350,7 +350,7 @@ class _CustomVJPCall:
             "g.full_tensor()"
         )
 
-    def _shared(self, i: int, g: Tensor) -> Tensor:
+    def _as_share(self, i: int, g: Tensor) -> Tensor:
         """Return a gradient that is replicated as a share of it."""
         axes = () if self.replicated_grads is None else self.replicated_grads.axes.get(i, ())
         return self.as_share(g, axes) if axes else g

@@ -65,12 +65,12 @@ def value_and_grad(
     @functools.wraps(f)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        return _evaluated(f, argnums, has_aux, args, kwargs)
+        return _evaluate(f, argnums, has_aux, args, kwargs)
 
     return evaluated
 
 
-def _evaluated(
+def _evaluate(
     f: Callable[..., Any],
     argnums: int | Sequence[int],
     has_aux: bool,
@@ -91,7 +91,7 @@ def _evaluated(
     return pullback.value, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
-DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
+DESCRIBERS[_evaluate.__code__] = lambda frame: "value_and_grad"
 
 
 def grad(

@@ -263,7 +263,9 @@ class _Run:
                     moving.append(i)
                     pairs.append((x._layout, dst))
         if moving:
-            parts = _redistributed(self.owner.name, [known_local(out[i]) for i in moving], pairs)
+            parts = _redistribute_parts(
+                self.owner.name, [known_local(out[i]) for i in moving], pairs
+            )
             for i, part, (_, dst) in zip(moving, parts, pairs, strict=True):
                 out[i] = ShardedTensor._make(part, dst)
         return out
@@ -429,7 +431,7 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
 
 
-def _redistributed(
+def _redistribute_parts(
     name: str, parts: list[Tensor], pairs: list[tuple[Layout, Layout]]
 ) -> list[Tensor]:
     if len(pairs) == 1:
@@ -448,7 +450,7 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     )
 
 
-DESCRIBERS[_redistributed.__code__] = _describe
+DESCRIBERS[_redistribute_parts.__code__] = _describe
 
 
 class _ClosedOverParams(TorchFunctionMode):

@@ -163,11 +163,13 @@ class CustomFunctionCall:
             gradients = list(out) if isinstance(out, tuple) else [out]
             for i, tag in self.ins.items():
                 if i < len(gradients) and isinstance(gradients[i], Tensor):
-                    gradients[i] = self._checked(checker, node, i, tag.type, gradients[i])
+                    gradients[i] = self._check_gradient(checker, node, i, tag.type, gradients[i])
         self.is_checked = True
         return tuple(gradients)
 
-    def _checked(self, checker: Any, node: Any, i: int, argument: Type, gradient: Tensor) -> Tensor:
+    def _check_gradient(
+        self, checker: Any, node: Any, i: int, argument: Type, gradient: Tensor
+    ) -> Tensor:
         """Check and return the gradient of an argument.
 
         As a share if a `custom_vjp` returns the whole gradient on every rank.

@@ -152,7 +152,7 @@ class TypeChecker(TorchFunctionMode):
         """
         tag = getattr(x, "_type_tag", None)
         if tag is None or tag.owner is not self.owner:
-            tag = self._find_tag(x, self._own(tag))
+            tag = self._find_tag(x, self._own_tag(tag))
         written = self.written.get(x) if self.written else None
         return tag if written is None or written.type is tag.type else self.join(tag, written)
 
@@ -203,14 +203,14 @@ class TypeChecker(TorchFunctionMode):
         """
         return True
 
-    def _own(self, tag: Tag | None) -> Tag | None:
+    def _own_tag(self, tag: Tag | None) -> Tag | None:
         """Return the tag itself, of a provisional one the original, if this checker has set it."""
         tag = tag if tag is None or tag.original is None else tag.original
         return tag if tag is not None and tag.owner is self.owner else None
 
     def has_tag(self, x: Tensor) -> bool:
         """Return whether a tensor is an argument, or the result of an operator that was tracked."""
-        return self._own(getattr(x, "_type_tag", None)) is not None
+        return self._own_tag(getattr(x, "_type_tag", None)) is not None
 
     def argument_tag(self, leaf: Any) -> Tag:
         """Return the tag that an argument has in the outer mapped function, if there is one."""

@@ -59,11 +59,11 @@ def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
         and _public(name) is None
         and _public(name.removesuffix("_")) is None
     ):
-        raise _unknown(op)
+        raise _no_public_function(op)
     return partial(_run_overload, op) if isinstance(op, OpOverload) else partial(_run_packet, op)
 
 
-def _unknown(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
+def _no_public_function(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
     return NotImplementedError(
         f"torch.ops.{op} has no public function of torch that does the same, and ShardedTensors "
         "support only operators with one: call a public function, or call the operator on this "
@@ -88,11 +88,11 @@ def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if public is None:  # `silu_`: values are computed elsewhere and written
         result = _run_public(op, _public(name.removesuffix("_")), named)
         if result.shape != named["self"].shape:
-            raise _unknown(op)
+            raise _no_public_function(op)
         return named["self"].copy_(result)
     result = _run_public(op, public, named)
     if several > 1 and not (isinstance(result, tuple) and len(result) == several):
-        raise _unknown(op)
+        raise _no_public_function(op)
     return result
 
 
@@ -142,14 +142,14 @@ def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
     signature = inspect.signature(func)
     first = next(iter(signature.parameters.values()))
     if first.kind is first.VAR_POSITIONAL:
-        raise _unknown(op)
+        raise _no_public_function(op)
     arguments = {first.name if name == "self" else name: value for name, value in named.items()}
     if type(arguments.get("reduction")) is int:
         arguments["reduction"] = _REDUCTIONS[arguments["reduction"]]
     try:
         signature.bind(**arguments)
     except TypeError:
-        raise _unknown(op) from None
+        raise _no_public_function(op) from None
     return func(**arguments)
 
 

@@ -116,7 +116,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)
-    assignment = _assigned(rule, layouts, fixed)
+    assignment = _assign_axes(rule, layouts, fixed)
     if key and all(
         target is layout for target, layout in zip(assignment.targets, layouts, strict=True)
     ):
@@ -140,7 +140,7 @@ def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
     return operands, rule.inputs, rule.outputs, options
 
 
-def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
+def _assign_axes(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
     mesh = layouts[0].mesh
     states = {
         axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)]

@@ -117,7 +117,7 @@ def balanced_sizes(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(sum(stop - start for start, stop in runs) for runs in balanced(length, ranks))
 
 
-def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+def _slice_of_intervals(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     """Return the part from `start` to `stop` of the concatenation of these intervals."""
     intervals = []
     for place, (a, b) in _with_offsets(tuple(order)):
@@ -200,7 +200,7 @@ def _reorder(
 ) -> ShardedTensor:
     known_local(x)
     fetch = IntervalExchange(
-        x._layout, target, dim, lambda start, stop: _between(order, start, stop)
+        x._layout, target, dim, lambda start, stop: _slice_of_intervals(order, start, stop)
     )
     lineage = mixed(seed_of(name), [x])
 

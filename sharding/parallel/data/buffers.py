@@ -40,7 +40,9 @@ class BuffersInUse:
         """Replace all buffers by sharded tensors on this mesh."""
         self._replace(
             modules,
-            lambda x: _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _replicated(x, mesh),
+            lambda x: (
+                _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _as_replicated(x, mesh)
+            ),
         )
 
     def project(
@@ -75,7 +77,7 @@ class BuffersInUse:
         self._changed = []
 
 
-def _replicated(x: Tensor, mesh: DeviceMesh) -> ShardedTensor:
+def _as_replicated(x: Tensor, mesh: DeviceMesh) -> ShardedTensor:
     return ShardedTensor._make(x, Layout.of(mesh, P(), x.shape, x.dtype))
 
 

@@ -477,7 +477,7 @@ class UnitStep:
         if not self.waits_late:
             self._find_leaves(values)
         self.values = tuple(
-            [self._hooked(i, x) if x.requires_grad else x for i, x in enumerate(values)]
+            [self._view_with_hook(i, x) if x.requires_grad else x for i, x in enumerate(values)]
         )
         self.has_graph = torch.is_grad_enabled()
         self._parts = self._entered = ()
@@ -488,7 +488,7 @@ class UnitStep:
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
         self.writer.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
-    def _hooked(self, number: int, value: Tensor) -> Tensor:
+    def _view_with_hook(self, number: int, value: Tensor) -> Tensor:
         """Return a view of a value whose gradient is written to its buffer."""
         view = value.view_as(value)
         node: Any = view.grad_fn
@@ -523,7 +523,7 @@ class UnitStep:
             return None
         self.writer.discard(number)
         self._with_hook.add(number)
-        grad = self._scaled(number, grad)
+        grad = self._scale_gradient(number, grad)
         if (
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()
@@ -532,7 +532,7 @@ class UnitStep:
             return (grad,)
         return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
-    def _scaled(self, number: int, grad: Tensor) -> Tensor:
+    def _scale_gradient(self, number: int, grad: Tensor) -> Tensor:
         return scaled(grad, self._factors[number]) if self._factors else grad
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> tuple[Grads, GradWriter]:
@@ -545,7 +545,9 @@ class UnitStep:
         whole = list(grads)
         for i, grad in enumerate(grads):
             if grad is not None:  # a write in forward replaces the node of a view, and its hook
-                whole[i] = writer.written.get(i, grad) if i in hooked else self._scaled(i, grad)
+                whole[i] = (
+                    writer.written.get(i, grad) if i in hooked else self._scale_gradient(i, grad)
+                )
         return whole, writer
 
     # -- reduce ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from .pointwise import broadcast, is_operand
 
 
 @rule("add_", "sub_", "subtract_", "__iadd__", "__isub__", with_func=True)
-def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
+def _accumulate(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
     if not is_operand(input):
         return broadcast(other)
     shifted = _shifts_extreme(layout_of(input), layout_of(other) if is_operand(other) else None)

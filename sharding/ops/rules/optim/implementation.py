@@ -53,7 +53,7 @@ def _install() -> None:
         module = importlib.import_module(f"torch.optim.{name}")
         for step in steps:
             if hasattr(module, step):
-                setattr(module, step, _noted(getattr(module, step)))
+                setattr(module, step, _note_while_running(getattr(module, step)))
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ _ELEMENTWISE = {
 }
 
 
-def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+def _note_while_running(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return an elementwise step that the thread's context knows of while it runs."""
     kind = "fused" if step.__name__.startswith("_fused") else "foreach"
 

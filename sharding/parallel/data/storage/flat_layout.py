@@ -104,14 +104,14 @@ def _candidates(
     lengths: Sequence[int], rows: Sequence[int], parts: int, align: int
 ) -> Iterator[int]:
     """Yield lengths of a piece, short ones first; the last one fits everything."""
-    total = sum(_rounded(length, align) for length in lengths)
-    shortest = _rounded(-(-sum(lengths) // parts), align)
+    total = sum(_round_up(length, align) for length in lengths)
+    shortest = _round_up(-(-sum(lengths) // parts), align)
     step = math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align)
-    start = _rounded(shortest, step)
+    start = _round_up(shortest, step)
     yield shortest
     yield from range(start, start + _TRIES * step, step)
     if all(row >= length for length, row in zip(lengths, rows, strict=True)):
-        yield from range(start + _TRIES * step, total, max(step, _rounded(total // _TRIES, align)))
+        yield from range(start + _TRIES * step, total, max(step, _round_up(total // _TRIES, align)))
         yield total
 
 
@@ -122,7 +122,7 @@ def _starts(
     end, offsets = 0, []
     for length, row in zip(lengths, rows, strict=True):
         start = _start(
-            _rounded(end, align) if length else end, length, row, piece, piece * parts, align
+            _round_up(end, align) if length else end, length, row, piece, piece * parts, align
         )
         if start is None:
             return None
@@ -148,5 +148,5 @@ def _start(end: int, length: int, row: int, piece: int, total: int, align: int) 
     return None
 
 
-def _rounded(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
