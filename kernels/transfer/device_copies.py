@@ -66,7 +66,7 @@ class DeviceCopies:
                 self.host.pin_memory().to(device, non_blocking=True), device
             )
         if capturing:
-            _reserve.kept[id(copy.tensor)] = copy.tensor
+            _reserve.of_graphs[id(copy.tensor)] = copy.tensor
         else:
             copy.order(device)
         return copy.tensor
@@ -99,11 +99,11 @@ class _Reserve:
     """Pinned memory for graphs.
 
     Attributes:
-        kept: what graphs read when they are replayed, for ever.
+        of_graphs: what graphs read when they are replayed, for ever.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, Tensor] = {}
+        self.of_graphs: dict[int, Tensor] = {}
         self._free: Tensor | None = None
         self._lock = threading.Lock()
 
@@ -128,7 +128,7 @@ class _Reserve:
                 )
             piece, self._free = self._free[: host.nbytes], self._free[size:]
         pinned = piece.view(host.dtype).view(host.shape).copy_(host)
-        self.kept[id(pinned)] = pinned
+        self.of_graphs[id(pinned)] = pinned
         return pinned
 
 

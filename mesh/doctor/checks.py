@@ -68,7 +68,7 @@ def _worst(findings_by_rank: Sequence[Finding]) -> Finding:
     (worst, where), *others = ranks.items()
     if status == "ok" or len(where) == len(findings_by_rank):
         return worst
-    texts = [f"{ranks_text(of)}: {one.found}" for one, of in ((worst, where), *others)]
+    texts = [f"{ranks_text(of)}: {one.facts}" for one, of in ((worst, where), *others)]
     return Finding(status, "; ".join(texts[:4]) + ("; ..." if len(texts) > 4 else ""), worst.fix)
 
 
@@ -89,9 +89,9 @@ def device_of_each_rank(everyone: Sequence[Facts], device_type: str) -> Finding:
             index = host_checks.used_device(one)
         except LaunchEnvironmentError:  # the check of this rank says so
             continue
-        if not one.devices.found:
+        if not one.devices.usable:
             continue
-        identity = one.devices.found[index].identity
+        identity = one.devices.usable[index].identity
         texts.append(f"rank {rank}: cuda:{index}")
         if identity:
             ranks.setdefault((one.network.hostname, identity), []).append(rank)

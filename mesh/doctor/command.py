@@ -164,7 +164,7 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
             f"them out"
         )
     if size is None:
-        count = len(facts.devices.found)
+        count = len(facts.devices.usable)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
     if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
         raise ValueError(
@@ -182,7 +182,7 @@ def _mesh_of_size(abstract_mesh: AbstractMesh | None, size: int, facts: Facts) -
     local = min(size, facts.place.local_size) if facts.place.size > 1 else size
     device_type = (
         "cuda"
-        if 1 < local <= len(facts.devices.found) or (facts.place.size > 1 and facts.has_own_device)
+        if 1 < local <= len(facts.devices.usable) or (facts.place.size > 1 and facts.has_own_device)
         else "cpu"
     )
     return (
@@ -276,7 +276,7 @@ def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoR
         print(show(report), flush=True)
     else:
         faults = "; ".join(
-            f"{name}: {finding.found}"
+            f"{name}: {finding.facts}"
             for name, finding in report.checks.items()
             if finding.status == "fault"
         )

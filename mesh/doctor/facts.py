@@ -129,7 +129,7 @@ class Facts:
 
         Rather than the host having one for several ranks.
         """
-        return len(self.devices.found) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
+        return len(self.devices.usable) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
 
 
 def collect_facts() -> Facts:

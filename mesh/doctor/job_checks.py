@@ -26,7 +26,7 @@ def launcher(facts: Facts) -> Finding:
     try:
         rank_and_size = launch_environment(env)
     except LaunchEnvironmentError as error:
-        count = max(1, len(facts.devices.found))
+        count = max(1, len(facts.devices.usable))
         return _wrong_local_number(facts) or fault(
             str(error), f"torchrun --standalone --nproc-per-node {count} program.py"
         )

@@ -34,7 +34,7 @@ _LONGEST_ABORT_S = 5.0  # an abort that takes longer goes on by itself
 # torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of
 # the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_kept: set[int] = set()  # ids of the groups that are never destroyed
+_never_destroyed: set[int] = set()  # ids of the groups that are never destroyed
 
 
 def group_timeout(backends: str) -> timedelta | None:
@@ -130,8 +130,8 @@ def keep_groups() -> None:
     Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
     """
     for handle in torch_groups():
-        if id(handle) not in _kept:
-            _kept.add(id(handle))
+        if id(handle) not in _never_destroyed:
+            _never_destroyed.add(id(handle))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout.layout import Layout
+from ..ops.torch_compile import ORIGINAL
 from ..tensor.random import get_rng_state, set_rng_state
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PartialModel, Path, PerRank, StoredDict, ties
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-_WRAPPED = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
+_WRAPPED = (ORIGINAL, _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
 _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 

@@ -35,7 +35,7 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import MeshLayouts
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
-from ..ops.torch_compile import keep_compiler_out, not_compiled
+from ..ops.torch_compile import ORIGINAL, keep_compiler_out, not_compiled
 from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import paths_of, unflatten
@@ -550,4 +550,4 @@ def uncompiled(f: Any) -> Any:
 
     Types are tracked operator by operator.
     """
-    return getattr(f, "_torchdynamo_orig_callable", getattr(f, "_orig_mod", f))
+    return getattr(f, "_torchdynamo_orig_callable", getattr(f, ORIGINAL, f))

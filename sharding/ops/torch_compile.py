@@ -20,6 +20,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ...mesh.comm.call_site import _OURS
 
@@ -32,8 +33,14 @@ _ADVICE = (
     "sm.ops.flex_attention"
 )
 _RULES = "torch._dynamo.trace_rules"
+ORIGINAL = "_orig_mod"  # where `torch.compile(module)` and `sm.jit(module)` keep the module
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # the part of Dynamo in C++, which is always there
 _SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+
+
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that a compiled one was made of, None for one that is not compiled."""
+    return module._modules.get(ORIGINAL)
 
 
 class _Rules:
