@@ -87,7 +87,7 @@ def reached_preemption(step: int) -> bool:
     return agreement.reached(world.rank, operator.index(step))
 
 
-# --------------------------------------------------------------------------------------- agreements
+# -- agreements ------------------------------------------------------------------------------------
 
 
 class _LocalAgreement:
@@ -300,7 +300,7 @@ def forget(world: World) -> None:
         agreement.stop()
 
 
-# ------------------------------------------------------------------------------------------ notices
+# -- notices ---------------------------------------------------------------------------------------
 
 _notice = ""  # the reason that this process has to stop, if it has
 _is_listening = False  # whether SIGTERM counts as a notice
