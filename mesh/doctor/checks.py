@@ -51,7 +51,7 @@ def findings(facts: Facts) -> dict[str, Finding]:
 def worst_findings(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
     """Return the worst finding of each check over all ranks, in order.
 
-    And on which ranks it holds where that is not all.
+    Its text says on which ranks it holds where that is not all.
     """
     return {
         name: _worst([findings_of_rank[name] for findings_of_rank in everyone])

@@ -169,7 +169,7 @@ def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> 
 def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tuple[int, ...]:
     """Return the smaller of those that finished and those that wait for them.
 
-    Else the ranks that left the order of calls.
+    If nobody waits for a rank that has finished, return the ranks that left the order of calls.
     """
     missing: set[int] = set().union(*(w.missing for w in waits))
     gone = sorted(missing & finished)

@@ -328,7 +328,8 @@ def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.
     return (
         f"uneven_inputs over {split} of {mesh!r}: ranks that differ only along {others} must have "
         f"the same batches, but in step {step} {who}. Choose a rank's batches by "
-        f"mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass axes={mesh.axis_names}"
+        f"mesh.get_local_rank(axis) of {split}; or, if each rank has "
+        f"its own, pass axes={mesh.axis_names}"
     )
 
 
@@ -391,7 +392,8 @@ def _rows_of(batch: Any) -> int:
         raise TypeError(
             f"uneven_inputs: a batch of type {type(batch).__name__} has no tensor with rows to "
             "count (looked for in tuples, lists and dicts); make the loader return one of these, "
-            "as with dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number of samples"
+            "as with dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number "
+            "of samples"
         )
     return len(arrays[0])
 

@@ -296,7 +296,7 @@ class TraceBuffer:
     def stuck(self) -> Record | None:
         """The collective that the rank's main thread is blocked in.
 
-        Or else one that its device waits in.
+        If it is in none, one that its device waits in.
         """
         stuck = self.words[Header.BLOCKED] & ~(ON_DEVICE | MAY_GO_ON)
         return self.record(stuck - 1) if stuck else None
