@@ -159,9 +159,8 @@ class _StoreAgreement:
     def _run(self) -> None:
         try:
             noticed = self._wait_for_notice()
-        except (
-            Exception
-        ) as error:  # the process of the store has ended, as it may at the end of a job
+        except Exception as error:
+            # the process of the store has ended, as it may at the end of a job
             _log.info(
                 "rank %d no longer checks for a preemption notice of other ranks: %s",
                 self._rank,

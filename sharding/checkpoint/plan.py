@@ -51,9 +51,9 @@ from .tree import (
     is_stateful,
     leaves,
     name_of,
-    opened,
     rebuilt,
     structure_of,
+    without_stateful,
 )
 
 # the maximum size of a piece, so that a rank that needs some rows reads little more
@@ -85,7 +85,7 @@ def state_of(tree: Any, world: World) -> SaveState:
     Raises:
         TypeError, ValueError: a leaf that cannot be saved, or two leaves with the same name.
     """
-    tree = opened(tree)
+    tree = without_stateful(tree)
     if children(tree) is None:
         raise TypeError(
             f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"

@@ -328,8 +328,8 @@ def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.
     return (
         f"uneven_inputs over {split} of {mesh!r}: ranks that differ only along {others} must have "
         f"the same batches, but in step {step} {who}. Choose a rank's batches by "
-        f"mesh.get_local_rank(axis) of {split}; or, if each rank has "
-        f"its own, pass axes={mesh.axis_names}"
+        f"mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass "
+        f"axes={mesh.axis_names}"
     )
 
 

@@ -49,9 +49,8 @@ IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 SIZE_BITS = 24
-MAGIC = (
-    0x7368617264 << SIZE_BITS
-) + BUFFER_BYTES  # "shard"; another version of the layout has another size
+# "shard", and the size: it differs in other versions of the layout
+MAGIC = (0x7368617264 << SIZE_BITS) + BUFFER_BYTES
 
 _NO_ROOM = 8  # offset of the first text, "?", which stands for texts without room
 _LONGEST_TEXT = 4096

@@ -111,10 +111,9 @@ def _refuse_in_child(
             return original(group, *args, **kwargs)
         raise CollectiveError(
             f"{name} in process {os.getpid()}, which rank {rank} (process {parent}) has forked: "
-            f"the child has none of the threads that "
-            "communicate, so the collective would hang. Call it in the rank itself; a child that "
-            "must communicate needs to be started "
-            'by the "spawn" method of multiprocessing, with a process group of its own.'
+            "the child has none of the threads that communicate, so the collective would hang. "
+            "Call it in the rank itself; a child that must communicate needs to be started by the "
+            '"spawn" method of multiprocessing, with a process group of its own.'
         )
 
     return call
