@@ -100,7 +100,7 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1]
+    """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1].
 
     Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables
     of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
