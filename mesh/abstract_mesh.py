@@ -128,6 +128,7 @@ class AbstractMesh:
 
         Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of
         the mesh.
+
         Communication: none (`calibrate` measures).
 
         >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))
@@ -320,6 +321,7 @@ class AbstractMesh:
 
         Raises: MeshError for an unknown axis, sizes whose product is not that of the axis, another
             number of names than sizes, or a name that another axis has.
+
         Communication: none.
 
         >>> mesh = AbstractMesh((16,), ("world",))

@@ -73,6 +73,7 @@ def reached_preemption(step: int) -> bool:
         ValueError: the step is smaller than that of the call before.
         RuntimeError: there is a notice, but some ranks have not called this within two minutes.
         WatchError: there is a notice, but the job failed before the ranks could agree.
+
     Communication: none but through the job's store.
 
     >>> import shardmesh as sm
@@ -192,10 +193,8 @@ class _StoreAgreement:
     def _finds_failure(self) -> bool:
         """Return whether the job has failed.
 
-        A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
-
-        That a rank has died may be seen a little later than the signal. `reached` raises the
-        reason.
+        A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption. That
+        a rank has died may be seen a little later than the signal. `reached` raises the reason.
         """
         deadline = time.monotonic() + _FAILURE_S
         while not self._over and time.monotonic() < deadline:

@@ -111,6 +111,7 @@ def start_relay(job: Job, store: Any) -> Relay | None:
 
     Args:
         store: of the default group.
+
     Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S is not a positive number.
     """
     inner = store

@@ -75,6 +75,7 @@ def compare(
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
         group's store is a file that another job has left.
+
     Communication: two messages to the store of the default group, for each new mesh; does not wait
     unless ranks differ.
     """

@@ -78,6 +78,7 @@ class _Writer:
         return indices if self.func is torch.Tensor.__setitem__ else tuple(indices)
 
     def write(self, x: Tensor, entries: Any, value: Any) -> None:
+        """Write a value at local indices of x."""
         if self.func is torch.Tensor.__setitem__:
             x[entries] = value
         else:
@@ -132,6 +133,7 @@ def _pattern_of_value(taken: Sequence[str], ndim: int) -> str:
 
 
 def _bind_entries(writer: _Writer, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+    """Return what writes into this rank's part: the operator itself if no dim is split."""
     layout = targets[0]
     split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
     return partial(_write_entries, writer, layout, split) if split else writer.func
@@ -236,6 +238,7 @@ def _local_slice(
 
 
 def _narrow_value(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
+    """Return the interval of a value along a dim from the right; all of it if it is broadcast."""
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
     if dim < 0 or value.shape[dim] == 1:
         return value
@@ -258,6 +261,12 @@ def _local_entries(
 
 
 def _values_at(value: Any, is_local: Tensor, after: int) -> Any:
+    """Return the values of this rank's indices; a value that is broadcast to all stays whole.
+
+    Args:
+        is_local: for each index, whether it is in this rank's part.
+        after: the dims of the value after those of the indices.
+    """
     if not isinstance(value, Tensor) or value.ndim <= after:
         return value
     tail = value.ndim - after
@@ -319,6 +328,7 @@ def _cuts_of_value(
 
 
 def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> Sequence[Cut]:
+    """Return the cuts of a slice of a dim by which each rank has what its part of the dim has."""
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
     edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
@@ -395,6 +405,7 @@ def _bind_numbered(
 
 
 def _mask_in(index: Any) -> Tensor:
+    """Return the mask that an index consists of, next to whole dims."""
     entries = index if isinstance(index, (tuple, list)) else (index,)
     return next(e for e in entries if isinstance(e, Tensor))
 
