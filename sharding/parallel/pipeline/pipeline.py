@@ -519,6 +519,7 @@ class Pipeline:
             scales,
             data,
             self._random(),
+            self.mesh.world,
         )
 
     def _random(self) -> StepRandom | None:
