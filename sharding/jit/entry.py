@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
 
 from ...mesh.comm.world import World
+from ..ops.recomputation import next_graph_number
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import unflatten
 from .backends.segments import Backend
@@ -42,6 +43,7 @@ class Entry:
         reason: why it was recorded although there were others; None for the first one.
         runner: its compiled graph; None before the first call.
         calls: how often that has run.
+        number: see `ops/recomputation.py`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Entry:
         reason: str | None,
     ) -> None:
         self.recording, self.reason, self.calls = recording, reason, 0
+        self.number = next_graph_number()
         self.prologue = Prologue(recording.program.reads)
         self.runner: Runner | None = None
         self.guard, self._signatures = guard, signatures
