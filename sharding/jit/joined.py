@@ -80,6 +80,7 @@ class JoinedFunction:
         name: of the function, for people.
         fullgraph: whether what a graph cannot repeat is an error.
         root: the object whose state the function depends on; the function itself by default.
+        check_state: whether calls compare that state.
 
     Attributes:
         entries: for each signature the recordings, the newest last.
@@ -94,10 +95,11 @@ class JoinedFunction:
         name: str,
         fullgraph: bool = False,
         root: Any = None,
+        check_state: bool = True,
     ) -> None:
         first_block.begin()  # recomputations know which graphs their forwards could run
         self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
-        self._root = f if root is None else root
+        self._root, self.check_state = (f if root is None else root), check_state
         self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
         self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
@@ -489,7 +491,7 @@ class JoinedEntry(Entry):
         grads: Sequence[Tensor | None],
         origins: list[tuple[int, _OriginKind]],
     ) -> None:
-        super().__init__(recording, call.guard, call.leaves, [], None)
+        super().__init__(recording, call.guard, call.leaves, [], None, call.function.check_state)
         recording.program.name = call.function.name
         self.backward_program: Any = None
         self.backward_runner: Runner | None = None

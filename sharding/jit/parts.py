@@ -38,6 +38,7 @@ class Parts:
         backend: returns what compiles the graphs.
         is_shown: whether breaks are logged: on one rank.
         fullgraph: whether a break in a module is an error.
+        check_state: whether calls compare the Python state that the modules reach.
 
     Attributes:
         joined: the modules and the programs of their calls.
@@ -49,8 +50,10 @@ class Parts:
         backend: Callable[[], Backend],
         is_shown: bool,
         fullgraph: bool = False,
+        check_state: bool = True,
     ) -> None:
         self._backend, self._is_shown, self._fullgraph = backend, is_shown, fullgraph
+        self._check_state = check_state
         self.joined: dict[nn.Module, JoinedFunction] = {}
         self._users, self._installed = 0, []
         for module in _outermost(modules):
@@ -60,7 +63,12 @@ class Parts:
         for module in modules:
             call = MethodType(type(module)._call_impl, module)
             self.joined[module] = JoinedFunction(
-                call, [module], self._backend, type(module).__name__, self._fullgraph
+                call,
+                [module],
+                self._backend,
+                type(module).__name__,
+                self._fullgraph,
+                check_state=self._check_state,
             )
 
     def entries(self) -> list[JoinedEntry]:
