@@ -44,8 +44,9 @@ class GraphRecorder(Protocol):
     def draw(
         self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]
     ) -> Any:
-        """Return the random tensor `part(seed, stream, *parameters)`, and record that a later call
-        draws the one at its own position.
+        """Return the random tensor `part(seed, stream, *parameters)`, and record the draw.
+
+        A later call draws the one at its own position.
         """
 
     def node_of(self, x: Any) -> Any:
@@ -65,16 +66,18 @@ class GraphRecorder(Protocol):
         group: Any,
         like: Callable[[], Any],
     ) -> Any:
-        """Return `function(*inputs)` of plain tensors, with its gradient history, and record that
-        later calls call it as it is, with values that may decide sizes inside.
+        """Return `function(*inputs)` of plain tensors, with its gradient history.
+
+        Record that later calls call it as it is, with values that may decide sizes inside.
 
         The shape of the result depends on those of the inputs only. The ranks of the group call it
         together. `like()` returns an empty tensor like the result, without communication.
         """
 
     def refuse(self, problem: str, advice: str) -> None:
-        """Note what the program does next and the graph cannot repeat, with its line; or raise
-        that as an error.
+        """Note what the program does next and the graph cannot repeat, with its line.
+
+        Or raise that as an error.
         """
 
 
@@ -176,8 +179,9 @@ class ThreadContext(threading.local):
 
     @property
     def needs_each_operator(self) -> bool:
-        """Whether the thread is inside of what needs operators one by one: a recording, a mapped
-        function, one that is being differentiated, a transform.
+        """Whether the thread is inside of what needs operators one by one.
+
+        A recording, a mapped function, one that is being differentiated, a transform.
         """
         is_inside = self.recorder is not None or self.axis_env is not None or self.grad_depth > 0
         return is_inside or transforms_active()

@@ -50,8 +50,9 @@ class Waiting:
     # -- for other ranks ---------------------------------------------------------------------------
 
     def rendezvous(self, recorder: Recorder, sequence: int) -> None:
-        """Wait until all ranks call the same: before a group's first collective, for which torch
-        connects them, and in "strict" mode.
+        """Wait until all ranks call the same.
+
+        Before a group's first collective, for which torch connects them, and in "strict" mode.
         """
 
         def have_all_come() -> bool:
@@ -68,8 +69,9 @@ class Waiting:
             recorder.find_neighbours(self._job.directory)
 
     def wait_for_votes(self, recorder: Recorder) -> None:
-        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
-        as a WatchError.
+        """Wait until votes decide which of the ranks that differ are the outliers.
+
+        Raise that as a WatchError.
         """
         since = monotonic_ns()
         sequence = recorder.called - 1
@@ -101,8 +103,9 @@ class Waiting:
             raise self._job.failed(wrong)
 
     def compare_splits(self, recorder: Recorder, sequence: int) -> None:
-        """Raise a WatchError where a rank sends another number of elements than its receiver
-        expects, as far as ranks have called.
+        """Raise a WatchError where a rank sends another number of elements than is expected.
+
+        By its receiver, as far as ranks have called.
         """
         since = monotonic_ns()
         while (wrong := diagnose.wrong_splits(self._job, recorder, sequence)) is not None:
@@ -152,8 +155,9 @@ class Waiting:
     # -- for torch's works -------------------------------------------------------------------------
 
     def wait_for_work(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms,
-        then every 25 ms.
+        """Wait for torch's work on the CPU, checking the other ranks.
+
+        After 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
         it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
@@ -165,8 +169,9 @@ class Waiting:
     def _is_done_soon(
         self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
     ) -> bool:
-        """Wait for a slice of time; return whether the work is done. (When the slice runs out,
-        torch takes 0.2 ms to build its error.)
+        """Wait for a slice of time, and return whether the work is done.
+
+        When the slice runs out, torch takes 0.2 ms to build its error.
         """
         try:
             work.wait(slice_)
@@ -193,8 +198,9 @@ class Waiting:
                 slice_ = _LONG_SLICE if is_long else slice_
 
     def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout,
-        which would abort NCCL's communicator.
+        """Wait for torch's work on an accelerator, checking the other ranks.
+
+        It gets no timeout, which would abort NCCL's communicator.
         """
         self.wait_until(recorder, sequence, work.is_completed)
         self.wait_to_the_end(recorder, sequence, work)
@@ -207,8 +213,9 @@ class Waiting:
             self.explain(recorder, sequence, error)
 
     def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
-        """Raise the reason for a collective that broke: WatchError where another rank is the
-        reason, else the error itself.
+        """Raise the reason for a collective that broke.
+
+        WatchError where another rank is the reason, else the error itself.
         """
         since = monotonic_ns()
         relay = self._job.relay
@@ -231,8 +238,9 @@ class Waiting:
     # -- while it waits ----------------------------------------------------------------------------
 
     def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
-        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
-        job is not monitored any more.
+        """Raise the verdict on a collective, a WatchError, if there is one.
+
+        Return False once the job is not monitored any more.
         """
         if self._job.checked() is None:
             return False
@@ -244,8 +252,9 @@ class Waiting:
 
     @contextmanager
     def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
-        """Publish what the main thread is blocked in; of an asynchronous collective that need not
-        be the newest record.
+        """Publish what the main thread is blocked in.
+
+        Of an asynchronous collective that need not be the newest record.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -272,8 +281,9 @@ class Waiting:
 
 
 def is_pending(error: RuntimeError, work: Any) -> bool:
-    """Return whether a timed wait raised this error because the time was over; otherwise the work
-    has failed, or has just ended.
+    """Return whether a timed wait raised this error because the time was over.
+
+    Otherwise the work has failed, or has just ended.
     """
     return _IS_PENDING in str(error) or not work.is_completed()
 

@@ -79,8 +79,9 @@ def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -
 
 
 def note_origin(part: Tensor, layout: Layout, origin: Origin) -> Tensor:
-    """Record that `part`, laid out as `layout`, holds the value of `origin`, if it is pending on
-    axes on which that is not.
+    """Record that `part`, laid out as `layout`, holds the value of `origin`.
+
+    Only if it is pending on axes on which that is not.
 
     Returns:
         `part`, or a view of it if it is the tensor of `origin` itself.

@@ -1,5 +1,6 @@
-"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever
-thread runs it and in whatever block.
+"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward.
+
+Whichever thread runs it, and in whatever block.
 
     with mesh:                                      the current mesh, implicit_replication(),
                                                     null_world, context_parallel()
@@ -38,8 +39,9 @@ def next_graph_number() -> int:
 
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current
-    mesh, and the attention of its rank.
+    """Return `f` that runs in the present state.
+
+    The `FunctionState` of this thread, the current mesh, and the attention of its rank.
 
     The state of the thread that calls it is restored afterwards, also after an exception.
     """

@@ -1,5 +1,6 @@
-"""`materialize`: memory and initial values for a module made on "meta"; each rank makes the values
-that it holds.
+"""`materialize`: memory and initial values for a module made on "meta".
+
+Each rank makes the values that it holds.
 """
 
 from __future__ import annotations
@@ -280,19 +281,19 @@ class _Memory:
                 )
         for name, x in list(module._buffers.items()):
             if x is not None and _is_meta(x):
-                module._buffers[name] = self._allocated(x)
+                module._buffers[name] = self._allocate(x)
                 if not isinstance(x, ShardedTensor):
                     self._buffers.append((module, name))
 
     def _parameter(self, x: Tensor) -> nn.Parameter:
-        values = self._allocated(x)
+        values = self._allocate(x)
         mark_replaced(x)
         out = nn.Parameter(values, requires_grad=x.requires_grad)
         if not isinstance(x, ShardedTensor):
             self._plain[id(out)] = nn.Parameter(values._local, requires_grad=x.requires_grad)
         return out
 
-    def _allocated(self, x: Tensor) -> ShardedTensor:
+    def _allocate(self, x: Tensor) -> ShardedTensor:
         """Allocate a tensor; a replicated one for a plain tensor, equal on all ranks."""
         layout = (
             x._layout

@@ -1,5 +1,6 @@
-"""Saved-tensor hooks for gathered parameters: autograd saves the position in the buffer, not the
-values.
+"""Saved-tensor hooks for gathered parameters.
+
+autograd saves the position in the buffer, not the values.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class _OuterPacked(NamedTuple):
 
 
 def note_in_checkpoint(values: Any) -> None:
-    """Let a recomputation by `torch.utils.checkpoint` fail if it has no values in place of
-    parameters and its forward had, or the reverse.
+    """Let a recomputation fail that differs from its forward in values for parameters.
+
+    One of `torch.utils.checkpoint` fails if it has no values in place of parameters and its forward
+    had, or the reverse.
 
     Checkpoint compares the number of saved tensors: `torch.func.functional_call` around it has
     ended when backward recomputes, and the recomputation would use the parameters themselves.
