@@ -171,13 +171,17 @@ class StepRun:
         inputs: list[Tensor] = []
         if stage:
             inputs = self._transport.take_activations(stage, number, signature)
+        carried = inputs
+        if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
+            # autocast caches the casts of leaves, and adds up their gradients in the lower dtype
+            carried = [x.view_as(x) if x.requires_grad else x for x in inputs]
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
         seeded = nullcontext() if self._random is None else self._random.microbatch(number)
         self._current = running, number
         try:
             with seeded, recording:
-                result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
+                result = self._stages[stage](tuple(carried), microbatch.args, microbatch.kwargs)
                 if stage == self._last_stage:
                     self._finish_forward(running, number, result)
         finally:
@@ -203,9 +207,11 @@ class StepRun:
         self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
-        """Add a loss, scaled, to those of the step and to the roots of backward."""
+        """Add a loss, scaled, to those of the step and to the roots of backward. One that counts
+        nothing is 0, also if it is a mean over nothing, which is NaN.
+        """
         whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
-        value = whole.reshape(()) * scale.to(whole.dtype)
+        value = whole.reshape(()).where(scale != 0, 0) * scale.to(whole.dtype)
         detached = value.detach()
         self.total = detached if self.total is None else self.total + detached
         if value.requires_grad:

@@ -30,6 +30,7 @@ from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
 from .stage_tensors import StageTensors
+from .stages.precision import merged, precision_of
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
 from .state import WholeModel
@@ -314,7 +315,8 @@ class Pipeline:
         Communication: as `sm.parallel.fully_shard`, over this rank's slice of the mesh.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, False, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, False, options)
         return self
 
     def data_parallel(
@@ -324,7 +326,8 @@ class Pipeline:
         communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, True, options)
         return self
 
     def materialize(self, init: Callable[[nn.Module], object] | None = None) -> Pipeline:
@@ -502,9 +505,9 @@ class Pipeline:
         """
         if self._has_tied:
             self.whole.refresh_copies()
+        self._check_same(kind, len(batches), targets is not None, loss is not None)
         signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
         self._check_static(signatures)
-        self._check_same(kind, len(batches), targets is not None, loss is not None)
         data = self._data_ranks(batches)
         scales: list[Scales] = []
         if loss is not None and targets is not None:
@@ -538,7 +541,8 @@ class Pipeline:
             self._signature = signature
 
     def _check_same(self, kind: str, count: int, has_targets: bool, has_loss: bool) -> None:
-        """Compare the ranks' calls, once for each kind of call.
+        """Compare the ranks' calls, and tell each other the precision of stages; once for each kind
+        of call.
 
         Raises:
             ValueError: on every rank, if they differ, or the last stage has no targets.
@@ -546,22 +550,26 @@ class Pipeline:
         if (kind, count) in self._checked:
             return
         last = self._staged.num_stages - 1
+        precision = precision_of(self.stages.values())
         told = gather_facts(
-            self._group, (kind, count, has_loss, has_targets, last in self.stages), tag=_FACTS
+            self._group,
+            (kind, count, has_loss, has_targets, last in self.stages, precision),
+            tag=_FACTS,
         )
         calls = {rank: facts[:3] for rank, facts in told.items()}
         if len(set(calls.values())) > 1:
             text = ", ".join(
                 f"rank {rank} calls {called} with {number} microbatches"
-                for rank, (called, number, _) in calls.items()
+                for rank, (called, number, *_) in calls.items()
             )
             raise ValueError(f"pipeline: ranks differ: {text}")
-        for rank, (_, _, loss, targets, is_last) in told.items():
+        for rank, (_, _, loss, targets, is_last, _) in told.items():
             if is_last and loss and not targets:
                 raise ValueError(
                     f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
                     "targets; pass targets at least there"
                 )
+        self._staged.set_precision(merged([facts[-1] for facts in told.values()]))
         self._checked.add((kind, count))
 
     def _data_ranks(self, batches: Sequence[Microbatch]) -> DataRanks:
