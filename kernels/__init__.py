@@ -1,5 +1,6 @@
-"""Copies, reductions, quantization and random numbers on one device: the lowest layer, without
-meshes and layouts.
+"""Copies, reductions, quantization and random numbers on one device.
+
+The lowest layer, without meshes and layouts.
 
 Its inputs are tensors, boxes (a half-open interval per dim) and integers.
 

@@ -48,8 +48,9 @@ def overlap(a: Box, b: Box) -> int:
 
 
 def shift(box: Box, origin: Sequence[int]) -> Box:
-    """`shift(box, origin) -> Box`: the box in the coordinates of a tensor whose first element is at
-    `origin`.
+    """`shift(box, origin) -> Box`: the box in the coordinates of another tensor.
+
+    Its first element is at `origin`.
 
     A rank that holds global rows 4:8 keeps global rows 5:7 at local rows 1:3:
 
@@ -85,8 +86,9 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def merge_dims(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the same order, in the
-    fewest dims (at least one).
+    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the fewest dims.
+
+    In the same order; at least one dim.
 
     >>> merge_dims((2, 1, 3, 4), (24, 24, 4, 1))
     ((2, 12), (24, 1))

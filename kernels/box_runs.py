@@ -1,5 +1,6 @@
-"""Describe the boxes of a copy as few strided views: join neighbours, fold equal boxes at a
-constant step into one run.
+"""Describe the boxes of a copy as few strided views.
+
+Join neighbours, fold equal boxes at a constant step into one run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ BoxRange = tuple[int, int, Box]  # where in the flat buffer it starts and stops,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i *
-    step0 + j * step1 ...
+    """Equal boxes at constant steps.
+
+    The box at digits (i, j, ...) is the first one moved by i * step0 + j * step1 ...
 
     Attributes:
         first: the first box.
@@ -42,7 +44,7 @@ class Run:
         return f"{counts}{list(box_shape(self.first))} at {list(box_origin(self.first))}"
 
 
-def _joined(a: Box, b: Box) -> Box | None:
+def _concatenation(a: Box, b: Box) -> Box | None:
     """Return the box with a's elements followed by b's, both row-major; None if there is none."""
     for dim, ((a_start, a_stop), (b_start, b_stop)) in enumerate(zip(a, b, strict=True)):
         if (a_start, a_stop) != (b_start, b_stop):
@@ -57,7 +59,11 @@ def _join_neighbours(boxes: Iterable[BoxRange]) -> list[Run]:
     """Return the same elements at the same places of the buffer, in fewer boxes."""
     done: list[BoxRange] = []
     for start, stop, box in boxes:
-        while done and done[-1][1] == start and (joined := _joined(done[-1][2], box)) is not None:
+        while (
+            done
+            and done[-1][1] == start
+            and (joined := _concatenation(done[-1][2], box)) is not None
+        ):
             start, box = done.pop()[0], joined
         done.append((start, stop, box))
     return [Run(box, start) for start, _, box in done]

@@ -130,8 +130,9 @@ class Pack(_BoxCopy):
     def __call__(
         self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> Tensor:
-        """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new
-        tensor or a view of x.
+        """`pack(x, out=None, scale=None) -> flat`: write the boxes of x one after the other.
+
+        To `out` (cast to its dtype) if given, else a new tensor or a view of x.
 
         Elements of `out` between and after the boxes are not written. `scale` is a factor, in
         float32 for 16-bit floats.
@@ -173,8 +174,9 @@ class Unpack(_BoxCopy):
     def __call__(
         self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> Tensor:
-        """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if
-        given.
+        """`unpack(flat, out=None, scale=None) -> x`: read the boxes of x from a buffer.
+
+        Into `out` (any strides, cast to its dtype) if given.
 
         Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole
         tensor in order. `scale` is a factor, in float32 for 16-bit floats.
@@ -210,8 +212,9 @@ class Unpack(_BoxCopy):
 def pack_many(
     packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None
 ) -> Tensor:
-    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to
-    out's dtype; one launch on a GPU.
+    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places.
+
+    They are cast to out's dtype; one launch on a GPU.
     """
     tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
     for pack_one in packs:
@@ -232,8 +235,9 @@ def unpack_many(
     outs: Sequence[Tensor] | None = None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one
-    launch on a GPU.
+    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer.
+
+    One launch on a GPU.
 
     Without `outs` the results are new tensors, or views of `flat` for tensors that it has in order.
     """
@@ -317,8 +321,9 @@ def widened(x: Tensor) -> Tensor:
 
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
-    """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only
-    those in which they equal torch.
+    """Return whether kernels support this copy.
+
+    They copy every dtype, but cast, scale and sum only those in which they equal torch.
     """
     # a lazy conjugate or negative: its memory holds other numbers
     if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):
@@ -370,8 +375,9 @@ def _halves(view: View) -> View:
 def compile_pack(
     shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
 ) -> Pack:
-    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how
-    to pack.
+    """`compile_pack(shape, boxes, offsets=None) -> pack`: compile how to pack.
+
+    The result is a `Callable[[Tensor, out=None], flat]`.
 
     Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the
     input, so do not write to it.
@@ -398,8 +404,9 @@ def compile_pack(
 def compile_unpack(
     shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
 ) -> Unpack:
-    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile
-    the inverse of a pack.
+    """`compile_unpack(shape, boxes, offsets=None) -> unpack`: compile the inverse of a pack.
+
+    The result is a `Callable[[flat, out=None], Tensor]`.
 
     Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read
     more than once). With offsets, `flat` may be longer than needed.

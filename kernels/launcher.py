@@ -1,5 +1,6 @@
-"""Launches of Triton kernels in a few microseconds of host time: the only place that calls Triton's
-launcher.
+"""Launches of Triton kernels in a few microseconds of host time.
+
+The only place that calls Triton's launcher.
 
     first launch    Triton binds and specializes the arguments, hashes constants and options,
                     compiles, and launches

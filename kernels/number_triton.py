@@ -58,17 +58,19 @@ def widened(x):
 
 @triton.constexpr_function
 def converts_natively():
-    """Return whether the GPU has instructions that convert float32 to and from bfloat16 and
-    float8_e4m3fn, to the nearest, ties to even: Nvidia's do from compute capability 8.9 on. (They
-    do not preserve the payload of a NaN.)
+    """Return whether the GPU converts float32 to and from bfloat16 and float8_e4m3fn itself.
+
+    By instructions that round to the nearest, ties to even: Nvidia's do from compute capability 8.9
+    on. (They do not preserve the payload of a NaN.)
     """
     return not knobs.runtime.interpret and cuda_capability_geq(8, 9)
 
 
 @triton.jit
 def to_e4m3(x):
-    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for larger
-    values, 0x7f for NaN.
+    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even.
+
+    448 for larger values, 0x7f for NaN.
     """
     if converts_natively():
         return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)

@@ -1,5 +1,6 @@
-"""Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats,
-and back.
+"""Quantize boxes of a tensor to records of one-byte codes, and back.
+
+About half the bytes of 16-bit floats.
 
     quantize:    x ---> [ record of box 0 | record of box 1 | ... ]    1/4 to 1/2 of x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
@@ -93,7 +94,7 @@ class Quantize:
     def in_torch(self, x: Tensor, out: Tensor) -> None:
         """Compute the result in torch operations, which define it."""
         for box, start in self.records:
-            codes, scales = _encoded(_blocks(x[slices(box)], self.block), self.transport)
+            codes, scales = _encode_blocks(_blocks(x[slices(box)], self.block), self.transport)
             used = codes.numel() + 4 * scales.numel()
             record = out[start:][: record_bytes(box_size(box), self.block)]
             record[: codes.numel()] = codes.view(-1)
@@ -129,21 +130,22 @@ class Dequantize:
         self.size = max(ends, default=0)
 
     def __call__(self, flat: Tensor, out: Tensor) -> Tensor:
-        """`dequantize(flat: uint8, out) -> out`: the boxes of `out`, which is contiguous; other
-        elements are not written.
+        """`dequantize(flat: uint8, out) -> out`: write the boxes of `out`, which is contiguous.
+
+        Other elements are not written.
         """
         return dequantize_many([self], flat, [out])[0]
 
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
         """Compute the result in torch operations, which define it."""
         for box, starts in self.stacks.items():
-            total = self._decoded(flat, box, starts[0])
+            total = self._decode_record(flat, box, starts[0])
             for start in starts[1:]:
-                total += self._decoded(flat, box, start)
+                total += self._decode_record(flat, box, start)
             target = out[slices(box)]
             target.copy_(total.view(target.shape))
 
-    def _decoded(self, flat: Tensor, box: Box, start: int) -> Tensor:
+    def _decode_record(self, flat: Tensor, box: Box, start: int) -> Tensor:
         """Return the values of one record."""
         size = box_size(box)
         blocks = -(-size // self.block)
@@ -173,8 +175,9 @@ def compile_quantize(
     offsets: Sequence[int] | None = None,
     block: int = BLOCK,
 ) -> Quantize:
-    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile
-    how to quantize.
+    """`compile_quantize(shape, boxes, transport) -> quantize`: compile how to quantize.
+
+    The result is a `Callable[[Tensor, out=None], flat]`.
 
     Args:
         shape: of the tensors: float16, bfloat16 or float32, with any strides.
@@ -213,8 +216,9 @@ def compile_quantize(
 def compile_dequantize(
     shape: Sequence[int], stacks: Stacks, transport: str, kind: str = "sum", block: int = BLOCK
 ) -> Dequantize:
-    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile
-    how to dequantize.
+    """`compile_dequantize(shape, {box: starts}, transport) -> dequantize`: compile the inverse.
+
+    The result is a `Callable[[flat, out], out]`.
 
     Args:
         shape: of the results: float16, bfloat16 or float32, contiguous.
@@ -244,8 +248,9 @@ def compile_dequantize(
 
 
 def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """`quantize_many(quantizes, tensors, out: uint8) -> out`: write every tensor's records to their
-    places; one launch on a GPU.
+    """`quantize_many(quantizes, tensors, out: uint8) -> out`: write every tensor's records.
+
+    To their places; one launch on a GPU.
 
     Raises:
         TypeError: a tensor that is not float16, bfloat16 or float32.
@@ -271,8 +276,9 @@ def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out:
 def dequantize_many(
     dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all of them from one buffer;
-    one launch on a GPU.
+    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all from one buffer.
+
+    One launch on a GPU.
 
     Raises:
         TypeError: a result that is not float16, bfloat16 or float32.
@@ -309,8 +315,9 @@ def _alike(
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:
-    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantized and
-    dequantized element from x.
+    """`error_bound(amax, x, transport) -> Tensor`: the largest error of a quantized element.
+
+    float64: its distance from x after it was dequantized.
 
     For a sum of n records the bounds of the elements add up, plus n - 1 roundings to float32.
 
@@ -343,7 +350,7 @@ def _blocks(part: Tensor, block: int) -> Tensor:
     return flat.view(blocks, block)
 
 
-def _encoded(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
+def _encode_blocks(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
     """`float32 [n, block] -> codes: uint8 [n, block], scales: float32 [n]`."""
     amax = blocks.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1)
     scales = amax.mul_(1 / LARGEST[transport]).clamp_min_(SMALLEST_SCALE)

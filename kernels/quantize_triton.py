@@ -111,8 +111,9 @@ def places(
     DIMS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and
-    whether they exist.
+    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first.
+
+    And whether they exist.
     """
     if WIDE:
         n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)
@@ -261,8 +262,9 @@ Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
 
 class BoxRow(NamedTuple):
-    """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit`
-    elements at a time.
+    """A box of a tensor, in elements, and the bytes at which its records begin.
+
+    Lanes move `unit` elements at a time.
     """
 
     tensor: int
@@ -301,8 +303,9 @@ class BoxTable:
 def make_row(
     tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int
 ) -> BoxRow:
-    """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a
-    power of two, at a time.
+    """Return the row of a box of the tensor with this index.
+
+    Lanes move up to `most` elements, a power of two, at a time.
     """
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
@@ -312,8 +315,9 @@ def make_row(
 
 
 def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
-    """`make_tables(rows, block) -> one table per launch`; rows with equal unit and number of
-    records share one.
+    """`make_tables(rows, block) -> one table per launch`.
+
+    Rows with equal unit and number of records share one.
     """
     alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
@@ -381,8 +385,9 @@ def launch_quantize(
 def launch_dequantize(
     dequantizes: Sequence[CompiledDequantize], flat: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype,
-    from one format.
+    """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors.
+
+    All of one dtype, from one format.
     """
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):

@@ -52,11 +52,14 @@ class Combine:
     def __init__(self, shape: Sequence[int], stacks: Stacks, kind: str) -> None:
         self.shape, self.stacks, self.kind = tuple(shape), dict(stacks), kind
         self._is_whole = list(self.stacks) == [full_box(self.shape)]
-        self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
+        self.placed = [
+            _views_of_starts(self.shape, box, starts) for box, starts in self.stacks.items()
+        ]
 
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) if given; else
-        it may be a view of `flat`.
+        """`combine(flat, out=None) -> x`: reduce the boxes of x in a buffer.
+
+        In `out` (contiguous, cast to its dtype) if given; else it may be a view of `flat`.
         """
         return combine_many([self], flat, None if out is None else [out])[0]
 
@@ -69,16 +72,17 @@ class Combine:
         """Combine with torch operations: the definition."""
         if out is None and self._is_whole:
             ((box, starts),) = self.stacks.items()
-            return _combined(self.kind, flat, box, starts).to(flat.dtype)
+            return _combine_box(self.kind, flat, box, starts).to(flat.dtype)
         out = flat.new_empty(self.shape) if out is None else out
         for box, starts in self.stacks.items():
-            out[slices(box)] = _combined(self.kind, flat, box, starts)
+            out[slices(box)] = _combine_box(self.kind, flat, box, starts)
         return out
 
 
 def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> Combine:
-    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: compile
-    how to combine.
+    """`compile_combine(shape, {box: starts}, kind) -> combine`: compile how to combine.
+
+    The result is a `Callable[[flat, out=None], Tensor]`.
 
     Args:
         shape: of the result.
@@ -97,8 +101,9 @@ def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> 
 def combine_many(
     combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one
-    buffer; one launch on a GPU.
+    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them on one buffer.
+
+    They are of one kind; one launch on a GPU.
     """
     if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
         return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]
@@ -129,14 +134,14 @@ def _launch(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor]) -
         launch(table, flat, outs[0] if len(outs) == 1 else list(outs), combines[0].kind)
 
 
-def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView:
+def _views_of_starts(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView:
     sizes, strides = box_shape(box), row_major_strides(shape)
     origin = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     sizes, strides, flat_strides = merge_views(sizes, strides, row_major_strides(sizes))
     return PlacedView(0, View(sizes, strides, origin, flat_strides, starts[0]), tuple(starts))
 
 
-def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
+def _combine_box(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
     """Return the contributions to a box, combined in order; 16-bit floats in float32, unrounded."""
     shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
     first, *others = [flat[start:][:size].view(shape) for start in starts]

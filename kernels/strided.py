@@ -238,8 +238,9 @@ def _batch_columns(row: Row) -> list[int]:
 
 
 def divisor(d: int) -> tuple[int, int]:
-    """`divisor(d) -> (multiplier, shift)`: n // d == (high 32 bits of n * multiplier + n) >> shift,
-    for n and d < 2**31.
+    """`divisor(d) -> (multiplier, shift)`: to divide by a product and a shift.
+
+    n // d == (high 32 bits of n * multiplier + n) >> shift, for n and d < 2**31.
 
     >>> multiplier, shift = divisor(7)
     >>> [((n * multiplier >> 32) + n) >> shift for n in (0, 6, 7, 2**31 - 1)]

@@ -1,5 +1,6 @@
-"""Triton kernels for many strided copies in one launch, for `copy.py`, `reduce.py` and the pulls of
-`symmetric/`.
+"""Triton kernels for many strided copies in one launch.
+
+For `copy.py`, `reduce.py` and the pulls of `symmetric/`.
 
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s]), 16 bytes a
              lane where runs allow
@@ -146,9 +147,10 @@ def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.
 def unit_offsets(
     row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr
 ):
-    """[LANES, (32 or 1) * UNIT], the elements of a program of rows, or the first 32 units of each
-    group: source and destination offset inside the plane, and how many units of the plane, or of
-    the run, begin here or after.
+    """[LANES, (32 or 1) * UNIT]: the offsets of the elements that a program moves.
+
+    The elements of a program of rows, or the first 32 units of each group: source and destination
+    offset inside the plane, and how many units of the plane, or of the run, begin here or after.
 
     Of groups a warp moves 32 consecutive units at a time, and each thread every 32nd: one pair of
     divisions and one address.
@@ -168,8 +170,9 @@ def unit_offsets(
 
 @triton.jit
 def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
-    """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes that are
-    aligned in the destination.
+    """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes.
+
+    The words are aligned in the destination.
 
     A word is made of the two aligned words of the source that its bytes are in, so at most 7 bytes
     around a run are read. A group writes all words that begin in it, if the run ends after them;
@@ -363,8 +366,9 @@ def launch(
     kind: str = "sum",
     scale: float | None = None,
 ) -> None:
-    """`launch(table, src, dst)`: copy the table's views, from or to several tensors if a list is
-    given.
+    """`launch(table, src, dst)`: copy the table's views.
+
+    From or to several tensors if a list is given.
 
     Args:
         src, dst: with the dtypes and the alignment that the table was made for.
@@ -394,8 +398,9 @@ def run(
     scale: float | None,
     many: tuple[bool, bool],
 ) -> None:
-    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that
-    are on the device already.
+    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`.
+
+    With addresses that are on the device already.
 
     Args:
         src, dst: of the side that has many tensors, one of their dtype.
@@ -452,8 +457,10 @@ def _launcher(
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`addresses(tensors, device) -> int64`: on the device. Buffers and parameters keep their
-    addresses from step to step, so the result is often cached."""
+    """`addresses(tensors, device) -> int64`: on the device.
+
+    Buffers and parameters keep their addresses from step to step, so the result is often cached.
+    """
     return _addresses(tuple([x.data_ptr() for x in tensors])).on(device)
 
 

@@ -60,8 +60,9 @@ class PlacedView(NamedTuple):
 def merge_views(
     sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the same elements on both sides in the fewest dims (at least one), as `box.merge_dims`
-    does for one side.
+    """Return the same elements on both sides in the fewest dims (at least one).
+
+    As `box.merge_dims` does for one side.
     """
     merged: list[Dim] = []
     for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
@@ -132,8 +133,9 @@ class Row:
 def rows_of(
     p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool
 ) -> Iterable[Row]:
-    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see
-    `strided.make_tables`.
+    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view.
+
+    See `strided.make_tables`.
     """
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
@@ -202,8 +204,9 @@ def _tile_kind(
 
 
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
-    """Return (A, B): the larger and the smaller of the dims next to the run in source and
-    destination, or of the longest two.
+    """Return (A, B): the larger and the smaller of two dims.
+
+    Those next to the run in source and destination, or the longest two.
     """
     longest = sorted(others, key=itemgetter(0), reverse=True)
     near = (
@@ -224,7 +227,7 @@ def _split(row: Row) -> Iterable[Row]:
     """Yield the row as several if it has too many batch dims or a plane is too large."""
     extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
     for index in product(*(range(size) for size, _, _ in extra)):
-        yield from _cut(_moved(row, *_at(index, extra)))
+        yield from _cut(_shift_row(row, *_at(index, extra)))
 
 
 def _cut(row: Row) -> Iterable[Row]:
@@ -232,7 +235,7 @@ def _cut(row: Row) -> Iterable[Row]:
     pieces = [_pieces(dim, most) for dim, most in zip(row.inner, _most(row), strict=True)]
     for cut in product(*pieces):
         starts, inner = zip(*cut, strict=True)
-        part = _moved(replace(row, inner=inner), *_at(starts, inner))
+        part = _shift_row(replace(row, inner=inner), *_at(starts, inner))
         spans = [sum((size - 1) * d[side] for size, *d in inner) for side in (0, 1)]
         yield replace(part, kind=replace(row.kind, wide=max(spans) >= MAX_PLANE - UNIT))
 
@@ -260,7 +263,7 @@ def _at(index: Sequence[int], dims: Sequence[Dim]) -> tuple[int, int]:
     return src, sum(i * d for i, (_, _, d) in zip(index, dims, strict=True))
 
 
-def _moved(row: Row, src: int, dst: int) -> Row:
+def _shift_row(row: Row, src: int, dst: int) -> Row:
     return replace(
         row, src=row.src + src, dst=row.dst + dst, parts=tuple([p + src for p in row.parts])
     )

@@ -1,5 +1,6 @@
-"""Device meshes, and the collectives among their ranks: in processes, in simulated ranks, or in a
-null world that only counts.
+"""Device meshes, and the collectives among their ranks.
+
+In processes, in simulated ranks, or in a null world that only counts.
 """
 
 from .abstract_mesh import AbstractMesh

@@ -95,8 +95,9 @@ class AbstractMesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device,
-        so the rank number identifies it.
+        """The ranks in the shape of the mesh.
+
+        JAX has device objects here; a rank has one device, so the rank number identifies it.
         """
         return self.ranks
 
@@ -196,8 +197,9 @@ class AbstractMesh:
     def size(
         self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None
     ) -> int:
-        """Return the number of ranks along an axis (a name or a position; torch calls it
-        `mesh_dim`), along several together, or in the whole mesh.
+        """Return the number of ranks along an axis, along several together, or in the mesh.
+
+        An axis is a name or a position; torch calls it `mesh_dim`.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -222,8 +224,10 @@ class AbstractMesh:
         return self._part({name: self._flattened.get(name, (name,)) for name in _as_tuple(axes)})
 
     def flatten(self, axes: Axes | None = None, name: str | None = None) -> Self:
-        """Return a mesh with the axes (all by default; major to minor as given) as one, named like
-        "dp_tp" unless a name is given.
+        """Return a mesh with the axes as one.
+
+        All axes by default, major to minor in the order of `axes`. The new one is named like
+        "dp_tp" unless a name is passed.
 
         The name can be used afterwards on this mesh, as in `mesh["dp_tp"]` or
         `mesh["pp", "dp_tp"]`, and on the meshes that this one is a part of.
@@ -292,8 +296,9 @@ class AbstractMesh:
 
     @property
     def root(self) -> AbstractMesh:
-        """The mesh that this one was first derived from, by slicing, `flatten`, `unflatten` or
-        `concatenate`; itself if by none.
+        """The mesh that this one was first derived from, itself if from none.
+
+        By slicing, `flatten`, `unflatten` or `concatenate`.
 
         Equal device meshes of a world are one object, so a mesh that is made again by another way
         keeps its root.
@@ -361,8 +366,9 @@ class AbstractMesh:
         return AbstractMesh(shape, names)
 
     def _descends_from(self, mesh: AbstractMesh) -> bool:
-        """Return whether this is `mesh` or a part of it. (Equal device meshes are one object, so a
-        part of a part may be its whole.)
+        """Return whether this is `mesh` or a part of it.
+
+        Equal device meshes are one object, so a part of a part may be its whole.
         """
         above = self._inherits_from()
         return self is mesh or (above is not None and above.mesh._descends_from(mesh))
@@ -371,8 +377,9 @@ class AbstractMesh:
         return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
 
     def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return, of one value per rank of this mesh, those of the part of these axes that this
-        rank belongs to.
+        """Return the values of the part of these axes that this rank belongs to.
+
+        `values` has one per rank of this mesh.
         """
         positions = [self._index[name] for name in names]
         coordinate = self._coordinate_or_zeros()
@@ -494,8 +501,9 @@ def _digits(size: int) -> str:
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:
-    """Return one name per axis, "axis_0", "axis_1", ... if none are given. Raises: MeshError when
-    they do not fit the shape.
+    """Return one name per axis; for None "axis_0", "axis_1", ...
+
+    Raises: MeshError when they do not fit the shape.
     """
     if names is None:
         return tuple(f"axis_{i}" for i in range(len(shape)))

@@ -36,8 +36,9 @@ _CALLS = {"cpu": 1, "cuda": 10}
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """An op to time, and the bytes that it moves into this rank over a link; run is None if this
-    rank has no peers there.
+    """An op to time, and the bytes that it moves into this rank over a link.
+
+    run is None if this rank has no peers there.
     """
 
     link: str
@@ -159,8 +160,9 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
 
 
 def _symmetric_probe(group: Group, moved: int, device: torch.device) -> _Probe:
-    """Return the probe of an all_gather by kernels that read the peers' memory, if there is such
-    memory.
+    """Return the probe of an all_gather by kernels that read the peers' memory.
+
+    None if there is no such memory.
     """
     peers = peers_of(group, device)
     if peers is None:
@@ -247,7 +249,9 @@ def _link(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def _seconds_per_byte(size: float, seconds: float, latency: float) -> float:
-    """Return the time per byte. At the largest size the bytes take most of the time; count at least
-    half, as the latency is noisy.
+    """Return the time per byte.
+
+    At the largest size the bytes take most of the time; count at least half, as the latency is
+    noisy.
     """
     return max(seconds - latency, seconds / 2) / size

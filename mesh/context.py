@@ -19,8 +19,9 @@ from .device_mesh import DeviceMesh, as_device_mesh
 
 
 class set_mesh:
-    """set_mesh(mesh): use this mesh where none is given, from now on; as `with set_mesh(mesh):`,
-    until the block ends.
+    """set_mesh(mesh): use this mesh from now on where none is passed.
+
+    As `with set_mesh(mesh):`, until the block ends.
 
     As in JAX it takes effect when it is called. It applies to this thread (this rank of
     `simulate`); ranks of a `simulate` called from here have their own world, and set their own
@@ -84,8 +85,9 @@ def get_mesh() -> DeviceMesh | None:
 
 
 def given_or_current(mesh: Any) -> DeviceMesh:
-    """Return the mesh, converted if it is one of torch's own; if it is None, the one of `set_mesh`
-    or the innermost `with mesh:`.
+    """Return the mesh, converted if it is one of torch's own.
+
+    If it is None, the one of `set_mesh` or the innermost `with mesh:`.
 
     Raises: TypeError when there is neither.
     """

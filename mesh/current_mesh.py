@@ -1,5 +1,6 @@
-"""The current mesh of each context, as `set_mesh` and `with mesh:` set it. `context.py` has the
-functions that read it.
+"""The current mesh of each context, as `set_mesh` and `with mesh:` set it.
+
+`context.py` has the functions that read it.
 
 It is kept in a context variable, one mesh per world. So each thread has its own, simulated ranks
 start with their caller's, and the mesh of another world is never current: inside `simulate` and
@@ -27,8 +28,9 @@ class MeshOfWorld(Protocol):
 
 
 class CurrentMesh:
-    """A reference to a current mesh that keeps the mesh alive, but not its world: the world keeps
-    the mesh, as long as this is alive.
+    """A reference to a current mesh that keeps the mesh alive, but not its world.
+
+    The world keeps the mesh, as long as this is alive.
 
     Call it for the mesh; None if its world is gone.
     """

@@ -113,8 +113,9 @@ class DeviceMesh(AbstractMesh):
         return self._coordinates.get(rank)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """Return the mesh of these axes, in this order, over the ranks with the same index as this
-        rank on the other axes.
+        """Return the mesh of these axes, in this order.
+
+        Over the ranks with the same index as this rank on the other axes.
 
             mesh (dp=2, tp=2)  [0 1]   on rank 2:  mesh["tp"] = [2 3]   mesh["tp", "dp"] = [0 2]
                                [2 3]               mesh["dp"] = [0 2]                      [1 3]
@@ -236,8 +237,9 @@ class DeviceMesh(AbstractMesh):
         return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
-        """Return the group of ranks that differ from this rank only along these axes (all by
-        default); the same object each time.
+        """Return the group of ranks that differ from this rank only along these axes.
+
+        All axes by default; the same object each time.
 
         Its ranks are ascending, whatever the order of the axes.
 
@@ -251,8 +253,9 @@ class DeviceMesh(AbstractMesh):
         return group
 
     def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
-        """Return the axes whose `group` consists of these ranks, if `group` was called for them,
-        else None.
+        """Return the axes whose `group` consists of these ranks.
+
+        None if `group` was not called for them.
         """
         key = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
         return None if key is None else self._checked_axes(key)
@@ -321,8 +324,9 @@ class DeviceMesh(AbstractMesh):
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """Return the mesh of the axes of several meshes, in this order; each is a slice, or a slice
-        of an unflattened view, of one mesh.
+        """Return the mesh of the axes of several meshes, in this order.
+
+        Each is a slice, or a slice of an unflattened view, of one mesh.
 
             a = world.unflatten(0, (2, 2), ("fsdp", "x"))["fsdp"]      on rank 0 of 4:  [0 2]
             b = world.unflatten(0, (2, 2), ("y", "tp"))["tp"]                           [0 1]
@@ -378,8 +382,9 @@ class DeviceMesh(AbstractMesh):
         mesh_dim_names: Sequence[str],
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis split into several: `unflatten` under torch's name, with
-        backends for the new axes.
+        """Return the mesh with one axis split into several.
+
+        `unflatten` under torch's name, with backends for the new axes.
         """
         return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override=backend_override)
 
@@ -415,8 +420,9 @@ class DeviceMesh(AbstractMesh):
         return group.handle
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
-        """Return torch's process group of each axis. Communication: the first call waits for all
-        ranks of each group.
+        """Return torch's process group of each axis.
+
+        Communication: the first call waits for all ranks of each group.
         """
         return [self.get_group(name) for name in self.axis_names]
 
@@ -486,8 +492,9 @@ class DeviceMesh(AbstractMesh):
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """Return a mesh over existing process groups: one for a 1-D mesh, or one per axis with the
-        array of ranks as `mesh`.
+        """Return a mesh over existing process groups.
+
+        One for a 1-D mesh, or one per axis with the array of ranks as `mesh`.
 
         Raises: MeshError when an axis of `mesh` does not have the ranks of its group, or in a
         simulated or null world.
@@ -661,8 +668,9 @@ def as_device_mesh(mesh: Any) -> Any:
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the axes of all of these, major to minor, if they come from one mesh of
-    this world, else None.
+    """Return the mesh with the axes of all of these, major to minor, or None.
+
+    None unless they come from one mesh of this world.
     """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
     # First those that the meshes are parts of, which are the same on every rank: others may have
@@ -752,8 +760,9 @@ def _slice_of_common_view(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh
 
 
 def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (distance, count) of the regular steps that make up these positions, major to minor;
-    one of a single rank is (1, 1).
+    """Return (distance, count) of the regular steps that make up these positions.
+
+    Major to minor; one of a single rank is (1, 1).
 
     >>> _factors([0, 2, 4, 6]), _factors([0, 1, 8, 9])
     ([(2, 4)], [(8, 2), (1, 2)])

@@ -1,5 +1,6 @@
-"""The exceptions of meshes, collectives and launches. A message says what was given, why it fails
-and what to write instead.
+"""The exceptions of meshes, collectives and launches.
+
+A message says what was given, why it fails and what to write instead.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ def network(master: str, port: int, is_client: bool) -> Network:
 
 
 def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
-    """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is
-    then abandoned).
+    """Return probe(), or `otherwise` where it fails.
+
+    It fails if it raises OSError or is not done in time (its thread is then abandoned).
     """
     results = [otherwise]
 
@@ -148,8 +149,9 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def is_in_use(port: int) -> bool:
-    """Return whether something listens on the port. (A lingering connection does not count: torch's
-    store can listen next to it.)
+    """Return whether something listens on the port.
+
+    A lingering connection does not count: torch's store can listen next to it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,8 +166,9 @@ def is_in_use(port: int) -> bool:
 
 
 def listener(port: int, proc: str = "/proc") -> str:
-    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this
-    host; "" if that is unknown.
+    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port.
+
+    A port of this host; "" if that is unknown.
 
     Another user's processes can be named only by root.
     """
@@ -213,8 +216,9 @@ def _link(path: Path) -> str:
 
 
 def interfaces() -> Iterator[Interface]:
-    """Yield the interfaces of this host in the kernel's order; on other systems than Linux only
-    their names are known.
+    """Yield the interfaces of this host in the kernel's order.
+
+    On other systems than Linux only their names are known.
     """
     six = _addresses_6(_text(Path("/proc/net/if_inet6")))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

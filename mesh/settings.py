@@ -78,8 +78,10 @@ on_timeout: list[Callable[[], None]] = []  # called after `watchdog`
 
 
 def settings() -> Settings:
-    """Return the settings of this process; the defaults where those of the environment are invalid,
-    which `check_environment` reports."""
+    """Return the settings of this process.
+
+    The defaults where those of the environment are invalid, which `check_environment` reports.
+    """
     global _settings
     if _settings is None:
         try:
@@ -95,8 +97,9 @@ def check_environment() -> None:
 
 
 def collective_check(mode: str) -> None:
-    """collective_check(mode): set how ranks' collectives are compared from the next collective on;
-    call it with the same mode on all ranks.
+    """collective_check(mode): set how ranks' collectives are compared.
+
+    From the next collective on; call it with the same mode on all ranks.
 
     Args:
         mode: "on" compares while the collective runs, without waiting: a difference is an error on

@@ -31,8 +31,9 @@ def is_secret(name: str) -> bool:
 
 
 def whole_number(text: str) -> int | None:
-    """whole_number("42") -> 42; None for anything but 1 to 18 ASCII digits, which `int` and
-    `isdecimal` take from every script.
+    """whole_number("42") -> 42; None for anything but 1 to 18 ASCII digits.
+
+    `int` and `isdecimal` take digits of every script.
     """
     return int(text) if _DIGITS.fullmatch(text) else None
 
@@ -43,8 +44,9 @@ def printable(text: str) -> str:
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:
-    """Return a value that others have written, or an error, as one line of at most about `most`
-    characters, for an error.
+    """Return a value that others have written, or an error, as one line for an error.
+
+    Of at most about `most` characters.
     """
     if isinstance(value, BaseException):
         said = getattr(value, "strerror", None) or str(value) or type(value).__name__

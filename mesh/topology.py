@@ -126,8 +126,9 @@ class Topology:
         return dict(self.factors).get(op, 1.0)
 
     def node_ids(self, mesh: MeshOfRanks) -> np.ndarray:
-        """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only,
-        cached.
+        """Return the node of each rank of the mesh.
+
+        int64 in the shape of the mesh, read-only, cached.
 
         Ranks with the same number share a node; the numbers need not be consecutive. A part of a
         mesh (`mesh["tp"]`, `mesh.flatten()`) that inherits its topology has the nodes that its
@@ -153,8 +154,9 @@ class Topology:
         return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
 
     def crossing_axes(self, mesh: MeshOfRanks) -> tuple[str, ...]:
-        """Return the axes along which some neighbours are in different nodes, in the order of the
-        mesh; cached.
+        """Return the axes along which some neighbours are in different nodes.
+
+        In the order of the mesh; cached.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -183,8 +185,9 @@ class Topology:
             )
 
     def part(self, made_of: Mapping[str, Sequence[str]]) -> Topology:
-        """Return the topology of a part whose axes are made of these axes of the mesh; an axis
-        crosses if any of those does.
+        """Return the topology of a part whose axes are made of these axes of the mesh.
+
+        An axis crosses if any of those does.
         """
         names: list[str] = []
         for axis in self.crossing:
@@ -217,8 +220,9 @@ class Topology:
 
 
 def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) -> int | None:
-    """Return the number of consecutive ranks that share a node, from torchrun's variables; None for
-    one node or uneven nodes.
+    """Return the number of consecutive ranks that share a node, from torchrun's variables.
+
+    None for one node or uneven nodes.
 
     LOCAL_WORLD_SIZE is the size of this rank's own node. Whether all nodes have this size follows
     only from GROUP_WORLD_SIZE, the number of nodes, so if that is set their product must be the

@@ -1,5 +1,6 @@
-"""Lineage: a hash of how a sharded tensor was computed, by which ranks detect that they communicate
-different values of one shape.
+"""Lineage: a hash of how a sharded tensor was computed.
+
+By it ranks detect that they communicate different values of one shape.
 
     x = sm.from_local(...)      where the program made it, and how many it made before
     y = x @ w                   the operator, the lineages of x and w
@@ -189,8 +190,9 @@ class comm_context:
 
 
 class backward_comm_context(comm_context):
-    """with backward_comm_context(world, context.lineage of forward): collectives inside communicate
-    the gradient of that value.
+    """Communicate the gradient of a value inside the block.
+
+    with backward_comm_context(world, context.lineage of forward): ...
 
     The gradient is that of the loss whose lineage is the current one.
     """

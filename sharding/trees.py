@@ -157,8 +157,9 @@ def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Return arguments with `function` applied to every tensor, also to those in lists, tuples
-    (also named ones, and torch's `return_types`) and plain dicts.
+    """Return arguments with `function` applied to every tensor.
+
+    Also to those in lists, tuples (also named ones, and torch's `return_types`) and plain dicts.
     """
     out: list[Any] = []
     for item in items:
@@ -212,16 +213,17 @@ class _Mismatch(Exception):
         self.path: list[str] = []
 
     def error(self, name: str) -> Exception:
-        """Return the error for the user: TypeError for what is no value and no container, else
-        ValueError.
+        """Return the error for the user.
+
+        TypeError for what is no value and no container, else ValueError.
         """
         is_node = _is_container(self.prefix)
-        expected, tree = self.kind.expected, _described(self.tree)
+        expected, tree = self.kind.expected, _kind_text(self.tree)
         if not pytree.tree_is_leaf(self.tree):
             expected += ", or a tree of these like it,"
         text = (
             f"{name}{''.join(reversed(self.path))}: expected {expected} for {tree}; got "
-            f"{_described(self.prefix) if is_node else repr(self.prefix)}"
+            f"{_kind_text(self.prefix) if is_node else repr(self.prefix)}"
         )
         return ValueError(text) if is_node else TypeError(text)
 
@@ -262,24 +264,27 @@ def _broadcast(kind: PrefixKind, prefix: Any, tree: Any, values: list[Any]) -> N
 def map_prefix(
     name: str, function: Callable[[Any, Any], Any], prefix: Any, tree: Any, kind: PrefixKind
 ) -> Any:
-    """Return the tree with `function(subtree, value)` in place of each subtree for which the prefix
-    has a value.
+    """Return the tree with `function(subtree, value)` for each subtree with a value.
+
+    A value is one of the prefix; it stands for the whole subtree at its place.
 
     Args and errors: as for `broadcast_prefix`.
     """
     try:
-        return _mapped(kind, function, prefix, tree)
+        return _map_subtrees(kind, function, prefix, tree)
     except _Mismatch as mismatch:
         raise mismatch.error(name) from None
 
 
-def _mapped(kind: PrefixKind, function: Callable[[Any, Any], Any], prefix: Any, tree: Any) -> Any:
+def _map_subtrees(
+    kind: PrefixKind, function: Callable[[Any, Any], Any], prefix: Any, tree: Any
+) -> Any:
     if kind.is_value(prefix):
         return function(tree, prefix)
     branches: list[Any] = []
     for i, (part, branch) in enumerate(_branches(kind, prefix, tree)):
         try:
-            branches.append(_mapped(kind, function, part, branch))
+            branches.append(_map_subtrees(kind, function, part, branch))
         except _Mismatch as mismatch:
             mismatch.path.append(_key_text(tree, i))
             raise
@@ -343,7 +348,7 @@ def _key_text(node: Any, i: int) -> str:
     return str(_entries(node)[i][0])
 
 
-def _described(x: Any) -> str:
+def _kind_text(x: Any) -> str:
     """Return the kind of a node or leaf, for a message: "a dict with keys ['w', 'b']"."""
     if x is None:
         return "None"

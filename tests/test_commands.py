@@ -308,7 +308,7 @@ def test_sizes_are_checked_before_a_mesh_is_made(size: int) -> None:
 @pytest.mark.parametrize("nprocs", [10**9, 100_000, 1, 0, -1])
 def test_the_doctor_starts_no_thousands_of_processes(nprocs: int) -> None:
     here: Any = SimpleNamespace(
-        devices=SimpleNamespace(found=()),
+        devices=SimpleNamespace(usable=()),
         system=SimpleNamespace(cores=2),
         place=SimpleNamespace(size=1),
     )

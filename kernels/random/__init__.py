@@ -1,5 +1,6 @@
-"""Random numbers that depend on an element's position in the global tensor, in torch operations and
-in one kernel.
+"""Random numbers that depend on an element's position in the global tensor.
+
+In torch operations and in one kernel.
 
 An element's number depends on (seed, stream, the element's row-major position i in the global
 tensor) and on nothing else: not on the box that is drawn, the rank, the device or the number of

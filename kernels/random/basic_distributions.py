@@ -17,8 +17,9 @@ PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def _next_below(value: float, dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` below `value`, none of them subnormal (a GPU may flush
-    those to zero).
+    """Return the largest number of `dtype` below `value`.
+
+    Subnormal numbers are left out, since a GPU may flush them to zero.
     """
     nearest = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     if nearest.item() >= value:
@@ -31,8 +32,9 @@ def _next_below(value: float, dtype: torch.dtype) -> float:
 
 @cache
 def _range_in(dtype: torch.dtype, low: float, high: float) -> tuple[float, float]:
-    """Return the smallest and largest number of `dtype` in [low, high); if there is none, the next
-    larger one twice.
+    """Return the smallest and largest number of `dtype` in [low, high).
+
+    If there is none, the next larger one twice.
     """
     exact = torch.tensor(low, dtype=dtype, device="cpu").item() == low
     smallest = low if exact else -_next_below(-low, dtype)
@@ -49,8 +51,9 @@ def uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    """`uniform(shape, box, ...) -> [box shape]`: numbers in [low, high) of 24 random bits, 53 for
-    float64.
+    """`uniform(shape, box, ...) -> [box shape]`: numbers in [low, high).
+
+    Of 24 random bits, 53 for float64.
 
     A float16 or bfloat16 number is a float32 one rounded, then kept below `high`. low == high gives
     low.
@@ -95,8 +98,9 @@ def normal(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> Tensor:
-    """`normal(shape, box, ...) -> [box shape]`: Gaussian numbers by Box-Muller, computed in
-    float64.
+    """`normal(shape, box, ...) -> [box shape]`: Gaussian numbers by Box-Muller.
+
+    Computed in float64.
 
     The largest distance from the mean is 6.66 std, 8.57 std for float64. A complex number has
     variance std**2 in all, half of it in each part, as in torch.randn.
@@ -128,8 +132,9 @@ def normal(
 def bernoulli_mask(
     shape: Sequence[int], box: Box, seed: int, stream: int, p: float, device: torch.device | str
 ) -> Tensor:
-    """`bernoulli_mask(shape, box, ...) -> bool [box shape]`: True with probability p (to within
-    2**-33).
+    """`bernoulli_mask(shape, box, ...) -> bool [box shape]`: True with probability p.
+
+    To within 2**-33.
 
     Raises:
         ValueError: p is not in [0, 1].
@@ -142,8 +147,9 @@ def bernoulli_mask(
 
 
 def _multiply_high(words: Tensor, factor: int) -> Tensor:
-    """Return number * factor >> 64 for the two 64-bit numbers of each block [..., 4] -> [..., 2];
-    factor at most 2**64.
+    """Return number * factor >> 64 for the two 64-bit numbers of each block.
+
+    [..., 4] -> [..., 2]; factor at most 2**64.
     """
     low, high = words[..., ::2], words[..., 1::2]
     factor_low, factor_high = factor & WORD, factor >> 32
@@ -163,8 +169,9 @@ def integers(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """`integers(shape, box, ...) -> [box shape]`: integers in [low, high), any range up to 2**64
-    values.
+    """`integers(shape, box, ...) -> [box shape]`: integers in [low, high).
+
+    Any range up to 2**64 values.
 
     64 random bits each: a value's probability is off by at most 2**-64, (high - low) / 2**64 of
     itself.
@@ -188,8 +195,9 @@ def integers(
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and greatest integer for `integers` in this dtype; for a float dtype, of the
-    range in which it has every integer.
+    """Return the least and greatest integer for `integers` in this dtype.
+
+    For a float dtype, of the range in which it has every integer.
     """
     if dtype == torch.bool:
         return 0, 1

@@ -1,5 +1,6 @@
-"""More distributions: exponential, Gumbel, Cauchy, log-normal, geometric; and those with parameters
-per element.
+"""More distributions, and those with parameters per element.
+
+Exponential, Gumbel, Cauchy, log-normal, geometric.
 
 With scalar parameters they are drawn like those of `basic_distributions.py`: element i has two
 words, of which 52 bits give u = (2 m + 1) / 2**53, which is neither 0 nor 1.
@@ -50,8 +51,9 @@ _UNIT = Distribution("unit", 2, _inside)
 def unit(
     shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str
 ) -> Tensor:
-    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer
-    than 2**40.
+    """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1).
+
+    The part-th of a stream of fewer than 2**40.
     """
     return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, _UNIT)
 
@@ -143,8 +145,9 @@ def log_normal(
     mean: float,
     std: float,
 ) -> Tensor:
-    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian with this
-    mean and std.
+    """`log_normal(shape, box, ...) -> [box shape]`: numbers whose logarithm is Gaussian.
+
+    With this mean and std.
 
     Raises:
         ValueError: std is not positive, or the dtype not floating point.
@@ -237,7 +240,7 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     """
     rate = rate.to(torch.float64)
     small, large = rate.clamp(max=SMALL_MEAN), rate.clamp(min=SMALL_MEAN)
-    few = _inverted(units(0), exp(-small), lambda k: over(small, k))
+    few = _invert_cdf(units(0), exp(-small), lambda k: over(small, k))
     b = sqrt(large) * 2.53 + 0.931
     a = b * 0.02483 - 0.059
     log_rate = log(large)
@@ -245,7 +248,7 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     def log_likelihood(k: Tensor) -> Tensor:
         return k * log_rate - large - log_factorial(k)
 
-    many = _rejected(
+    many = _sample_by_rejection(
         rate >= SMALL_MEAN, units, a, b, large + 0.43, 1.1239 + 1.1328 / (b - 3.4), log_likelihood
     )
     return torch.where(rate >= SMALL_MEAN, many, few)
@@ -270,7 +273,7 @@ def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
 def _few_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     p = torch.where(mean < SMALL_MEAN, p, 0)
     odds = p / (1 - p)
-    return _inverted(units(0), exp(log(1 - p) * n), lambda k: over(n - k + 1, k) * odds)
+    return _invert_cdf(units(0), exp(log(1 - p) * n), lambda k: over(n - k + 1, k) * odds)
 
 
 def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
@@ -290,12 +293,15 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
         )
         return torch.where(k > n, -torch.inf, relative)
 
-    return _rejected(large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood)
+    return _sample_by_rejection(
+        large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood
+    )
 
 
-def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
-    """Return the least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) *
-    ratio(k).
+def _invert_cdf(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
+    """Return the least k with P(0) + ... + P(k) >= u.
+
+    P(0) is `first` and P(k) = P(k - 1) * ratio(k).
     """
     k, number, likely, rest = torch.zeros_like(u), 0, first, u - first
     while bool((unfinished := (rest > 0) & (likely > NEGLIGIBLE)).any()):
@@ -306,7 +312,7 @@ def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tenso
     return k
 
 
-def _rejected(
+def _sample_by_rejection(
     remaining: Tensor,
     units: Units,
     a: Tensor,
@@ -329,8 +335,9 @@ def _rejected(
 
 
 def log_factorial(k: Tensor) -> Tensor:
-    """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF
-    5.11.1), to 2e-14.
+    """Return log(k!) of whole float64 numbers, to 2e-14.
+
+    A table up to 9, then Stirling's series (DLMF 5.11.1).
     """
     table = torch.tensor(
         [math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device
@@ -344,8 +351,9 @@ def log_factorial(k: Tensor) -> Tensor:
 
 
 def categories(weights: Tensor, u: Tensor) -> Tensor:
-    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion; never
-    one of weight zero.
+    """`categories(weights [..., c], u [..., n] in (0, 1)) -> int64 [..., n]`: by inversion.
+
+    Never one of weight zero.
     """
     bounds = weights.to(torch.float64).cumsum(-1)
     total = bounds[..., -1:]

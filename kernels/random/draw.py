@@ -22,8 +22,9 @@ _GATHERED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64:
 
 
 def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks of `columns` elements from each start on, [rows, blocks], and the offsets
-    in the first block.
+    """Return the blocks of `columns` elements from each start on, and the first offsets.
+
+    [rows, blocks], and the offsets in the first block.
     """
     shift = per_block.bit_length() - 1
     spanned = (columns + 2 * (per_block - 1)) >> shift  # enough for any offset

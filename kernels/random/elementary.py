@@ -1,5 +1,6 @@
-"""log, exp, cos/sin and sqrt with the same bits on every device, from float64 additions,
-multiplications, one division and bit shifts.
+"""log, exp, cos/sin and sqrt with the same bits on every device.
+
+From float64 additions, multiplications, one division and bit shifts.
 
 A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the
 vector loop and its tail, so it would make a number depend on where it is computed. These are
@@ -63,15 +64,17 @@ def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def over(x: Tensor, divisor: float) -> Tensor:
-    """Return x / divisor, rounded once. (With a Python number torch multiplies by the rounded
-    reciprocal on a GPU.)
+    """Return x / divisor, rounded once.
+
+    With a Python number torch multiplies by the rounded reciprocal on a GPU.
     """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """`sqrt(x: float64) -> float64`: correctly rounded, as on GPUs; torch's on a CPU may be MKL's,
-    which is not.
+    """`sqrt(x: float64) -> float64`: correctly rounded, as on GPUs.
+
+    torch's on a CPU may be MKL's, which is not.
     """
     if x.device.type != "cpu":
         return x.sqrt()

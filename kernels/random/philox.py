@@ -79,8 +79,9 @@ def philox4x32(counter: Sequence, key: tuple[int, int]) -> tuple:
 
 
 def philox_blocks(seed: int, stream: int, block: Tensor) -> Tensor:
-    """`philox_blocks(seed, stream, block: int64 [...]) -> int64 [..., 4]`: the four words of each
-    block number.
+    """`philox_blocks(seed, stream, block: int64 [...]) -> int64 [..., 4]`: words of blocks.
+
+    The four words of each block number.
     """
     if block.device.type == "cpu" and block.numel() <= BLOCKS_IN_NUMPY:
         number = block.reshape(-1).numpy()
@@ -95,8 +96,9 @@ def _words(seed: int, stream: int, block: Any) -> tuple:
 
 
 def philox_uint32(seed: int, stream: int, index: Tensor) -> Tensor:
-    """`philox_uint32(seed, stream, index: int64) -> int64`: the index-th 32-bit word, in [0,
-    2**32), elementwise.
+    """`philox_uint32(seed, stream, index: int64) -> int64`: the index-th 32-bit word.
+
+    In [0, 2**32), elementwise.
 
     >>> philox_uint32(0, 0, torch.tensor([0, 1])).tolist() == [0x6627E8D5, 0xE169C58D]
     True
@@ -106,8 +108,9 @@ def philox_uint32(seed: int, stream: int, index: Tensor) -> Tensor:
 
 
 def box_index(shape: Sequence[int], box: Box, device: torch.device | str | None = None) -> Tensor:
-    """`box_index(shape, box) -> int64 [box shape]`: the positions of the box's elements in a
-    row-major tensor of `shape`.
+    """`box_index(shape, box) -> int64 [box shape]`: the positions of the box's elements.
+
+    In a row-major tensor of `shape`.
 
     >>> box_index((4, 6), ((1, 3), (2, 4))).tolist()
     [[8, 9], [14, 15]]
@@ -121,8 +124,9 @@ def box_index(shape: Sequence[int], box: Box, device: torch.device | str | None 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A box as rows of consecutive positions: row r begins at `origin` plus the digits of r times
-    the strides.
+    """A box as rows of consecutive positions.
+
+    Row r begins at `origin` plus the digits of r times the strides.
     """
 
     origin: int
@@ -143,8 +147,9 @@ class Rows:
         return start
 
     def tiles(self, limit: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first row, rows, first column, columns) of tiles of at most about `limit`
-        elements, in row-major order.
+        """Yield (first row, rows, first column, columns) of tiles, in row-major order.
+
+        Each of at most about `limit` elements.
         """
         if self.length > limit:
             for row in range(self.count):

@@ -1,5 +1,6 @@
-"""Random numbers that belong to an element's place in the global tensor, in one launch: the kernel
-behind `random.py`.
+"""Random numbers that belong to an element's place in the global tensor, in one launch.
+
+The kernel behind `random.py`.
 
     out[row, column] = law(words of the Philox block that holds position start(row) + column)
 
@@ -54,8 +55,9 @@ FRACTION_BITS = tl.constexpr(elementary.FRACTION_BITS)
 
 @triton.jit
 def product(word, multiplier: tl.constexpr):
-    """Return the high and the low word of a product; as 64 bits it is one instruction, unlike
-    `umulhi` and `*`.
+    """Return the high and the low word of a product.
+
+    As 64 bits it is one instruction, unlike `umulhi` and `*`.
     """
     both = word.to(tl.uint64) * multiplier
     return (both >> 32).to(tl.uint32), both.to(tl.uint32)
@@ -324,8 +326,9 @@ def draw(
     WIDE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Draw one block of a row per lane; `dims` is `_table`. FLAT: the elements of all lanes are
-    consecutive, after those skipped.
+    """Draw one block of a row per lane; `dims` is `_table`.
+
+    FLAT: the elements of all lanes are consecutive, after those skipped.
     """
     first = tl.program_id(0).to(tl.int64) * LANES
     place = first + tl.arange(0, LANES)
@@ -359,10 +362,11 @@ def draw(
 
 
 def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distribution) -> None:
-    """`launch(out, rows, seed, stream, distribution)`: fill `out`, contiguous and not empty, with
-    the numbers of these rows.
+    """`launch(out, rows, seed, stream, distribution)`: fill `out` with random numbers.
+
+    Those of these rows. `out` is contiguous and not empty.
     """
-    launcher, table, skipped = _prepared(rows, distribution.name, distribution.per_block)
+    launcher, table, skipped = _prepare_launch(rows, distribution.name, distribution.per_block)
     parameters = [*map(_bits, distribution.parameters), 0, 0, 0, 0][:4]
     dims = out if table is None else table.on(out.device)  # any tensor: it is not read
     launcher(
@@ -380,7 +384,7 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def _prepare_launch(
     rows: Rows, name: str, per_block: int
 ) -> tuple[KernelLauncher, DeviceCopies | None, int]:
     """Return the launcher, the table of `_table`, and the number of elements before `out`."""
@@ -404,8 +408,9 @@ def _prepared(
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
-    """Return the blocks of each row, whether all of their elements are consecutive, and the number
-    of elements before `out`.
+    """Return the blocks of each row, and where their elements begin.
+
+    (blocks, whether all of their elements are consecutive, number of elements before `out`).
     """
     if any(stride % per_block for stride in rows.strides):
         return (2 * (per_block - 1) + rows.length) // per_block, False, 0  # enough for any offset
@@ -415,8 +420,9 @@ def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
 
 
 def _table(rows: Rows, blocks: int) -> DeviceCopies:
-    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the
-    fastest first.
+    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows.
+
+    The fastest first.
     """
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
     return DeviceCopies([(size, *_divisor(size), stride) for size, stride in dims])

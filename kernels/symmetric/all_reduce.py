@@ -15,8 +15,9 @@ from .peers import Peers, check, check_if_done
 def one_shot_all_reduce(
     peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None
 ) -> Tensor:
-    """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x, in one
-    launch with one barrier.
+    """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x.
+
+    In one launch with one barrier.
 
     Args:
         x: contiguous, of the same shape and dtype on every rank.
@@ -35,8 +36,9 @@ def one_shot_all_reduce(
 def two_shot_all_reduce(
     peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None
 ) -> Tensor:
-    """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the same bits as
-    `one_shot_all_reduce`, with two barriers.
+    """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x.
+
+    The same bits as `one_shot_all_reduce`, with two barriers.
 
     Every rank sums a share of the pieces (of the rows, with an epilogue), then all read the
     results.

@@ -15,31 +15,34 @@ from .pull import Pull, exchange
 
 
 def all_gather(peers: Peers, x: Tensor, out: Tensor, dim: int) -> Tensor:
-    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x, chunks of out as
-    `torch.chunk` cuts it.
+    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x.
+
+    They are chunks of out as `torch.chunk` cuts it.
     """
-    return _exchanged(peers, _gather(tuple(out.shape), dim, peers.rank, peers.size), x, out)
+    return _exchange(peers, _gather(tuple(out.shape), dim, peers.rank, peers.size), x, out)
 
 
 def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tensor:
-    """`all_to_all(peers, x, out, src, dst) -> out`: from a chunk of a tensor along `src` to its
-    chunk along `dst`.
+    """`all_to_all(peers, x, out, src, dst) -> out`: move a split from one dim to another.
+
+    From a chunk of a tensor along `src` to its chunk along `dst`.
     """
     whole = [*x.shape]
     whole[src] = out.shape[src]
-    return _exchanged(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)
+    return _exchange(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)
 
 
 def reduce_scatter(
     peers: Peers, x: Tensor, out: Tensor, dim: int, scale: float | None = None
 ) -> Tensor:
-    """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk, along `dim`, of the sum of
-    all x; cast to out's dtype.
+    """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk of the sum of all x.
+
+    Along `dim`; cast to out's dtype.
     """
-    return _exchanged(peers, _scatter(tuple(x.shape), dim, peers.rank, peers.size), x, out, scale)
+    return _exchange(peers, _scatter(tuple(x.shape), dim, peers.rank, peers.size), x, out, scale)
 
 
-def _exchanged(
+def _exchange(
     peers: Peers, ways: tuple[Pack, Pull], x: Tensor, out: Tensor, scale: float | None = None
 ) -> Tensor:
     pack, pull = ways
@@ -51,7 +54,7 @@ def _exchanged(
 def _gather(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
     part_shape = box_shape(chunks[rank])
-    return _packed(part_shape, [full_box(part_shape)]), Pull(
+    return _pack_of(part_shape, [full_box(part_shape)]), Pull(
         whole, {box: [(r, 0)] for r, box in enumerate(chunks)}, "sum"
     )
 
@@ -69,7 +72,7 @@ def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> t
         for r, box in enumerate(_chunks(target_shape, src, size))
         if box_size(box)
     }
-    pack = _packed(source_shapes[rank], _chunks(source_shapes[rank], dst, size))
+    pack = _pack_of(source_shapes[rank], _chunks(source_shapes[rank], dst, size))
     return pack, Pull(target_shape, sources, "sum")
 
 
@@ -77,7 +80,7 @@ def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> t
 def _scatter(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
     part_shape, start = box_shape(chunks[rank]), _start(whole, dim, rank, size)
-    return _packed(whole, chunks), Pull(
+    return _pack_of(whole, chunks), Pull(
         part_shape, {full_box(part_shape): [(r, start) for r in range(size)]}, "sum"
     )
 
@@ -93,11 +96,11 @@ def _chunks(shape: Sequence[int], dim: int, parts: int) -> list[Box]:
     return [(*box[:dim], cut, *box[dim + 1 :]) for cut in cuts]
 
 
-def _packed(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
+def _pack_of(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
     """Return a pack of consecutive boxes, at the start of a buffer that may be longer."""
     return compile_pack(shape, boxes, list(accumulate(map(box_size, boxes[:-1]), initial=0)))
 
 
 def _start(shape: Sequence[int], dim: int, number: int, parts: int) -> int:
-    """Return the start of chunk `number` in the layout of `_packed`."""
+    """Return the start of chunk `number` in the layout of `_pack_of`."""
     return sum(map(box_size, _chunks(shape, dim, parts)[:number]))

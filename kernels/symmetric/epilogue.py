@@ -14,8 +14,9 @@ LONGEST_ROW = 1 << 14  # elements, for a norm: 32 for each of 512 threads
 
 @dataclass(frozen=True)
 class AsRecord:
-    """Write the result, in x's dtype, as codes and scales: one record of the whole tensor, in the
-    format of `quantize.py`.
+    """Write the result, in x's dtype, as codes and scales.
+
+    One record of the whole tensor, in the format of `quantize.py`.
 
     Attributes:
         transport: "int8" or "fp8".

@@ -61,8 +61,9 @@ class Peers:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes that one program of an all-reduce may write in a round; all regions together are a
-        quarter of the buffer.
+        """Bytes that one program of an all-reduce may write in a round.
+
+        All regions together are a quarter of the buffer.
         """
         return self.buffer.numel() // (8 * MAX_PROGRAMS) // 128 * 128
 
@@ -105,8 +106,9 @@ def _check_peers(p: Peers) -> None:
 
 
 def check(peers: Peers) -> None:
-    """`check(peers)`: raise if the device has reported a missing rank. Every operation begins with
-    it.
+    """`check(peers)`: raise if the device has reported a missing rank.
+
+    Every operation begins with it.
 
     Raises:
         SymmetricMemoryError: names the ranks of the group that did not reach a barrier.
@@ -131,8 +133,9 @@ def check_if_done(peers: Peers) -> None:
 def simulated_peers(
     size: int, nbytes: int, device: torch.device | str, spins: int = 1 << 20
 ) -> list[Peers]:
-    """`simulated_peers(size, nbytes, device) -> one Peers per rank`, all in this process, on one
-    device.
+    """`simulated_peers(size, nbytes, device) -> one Peers per rank`.
+
+    All in this process, on one device.
 
     For tests and measurements on one accelerator: each rank's operations on a separate stream, or
     all-reduces of all ranks in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`).

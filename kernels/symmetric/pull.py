@@ -47,8 +47,9 @@ class Pull:
         return self._tables[key]
 
     def _placed(self, strides: Sequence[int], rank: int, size: int) -> list[PlacedView]:
-        """Return the copies, those from the next rank first, so that at any time each rank is read
-        by one other, not one by all.
+        """Return the copies, those from the next rank first.
+
+        So at any time each rank is read by one other, not one by all.
         """
         in_turn = sorted(self.sources.items(), key=lambda item: (item[1][0][0] - rank) % size)
         return [_placed(strides, box, places) for box, places in in_turn]
@@ -57,8 +58,9 @@ class Pull:
 def compile_pull(
     shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str = "sum"
 ) -> Pull:
-    """`compile_pull(shape, {box: [(rank, offset), ...]}, kind) -> Pull`: what to read from which
-    rank, computed once.
+    """`compile_pull(shape, {box: [(rank, offset), ...]}, kind) -> Pull`: compile what to read.
+
+    From which rank, computed once.
 
     Args:
         shape: of the result.
@@ -79,8 +81,9 @@ def exchange(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> None:
-    """`exchange(peers, packs, tensors, pulls, outs, dtype)`: pack the tensors into the staging
-    area, then `pull_many`.
+    """`exchange(peers, packs, tensors, pulls, outs, dtype)`: pack the tensors, then pull.
+
+    They are packed into the staging area; then `pull_many`.
 
     The group's errors are checked first, so that nothing is overwritten that a late peer may still
     read.
@@ -97,8 +100,9 @@ def pull_many(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> None:
-    """`pull_many(peers, pulls, outs, dtype)`: fill `outs`, of any strides; every rank calls it
-    after packing.
+    """`pull_many(peers, pulls, outs, dtype)`: fill `outs`, of any strides.
+
+    Every rank calls it after packing.
 
     Args:
         dtype: of the data in the staging areas. 16-bit floats are combined and scaled in float32,

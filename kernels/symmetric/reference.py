@@ -1,5 +1,6 @@
-"""The definitions of all-reduce, epilogue and pull in torch operations, on the tensors of all
-ranks; tests compare with them.
+"""The definitions of all-reduce, epilogue and pull in torch operations.
+
+On the tensors of all ranks; tests compare with them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def reference_sum(xs: Sequence[Tensor]) -> Tensor:
 
 
 def reference_all_reduce(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`reference_all_reduce(xs, dtype) -> out`: the result of both all-reduces on every rank, in
-    out's dtype.
+    """`reference_all_reduce(xs, dtype) -> out`: the result of both all-reduces.
+
+    On every rank, in out's dtype.
     """
     return reference_sum(xs).to(xs[0].dtype).to(dtype)
 
@@ -41,8 +43,9 @@ def reference_add_norm(x: Tensor, epilogue: AddNorm, dtype: torch.dtype) -> tupl
 def reference_pull(
     staged: Sequence[Tensor], pull: Pull, out: Tensor, scale: float | None = None
 ) -> Tensor:
-    """`reference_pull(staged, pull, out) -> out`: from the staging areas of all ranks; only sums
-    are supported.
+    """`reference_pull(staged, pull, out) -> out`: from the staging areas of all ranks.
+
+    Only sums are supported.
     """
     for box, places in pull.sources.items():
         parts = [

@@ -1,5 +1,6 @@
-"""Triton kernels on memory that several ranks read: barriers and all-reduces. (Pulls are
-`strided_triton.move_rows`.)
+"""Triton kernels on memory that several ranks read: barriers and all-reduces.
+
+Pulls are `strided_triton.move_rows`.
 
     barrier       signal every peer's same program, wait for its signal
     all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier;
@@ -47,8 +48,9 @@ EPOCHS = tl.constexpr(1 << 30)
 
 @triton.jit
 def signal_and_wait(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
-    """Signal the same program of every rank that this one has reached `epoch`, and wait until each
-    has reached it.
+    """Signal the same program of every rank that this one has reached `epoch`, and wait.
+
+    It waits until each has reached it.
 
     What any thread wrote before is visible to every thread of the peers after: the debug barriers
     extend one thread's release and acquire, in the scope of the system, to the program. Epochs are
@@ -99,8 +101,9 @@ def region_of(buffers, peer, start, like):
 
 @triton.jit
 def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Return the sum of a piece over all ranks, in their order, rounded to the dtype of x, so that
-    two shots equal one.
+    """Return the sum of a piece over all ranks, in their order.
+
+    Rounded to the dtype of x, so that two shots equal one.
 
     `size` is SIZE at run time: the compiler does not unroll a loop over it, which for many ranks
     would need too many registers.
@@ -138,8 +141,9 @@ def store_record(
     VECTOR: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Write a piece as codes and scales into the record of all n elements; `value` is 0 after the
-    last of them.
+    """Write a piece as codes and scales into the record of all n elements.
+
+    `value` is 0 after the last of them.
 
     The program of the last piece pads the scales to a multiple of 16 bytes.
     """
@@ -223,8 +227,9 @@ def all_reduce(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Reduce the pieces p, p + programs, ... in program p: in each round as many as its region has
-    room for.
+    """Reduce the pieces p, p + programs, ... in program p.
+
+    In each round as many as its region has room for.
 
     The second grid axis is for ranks that one launch simulates; their tensors are consecutive.
     """
@@ -373,8 +378,9 @@ def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:
 
 
 def _at_once(lanes: int, itemsize: int) -> int:
-    """Return the number of parts of a piece that fit into a thread's 128 registers, next to the sum
-    and the epilogue.
+    """Return the number of parts of a piece that fit into a thread's 128 registers.
+
+    Next to the sum and the epilogue.
     """
     each = max(1, lanes // THREADS)
     return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))

@@ -1,5 +1,6 @@
-"""Small tables of the host on a device: copied once, without the host waiting for the device, and
-safe under CUDA graph capture.
+"""Small tables of the host on a device.
+
+Copied once, without the host waiting for the device, and safe under CUDA graph capture.
 
     outside of a capture    host -> pinned memory ~> device, on the current stream; another stream
                             waits for the copy's event once
@@ -65,7 +66,7 @@ class DeviceCopies:
                 self.host.pin_memory().to(device, non_blocking=True), device
             )
         if capturing:
-            _reserve.kept[id(copy.tensor)] = copy.tensor
+            _reserve.of_graphs[id(copy.tensor)] = copy.tensor
         else:
             copy.order(device)
         return copy.tensor
@@ -98,11 +99,11 @@ class _Reserve:
     """Pinned memory for graphs.
 
     Attributes:
-        kept: what graphs read when they are replayed, for ever.
+        of_graphs: what graphs read when they are replayed, for ever.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, Tensor] = {}
+        self.of_graphs: dict[int, Tensor] = {}
         self._free: Tensor | None = None
         self._lock = threading.Lock()
 
@@ -127,7 +128,7 @@ class _Reserve:
                 )
             piece, self._free = self._free[: host.nbytes], self._free[size:]
         pinned = piece.view(host.dtype).view(host.shape).copy_(host)
-        self.kept[id(pinned)] = pinned
+        self.of_graphs[id(pinned)] = pinned
         return pinned
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 @cache
 def is_asynchronous(device_type: str) -> bool:
-    """Return whether devices of this type have streams, and copy from and to pinned memory while
-    the host continues.
+    """Return whether devices of this type have streams.
+
+    They copy from and to pinned memory while the host continues.
     """
     if device_type in ("cpu", "meta"):
         return False
@@ -36,8 +37,9 @@ def record_event(device: torch.device) -> Any:
 
 
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """start_to_host(x) -> a function that waits for the copy and returns it; only for what the
-    stream did before, not for later work.
+    """start_to_host(x) -> a function that waits for the copy and returns it.
+
+    Only for what the stream did before, not for later work.
 
     >>> start_to_host(torch.arange(3))().tolist()
     [0, 1, 2]
@@ -56,8 +58,9 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """send(x on the host, device) -> x there; `x.to` would wait for all work of the stream, or for
-    the copy of pageable memory.
+    """send(x on the host, device) -> x there.
+
+    `x.to` would wait for all work of the stream, or for the copy of pageable memory.
     """
     if x.device.type != "cpu" or not is_asynchronous(device.type):
         return x.to(device)
@@ -65,8 +68,9 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """to_device([1, 2], torch.int64, device) -> tensor([1, 2]) there; `torch.tensor(..., device=)`
-    would wait for all work of the stream.
+    """to_device([1, 2], torch.int64, device) -> tensor([1, 2]) there.
+
+    `torch.tensor(..., device=)` would wait for all work of the stream.
 
     >>> to_device([1, 2], torch.int64, torch.device("cpu"))
     tensor([1, 2])
@@ -79,8 +83,9 @@ def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 
 
 class CopyStream:
-    """A stream of a device that copies to pinned memory next to the computation; `event` tells
-    when.
+    """A stream of a device that copies to pinned memory next to the computation.
+
+    `event` tells when.
 
     compute   backward 2      backward 1
     copies              grads 2         grads 1   event
@@ -94,8 +99,9 @@ class CopyStream:
         ] = []  # tensors that are being copied, with an event after each: their memory must stay
 
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Copy x as it will be after the work that the current stream has so far; return the copy,
-        whose values come later.
+        """Copy x as it will be after the work that the current stream has so far.
+
+        Return the copy, whose values come later.
         """
         out = (
             torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

@@ -1,5 +1,6 @@
-"""Agreement of the ranks of a group: what each of them knows, values that must be the same, and
-errors that all ranks raise.
+"""Agreement of the ranks of a group.
+
+What each of them knows, values that must be the same, and errors that all ranks raise.
 
     gather_facts     rank 0 knows a    rank 1 knows b       ->  {0: a, 1: b} on both
     facts_of         rank 0 knows a    rank 1 waits         ->  a on both
@@ -33,8 +34,9 @@ def gather_facts(group: Group, facts: T, *, tag: CommTag | None = None) -> dict[
 
 
 def facts_of(group: Group, rank: int, facts: Any = None) -> Any:
-    """facts_of(group, rank, facts) -> the facts of one rank, on every rank; what others pass is not
-    sent.
+    """facts_of(group, rank, facts) -> the facts of one rank, on every rank.
+
+    What others pass is not sent.
 
     Communication: one all_gather of small objects.
     """
@@ -120,8 +122,9 @@ def raise_failures(
 
 
 def interrupt_of(error: BaseException, before: BaseException | None) -> BaseException | None:
-    """Return the first error that is not an `Exception`, or says that there is no memory, which
-    `error` replaced.
+    """Return the first interrupt that `error` replaced.
+
+    One that is not an `Exception`, or says that there is no memory.
 
     Args:
         before: the error that was being handled when the work began; it is not of this work.

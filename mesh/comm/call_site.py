@@ -53,8 +53,9 @@ def is_inner(code: CodeType) -> bool:
 
 
 def user_frame(above: int = 1) -> tuple[FrameType, int]:
-    """Return the innermost frame of the user's program, and how many frames above the caller's the
-    frame below it is.
+    """Return the innermost frame of the user's program, and how far up it is.
+
+    The second is how many frames above the caller's the frame below it is.
 
     Args:
         above: frames to skip, starting with the caller's.
@@ -123,8 +124,9 @@ def user_lines(count: int) -> list[tuple[str, int]]:
 
 
 def operator_line() -> tuple[str, int] | None:
-    """Return the user's line that runs an operator, for a torch function mode that sees it; None if
-    the library runs it, unless a mode of the library passes it on.
+    """Return the user's line that runs an operator, for a torch function mode that sees it.
+
+    None if the library runs it, unless a mode of the library passes it on.
     """
     is_ours, frame = False, sys._getframe(2)
     while frame.f_back is not None:
@@ -137,8 +139,9 @@ def operator_line() -> tuple[str, int] | None:
 
 
 def call_path() -> int:
-    """Return a hash of the lines on the stack: the same in this process whenever a call is reached
-    through the same lines.
+    """Return a hash of the lines on the stack.
+
+    The same in this process whenever a call is reached through the same lines.
     """
     lines: list[Any] = []
     for frame in _outward(sys._getframe(1)):

@@ -58,8 +58,9 @@ def are_indices(size: int, *indices: int | None) -> bool:
 def check_send_to_self(
     group: RecordedGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None
 ) -> None:
-    """Raise CollectiveError unless a `permute` that sends to or receives from its own rank does
-    both, with buffers of one size.
+    """Raise CollectiveError unless a `permute` of a rank to itself does so consistently.
+
+    It both sends to and receives from its own rank, with buffers of one size.
     """
     if dst != src:
         raise wrong_indices(group, dst, src)

@@ -11,8 +11,9 @@ _find_process_world: Callable[[], World] | None = None
 
 
 def register_process_world(find: Callable[[], World]) -> None:
-    """Set the function that returns the world of this process's ranks; `mesh.processes` does so,
-    which this layer does not import.
+    """Set the function that returns the world of this process's ranks.
+
+    `mesh.processes` does so, which this layer does not import.
     """
     global _find_process_world
     _find_process_world = find

@@ -30,17 +30,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_of_recomputation() -> AbstractContextManager[None]:
-    """Return a context manager that suspends the modes of selective recomputation, for
-    communication and what belongs to it.
+    """Return a context manager that suspends the modes of selective recomputation.
+
+    For communication and what belongs to it.
     """
-    return _suspended(_recomputes) if count_modes() else nullcontext()
+    return _suspend_modes(_recomputes) if count_modes() else nullcontext()
 
 
 def outside_of_program_modes() -> AbstractContextManager[None]:
-    """Return a context manager that suspends all dispatch modes of the program, for operators that
-    compute nothing of it.
+    """Return a context manager that suspends all dispatch modes of the program.
+
+    For operators that compute nothing of it.
     """
-    return _suspended(_is_of_program) if count_modes() else nullcontext()
+    return _suspend_modes(_is_of_program) if count_modes() else nullcontext()
 
 
 def not_recomputed(function: Function) -> Function:
@@ -68,7 +70,7 @@ def _is_of_program(mode: Any) -> bool:
 
 
 @contextmanager
-def _suspended(suspends: Callable[[Any], bool]) -> Iterator[None]:
+def _suspend_modes(suspends: Callable[[Any], bool]) -> Iterator[None]:
     """Suspend some of the active modes, and keep the order of the others."""
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(count_modes())]
     first = next((i for i, mode in enumerate(modes) if suspends(mode)), len(modes))

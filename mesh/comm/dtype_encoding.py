@@ -1,5 +1,6 @@
-"""Encode tensors whose dtype a backend does not support: as bytes, or for a reduction as a dtype
-that it can reduce.
+"""Encode tensors whose dtype a backend does not support.
+
+As bytes, or for a reduction as a dtype that it can reduce.
 
 gloo and NCCL both move and reduce the eight dtypes in `NATIVE`. Any other dtype is moved as bytes,
 and reduced in a native dtype that gives the same result.
@@ -37,8 +38,9 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a flat tensor of a native dtype and the reduction on it that `decode` turns into `op`
-    on x; it may share x's memory.
+    """Return a flat tensor of a native dtype and the reduction on it.
+
+    `decode` turns their result into that of `op` on x. The tensor may share x's memory.
     """
     flat = x.detach().reshape(-1)
     if x.dtype in NATIVE:

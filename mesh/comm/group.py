@@ -349,8 +349,9 @@ class Group(RecordedGroup, ABC):
         return _end_after(self._send(x, dst), begun, x) or DONE
 
     def receive(self, out: Tensor, src: int, *, tag: CommTag | None = None) -> Work:
-        """receive(out, src) -> Work: receive in out the next message of the other rank of a group
-        of two.
+        """receive(out, src) -> Work: receive the next message of the other rank in `out`.
+
+        The group has two ranks.
 
         Several receives may be posted before the messages are sent; they are served in the order of
         the calls. Read out after `wait()` has returned.
@@ -575,8 +576,9 @@ _CALLS = frozenset(
 def _end_after(
     work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False
 ) -> Work | None:
-    """Mark the collective that `_begin` recorded as completed: now, or when the work is done. Until
-    then x must not be written.
+    """Mark the collective that `_begin` recorded as completed.
+
+    Now, or when the work is done. Until then x must not be written.
     """
     if begun is None:
         return work

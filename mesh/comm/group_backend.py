@@ -1,5 +1,6 @@
-"""GroupBackend: torch's backend and its options for the process groups of one mesh axis, where they
-are not the default ones.
+"""GroupBackend: torch's backend and its options for the process groups of one mesh axis.
+
+For axes where they are not the default ones.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ FAKE = "fake"
 
 
 class GroupBackend(NamedTuple):
-    """The backend of a process group, such as "nccl" or "cpu:gloo,cuda:nccl", and its options; None
-    for the default one.
+    """The backend of a process group, such as "nccl" or "cpu:gloo,cuda:nccl", and options.
+
+    None for the default one.
 
     Attributes:
         communicator: tells process groups of the same ranks and backend apart, see

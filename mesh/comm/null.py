@@ -82,8 +82,9 @@ class NullWorld(World):
 
 @contextmanager
 def null_world(size: int, rank: int = 0) -> Iterator[World]:
-    """with null_world(size, rank): run as that rank of `size` ranks, alone. Collectives are
-    counted, but nothing is communicated.
+    """with null_world(size, rank): run as that rank of `size` ranks, alone.
+
+    Collectives are counted, but nothing is communicated.
 
     Works with tensors on any device, including "meta", so a mesh of thousands of ranks needs the
     memory of one rank or none. The resulting values are meaningless (see `NullGroup`).

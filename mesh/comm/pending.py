@@ -1,5 +1,6 @@
-"""Pending: a value that is still computed or received. Everything that `async_op=True` returns is
-one.
+"""Pending: a value that is still computed or received.
+
+Everything that `async_op=True` returns is one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Pending(Generic[T]):
         """Return the value that `finish()` returns once the work has completed."""
         if work is None:
             return Pending(finish, DONE)
-        return Pending(partial(_finished, work, finish), work)
+        return Pending(partial(_wait_and_finish, work, finish), work)
 
     def wait(self) -> T:
         """Return the value; the same object at every call.
@@ -48,8 +49,9 @@ class Pending(Generic[T]):
         return self._value
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once; False if that is unknown. `wait` must be
-        called in any case, see `Work.is_completed`.
+        """Return whether `wait` would return at once, False if that is unknown.
+
+        `wait` must be called in any case, see `Work.is_completed`.
         """
         if self._finish is None:
             return True
@@ -60,6 +62,6 @@ class Pending(Generic[T]):
         return Pending(lambda: function(self.wait()), self)
 
 
-def _finished(work: Work, finish: Callable[[], T]) -> T:
+def _wait_and_finish(work: Work, finish: Callable[[], T]) -> T:
     work.wait()
     return finish()

@@ -103,8 +103,9 @@ class CommReport:
         return {name: (use.launches, use.received) for name, use in usage.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
-        """Count one collective before it sends anything. Raises: CommBudgetError when it would
-        exceed a limit.
+        """Count one collective before it sends anything.
+
+        Raises: CommBudgetError when it would exceed a limit.
         """
         call = user_call()
         world = current_world()
@@ -158,14 +159,16 @@ class CommReport:
         return "\n".join(table_lines(rows, right=(3, 4, 5)))
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the collectives as complete events of Chrome's trace format, in microseconds since
-        1970; on CUDA the host's time.
+        """Return the collectives as complete events of Chrome's trace format.
+
+        In microseconds since 1970; on CUDA the host's time.
         """
         return list(self._events)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write this rank's trace for chrome://tracing or ui.perfetto.dev; several ranks' files
-        open side by side.
+        """Write this rank's trace for chrome://tracing or ui.perfetto.dev.
+
+        Several ranks' files open side by side.
         """
         save_events(self.trace(), path)
 
@@ -233,8 +236,9 @@ def _event(source: CollectiveSource, record: CollectiveRecord, world: World) -> 
 
 @contextmanager
 def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterator[CommReport]:
-    """with comm_budget(bytes=..., launches=...) as used: count this rank's collectives, and raise
-    before one exceeds a limit.
+    """with comm_budget(bytes=..., launches=...) as used: limit this rank's collectives.
+
+    They are counted, and one that would exceed a limit raises before it starts.
 
     Yields a `CommReport`, which can be read during the block and after it. Around a whole
     `simulate` call it counts all ranks together.

@@ -33,8 +33,9 @@ Provider = Callable[[Group, torch.device, CommTag | None], Peers | None]
 
 
 def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> Peers | None:
-    """Return the memory that the group's ranks share on this type of device, or None on every rank
-    if there is none.
+    """Return the memory that the group's ranks share on this type of device.
+
+    None on every rank if there is none.
 
     Args:
         tag: its purpose.
@@ -173,8 +174,9 @@ def run_shared(
     async_op: bool,
     tag: CommTag | None,
 ) -> Work:
-    """Run an operation on the group's shared memory: on the current stream, or with `async_op` on
-    one of its own.
+    """Run an operation on the group's shared memory.
+
+    On the current stream, or with `async_op` on one of its own.
 
     Args:
         tensors: what it reads and writes.

@@ -44,8 +44,9 @@ class GraphRecorder(Protocol):
     def draw(
         self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]
     ) -> Any:
-        """Return the random tensor `part(seed, stream, *parameters)`, and record that a later call
-        draws the one at its own position.
+        """Return the random tensor `part(seed, stream, *parameters)`, and record the draw.
+
+        A later call draws the one at its own position.
         """
 
     def node_of(self, x: Any) -> Any:
@@ -65,16 +66,18 @@ class GraphRecorder(Protocol):
         group: Any,
         like: Callable[[], Any],
     ) -> Any:
-        """Return `function(*inputs)` of plain tensors, with its gradient history, and record that
-        later calls call it as it is, with values that may decide sizes inside.
+        """Return `function(*inputs)` of plain tensors, with its gradient history.
+
+        Record that later calls call it as it is, with values that may decide sizes inside.
 
         The shape of the result depends on those of the inputs only. The ranks of the group call it
         together. `like()` returns an empty tensor like the result, without communication.
         """
 
     def refuse(self, problem: str, advice: str) -> None:
-        """Note what the program does next and the graph cannot repeat, with its line; or raise
-        that as an error.
+        """Note what the program does next and the graph cannot repeat, with its line.
+
+        Or raise that as an error.
         """
 
 
@@ -97,6 +100,8 @@ class FunctionState(NamedTuple):
     world: World | None
     implicit_replication: bool
     plain_attention: Replacement | None
+    parts: Replacement | None
+    graphs_before: int | None
 
 
 class ThreadContext(threading.local):
@@ -111,6 +116,9 @@ class ThreadContext(threading.local):
             `sm.ops.implicit_replication`.
         plain_attention: the block that runs torch's attention of plain tensors, see
             `compat.context_parallel`; None outside.
+        parts: the graphs that calls of modules run, see `jit/parts.py`; None where all run eagerly.
+        graphs_before: in a recomputation, the number of the first graph that its forward could not
+            run yet (`ops/recomputation.py`); None outside.
 
         recorder: what records the graph that is being made; collectives and random numbers are
             shown to it.
@@ -145,6 +153,8 @@ class ThreadContext(threading.local):
     world: World | None = None
     implicit_replication: bool = False
     plain_attention: Replacement | None = None
+    parts: Replacement | None = None
+    graphs_before: int | None = None
 
     recorder: GraphRecorder | None = None
     axis_env: Any = None
@@ -169,8 +179,9 @@ class ThreadContext(threading.local):
 
     @property
     def needs_each_operator(self) -> bool:
-        """Whether the thread is inside of what needs operators one by one: a recording, a mapped
-        function, one that is being differentiated, a transform.
+        """Whether the thread is inside of what needs operators one by one.
+
+        A recording, a mapped function, one that is being differentiated, a transform.
         """
         is_inside = self.recorder is not None or self.axis_env is not None or self.grad_depth > 0
         return is_inside or transforms_active()
@@ -195,7 +206,13 @@ class ThreadContext(threading.local):
 
     def function_state(self) -> FunctionState:
         """Return the state in which a function runs now, for `running_as`."""
-        return FunctionState(self.world, self.implicit_replication, self.plain_attention)
+        return FunctionState(
+            self.world,
+            self.implicit_replication,
+            self.plain_attention,
+            self.parts,
+            self.graphs_before,
+        )
 
     @contextmanager
     def running_as(self, state: FunctionState) -> Iterator[None]:
@@ -208,12 +225,14 @@ class ThreadContext(threading.local):
             self._set(before)
 
     def _set(self, state: FunctionState) -> None:
-        before = self.plain_attention
-        if state.plain_attention is not None:
-            state.plain_attention.install()
-        self.world, self.implicit_replication, self.plain_attention = state
-        if before is not None:
-            before.uninstall()
+        before = self.function_state()
+        for replacement in (state.plain_attention, state.parts):
+            if replacement is not None:
+                replacement.install()
+        self.__dict__.update(state._asdict())
+        for replacement in (before.plain_attention, before.parts):
+            if replacement is not None:
+                replacement.uninstall()
 
 
 thread_context = ThreadContext()

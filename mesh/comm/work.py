@@ -20,8 +20,11 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once. `wait` must be called in any case: some
-        backends (gloo's point-to-point calls) return False until then."""
+        """Return whether `wait` would return at once.
+
+        `wait` must be called in any case: some backends (gloo's point-to-point calls) return False
+        until then.
+        """
 
 
 class _Done(Work):

@@ -73,8 +73,9 @@ class World(ABC):
         return self._trace_buffer
 
     def axes_of(self, ranks: tuple[int, ...]) -> str:
-        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks if it is
-        not the group of any axes.
+        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp".
+
+        The ranks if it is not the group of any axes.
         """
         for mesh in list(self.meshes.values()):
             axes = mesh.axes_over(ranks)
@@ -83,8 +84,9 @@ class World(ABC):
         return f"ranks {','.join(map(str, ranks))}"
 
     def state(self, kind: Callable[[World], State]) -> State:
-        """Return the state that a part of the library has in this world: the one object of this
-        class, made as `kind(world)` when it is first asked for.
+        """Return the state that a part of the library has in this world.
+
+        The one object of this class, made as `kind(world)` when it is first asked for.
         """
         state = self._states.get(kind)
         if state is None:

@@ -1,5 +1,6 @@
-"""The command `python -m shardmesh doctor`: find what is wrong with a machine or a job before it
-runs, and how to fix it.
+"""The command `python -m shardmesh doctor`.
+
+Find what is wrong with a machine or a job before it runs, and how to fix it.
 
 facts.py       read the host, as plain data    by devices.py, network.py, system.py
 checks.py      judge the facts                 pure functions, one per check

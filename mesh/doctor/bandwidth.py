@@ -140,8 +140,9 @@ def _is_right(op: str, group: Group, device: torch.device) -> bool:
 
 
 def _seconds_per_call(mesh: DeviceMesh, run: Callable[[], Any], seconds: float) -> float:
-    """Return seconds per call on the slowest rank. All ranks make the same number of calls, one
-    after another, as a program does.
+    """Return seconds per call on the slowest rank.
+
+    All ranks make the same number of calls, one after another, as a program does.
     """
     _seconds(mesh, run, 1)  # connects, and touches the buffers
     once = _seconds(mesh, run, 1)
@@ -170,8 +171,9 @@ def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
 
 
 def _clocks(group: Group) -> tuple[float, ...]:
-    """Return how far each clock is ahead of rank 0's, in seconds: the least of several rounds,
-    since a barrier ends at different times.
+    """Return how far each clock is ahead of rank 0's, in seconds.
+
+    The least of several rounds, since a barrier ends at different times.
     """
     rounds = []
     for _ in range(_CLOCK_ROUNDS):

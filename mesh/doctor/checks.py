@@ -49,8 +49,9 @@ def findings(facts: Facts) -> dict[str, Finding]:
 
 
 def worst_findings(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
-    """Return the worst finding of each check over all ranks, given in order, and on which ranks it
-    holds where that is not all.
+    """Return the worst finding of each check over all ranks, in order.
+
+    And on which ranks it holds where that is not all.
     """
     return {
         name: _worst([findings_of_rank[name] for findings_of_rank in everyone])
@@ -67,7 +68,7 @@ def _worst(findings_by_rank: Sequence[Finding]) -> Finding:
     (worst, where), *others = ranks.items()
     if status == "ok" or len(where) == len(findings_by_rank):
         return worst
-    texts = [f"{ranks_text(of)}: {one.found}" for one, of in ((worst, where), *others)]
+    texts = [f"{ranks_text(of)}: {one.facts}" for one, of in ((worst, where), *others)]
     return Finding(status, "; ".join(texts[:4]) + ("; ..." if len(texts) > 4 else ""), worst.fix)
 
 
@@ -88,9 +89,9 @@ def device_of_each_rank(everyone: Sequence[Facts], device_type: str) -> Finding:
             index = host_checks.used_device(one)
         except LaunchEnvironmentError:  # the check of this rank says so
             continue
-        if not one.devices.found:
+        if not one.devices.usable:
             continue
-        identity = one.devices.found[index].identity
+        identity = one.devices.usable[index].identity
         texts.append(f"rank {rank}: cuda:{index}")
         if identity:
             ranks.setdefault((one.network.hostname, identity), []).append(rank)

@@ -1,5 +1,6 @@
-"""The command `python -m shardmesh doctor`: examine the machine and the job, and print what is
-wrong and how to fix it.
+"""The command `python -m shardmesh doctor`.
+
+Examine the machine and the job, and print what is wrong and how to fix it.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ def _run(
 
 
 def _fix() -> None:
-    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON. Of several ranks
-    of a host each deletes what it finds.
+    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON.
+
+    Of several ranks of a host each deletes what it finds.
     """
     for folder in remove_left(parent_folders()):
         print(
@@ -162,7 +164,7 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
             f"them out"
         )
     if size is None:
-        count = len(facts.devices.found)
+        count = len(facts.devices.usable)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
     if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
         raise ValueError(
@@ -180,7 +182,7 @@ def _mesh_of_size(abstract_mesh: AbstractMesh | None, size: int, facts: Facts) -
     local = min(size, facts.place.local_size) if facts.place.size > 1 else size
     device_type = (
         "cuda"
-        if 1 < local <= len(facts.devices.found) or (facts.place.size > 1 and facts.has_own_device)
+        if 1 < local <= len(facts.devices.usable) or (facts.place.size > 1 and facts.has_own_device)
         else "cpu"
     )
     return (
@@ -213,8 +215,9 @@ def _examine_host(facts: Facts, mesh: _Mesh) -> Report:
 
 
 def _examine_job(facts: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
-    """Try collectives on the ranks of the job, which all return the same report. End this process
-    where ranks cannot connect.
+    """Try collectives on the ranks of the job, which all return the same report.
+
+    End this process where ranks cannot connect.
     """
     place = facts.place
     checks = findings(facts)
@@ -273,7 +276,7 @@ def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoR
         print(show(report), flush=True)
     else:
         faults = "; ".join(
-            f"{name}: {finding.found}"
+            f"{name}: {finding.facts}"
             for name, finding in report.checks.items()
             if finding.status == "fault"
         )

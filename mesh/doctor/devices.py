@@ -18,20 +18,20 @@ _DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
 # Prints JSON. Each pair of devices: whether the first can read the second's memory.
 _PROBE = """
 import json, torch
-found = {"devices": [], "no_peers": [], "nccl": ""}
+report = {"devices": [], "no_peers": [], "nccl": ""}
 if torch.cuda.is_available():
     count = torch.cuda.device_count()
     for i in range(count):
         free, total = torch.cuda.mem_get_info(i)
         identity = str(getattr(torch.cuda.get_device_properties(i), "uuid", ""))
-        found["devices"].append([torch.cuda.get_device_name(i), total, free, identity])
+        report["devices"].append([torch.cuda.get_device_name(i), total, free, identity])
     can = torch.cuda.can_device_access_peer
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    found["no_peers"] = [pair for pair in pairs if not can(*pair)]
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    report["no_peers"] = [pair for pair in pairs if not can(*pair)]
+    report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 else:
     torch.cuda.init()
-print(json.dumps(found))
+print(json.dumps(report))
 """
 
 
@@ -52,7 +52,7 @@ class Devices:
     Attributes:
         build: what torch was built for: "CUDA 12.8", "ROCm 6.4", or "" for the CPU alone.
         driver: whether a driver is loaded.
-        found: the devices that torch may use.
+        usable: the devices that torch may use.
         no_peers: pairs of indices of which the first cannot read the second's memory.
         nccl: version of NCCL, or "".
         error: why torch could not be asked, or "".
@@ -60,7 +60,7 @@ class Devices:
 
     build: str = ""
     driver: bool = False
-    found: tuple[Device, ...] = ()
+    usable: tuple[Device, ...] = ()
     no_peers: tuple[tuple[int, int], ...] = ()
     nccl: str = ""
     error: str = ""
@@ -82,7 +82,7 @@ def devices() -> Devices:
 def parse_probe(
     build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]
 ) -> Devices:
-    """Return what `run` found, which prints like `_PROBE`."""
+    """Return the facts that `run` prints, as `_PROBE` does."""
     try:
         done = run()
         output: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

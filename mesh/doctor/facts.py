@@ -125,10 +125,11 @@ class Facts:
 
     @property
     def has_own_device(self) -> bool:
-        """Return whether the launcher shows this process one device of its own, rather than the
-        host having one for several ranks.
+        """Return whether the launcher shows this process one device of its own.
+
+        Rather than the host having one for several ranks.
         """
-        return len(self.devices.found) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
+        return len(self.devices.usable) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
 
 
 def collect_facts() -> Facts:

@@ -10,16 +10,16 @@ Status = Literal["ok", "warning", "fault"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         status: "fault": jobs fail, hang or are wrong; "warning": some do, or are slow.
-        found: the facts, with the numbers.
+        facts: what is so, with the numbers.
         fix: a command or setting; "" if all is well.
     """
 
     status: Status
-    found: str
+    facts: str
     fix: str = ""
 
 

@@ -56,7 +56,7 @@ def torch(facts: Facts) -> Finding:
 
 def triton(facts: Facts) -> Finding:
     version = facts.software.triton
-    if not version and facts.devices.found:
+    if not version and facts.devices.usable:
         return warning(
             "not installed: the library's kernels run as plain torch operators",
             'pip install "shardmesh[gpu]"',
@@ -72,7 +72,7 @@ def backends(facts: Facts) -> Finding:
             "torch has no gloo, which CPU tensors travel by",
             "pip install torch   # or build it with USE_GLOO=1",
         )
-    if facts.devices.found and not have.nccl:
+    if facts.devices.usable and not have.nccl:
         return fault("torch has no NCCL, which GPU tensors travel by", _TORCH_FOR_CUDA)
     return ok(
         "gloo (torch's own)"
@@ -83,18 +83,18 @@ def backends(facts: Facts) -> Finding:
 def devices(facts: Facts) -> Finding:
     have = facts.devices
     local_size = facts.place.local_size
-    if not have.found:
+    if not have.usable:
         return _no_devices(facts)
-    if local_size > len(have.found) and not facts.has_own_device:
+    if local_size > len(have.usable) and not facts.has_own_device:
         return warning(
-            f"{len(have.found)} devices for {local_size} ranks on this host: meshes on cuda are "
+            f"{len(have.usable)} devices for {local_size} ranks on this host: meshes on cuda are "
             "impossible, those on cpu are not",
-            f"torchrun --nproc-per-node {len(have.found)} ...",
+            f"torchrun --nproc-per-node {len(have.usable)} ...",
         )
-    taken = [i for i, device in enumerate(have.found) if device.free < _FREE_SHARE * device.memory]
+    taken = [i for i, device in enumerate(have.usable) if device.free < _FREE_SHARE * device.memory]
     if taken:
         names = ", ".join(
-            f"{i} ({size_text(have.found[i].free)} of {size_text(have.found[i].memory)} free)"
+            f"{i} ({size_text(have.usable[i].free)} of {size_text(have.usable[i].memory)} free)"
             for i in taken
         )
         return warning(
@@ -102,7 +102,8 @@ def devices(facts: Facts) -> Finding:
         )
     return ok(
         "; ".join(
-            f"{i}: {device.name}, {size_text(device.memory)}" for i, device in enumerate(have.found)
+            f"{i}: {device.name}, {size_text(device.memory)}"
+            for i, device in enumerate(have.usable)
         )
     )
 
@@ -128,16 +129,17 @@ def _no_devices(facts: Facts) -> Finding:
 
 
 def used_device(facts: Facts) -> int:
-    """Return the index of the device that this process uses. Raises: LaunchEnvironmentError when
-    that is unknown or does not exist.
+    """Return the index of the device that this process uses.
+
+    Raises: LaunchEnvironmentError when that is unknown or does not exist.
     """
-    return device_index(facts.env, "cuda", len(facts.devices.found)) or 0
+    return device_index(facts.env, "cuda", len(facts.devices.usable)) or 0
 
 
 def own_device(facts: Facts) -> Finding:
     """Return which device this process uses, by which variables."""
     env = completed(facts.env)
-    devices = facts.devices.found
+    devices = facts.devices.usable
     if not devices:
         return ok("none: no GPU")
     try:
@@ -158,7 +160,7 @@ def own_device(facts: Facts) -> Finding:
 
 def peer_access(facts: Facts) -> Finding:
     pairs = facts.devices.no_peers
-    count = len(facts.devices.found)
+    count = len(facts.devices.usable)
     if pairs:
         text = ", ".join(f"{a}->{b}" for a, b in pairs[:6]) + (", ..." if len(pairs) > 6 else "")
         return warning(
@@ -205,7 +207,7 @@ def threads(facts: Facts) -> Finding:
             f"OMP_NUM_THREADS={setting} for each of {ranks} ranks is more than the {cores} cores",
             fitting,
         )
-    if int(first) == 1 and cores >= 2 * ranks and not facts.devices.found:
+    if int(first) == 1 and cores >= 2 * ranks and not facts.devices.usable:
         return warning(
             f"OMP_NUM_THREADS=1, as torchrun sets it, leaves {cores - ranks} of {cores} cores idle",
             fitting,
@@ -250,7 +252,7 @@ def shared_memory(facts: Facts) -> Finding:
             larger,
         )
     text = f"{size_text(have.free)} free of {size_text(have.total)} in {have.folder}"
-    needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
+    needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.usable else 0))
     if have.free < needed:
         return fault(
             f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus "

@@ -26,7 +26,7 @@ def launcher(facts: Facts) -> Finding:
     try:
         rank_and_size = launch_environment(env)
     except LaunchEnvironmentError as error:
-        count = max(1, len(facts.devices.found))
+        count = max(1, len(facts.devices.usable))
         return _wrong_local_number(facts) or fault(
             str(error), f"torchrun --standalone --nproc-per-node {count} program.py"
         )
@@ -170,8 +170,9 @@ def nccl_interface(facts: Facts) -> Finding:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME means an interface: prefixes, after "=" whole names, after
-    "^" names to exclude.
+    """Return whether NCCL_SOCKET_IFNAME means an interface.
+
+    Prefixes, after "=" whole names, after "^" names to exclude.
 
     Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
     """
@@ -193,8 +194,9 @@ def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
 
 
 def _interface_of(facts: Facts) -> str:
-    """Return what gloo uses by default: the interface that the host's name resolves to, if it is on
-    this host, else loopback.
+    """Return the interface that gloo uses by default.
+
+    The one that the host's name resolves to, if it is on this host, else loopback.
     """
     net = facts.network
     usable = next((address for address in net.own if address in net.local), "127.0.0.1")

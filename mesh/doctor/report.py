@@ -45,7 +45,7 @@ class Report:
             "subject": self.subject,
             "ok": not self.exit_status,
             "checks": [
-                {"name": n, "status": f.status, "found": f.found, "fix": f.fix}
+                {"name": n, "status": f.status, "found": f.facts, "fix": f.fix}
                 for n, f in self.checks.items()
             ],
             "bandwidth": [_row(one) for one in self.bandwidth],
@@ -69,7 +69,7 @@ class Report:
     def _checks(self) -> Iterator[str]:
         width = max(map(len, self.checks), default=0)
         for name, finding in self.checks.items():
-            yield f"{_SHOWN[finding.status]:<8} {name:<{width}}  {printable(finding.found)}"
+            yield f"{_SHOWN[finding.status]:<8} {name:<{width}}  {printable(finding.facts)}"
             if finding.fix:
                 yield f"{'':<8} {'':<{width}}  fix: {printable(finding.fix)}"
 

@@ -180,8 +180,9 @@ def _of_controller(groups: dict[str, str], controller: str) -> str:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """Yield the folder and its parents: "/a/b", "/a", "". A container sees its own group as the
-    root, whatever its name outside.
+    """Yield the folder and its parents: "/a/b", "/a", "".
+
+    A container sees its own group as the root, whatever its name outside.
     """
     while folder.strip("/"):
         yield folder

@@ -30,8 +30,9 @@ _TERMINAL = "/dev/tty"
 
 
 def breakpoint(rank: int = 0) -> None:
-    """breakpoint(rank): start the Python debugger on this rank, at the line of the call; the other
-    ranks wait until it continues.
+    """breakpoint(rank): start the Python debugger on this rank, at the line of the call.
+
+    The other ranks wait until it continues.
 
     Call it on every rank. The time in the debugger never counts as a stall: stepping with `n` or
     `s` lets the others go on too, and as long as there is a prompt no rank is reported as late. `q`

@@ -87,8 +87,10 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
 
 
 def _exit() -> None:
-    """Exit normally (join threads, run exit functions), but without finalizing the interpreter, in
-    which a remaining thread of torch occasionally aborts the process."""
+    """Exit normally (join threads, run exit functions), but do not finalize the interpreter.
+
+    A remaining thread of torch occasionally aborts the process there.
+    """
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: it also lets the workers of thread pools end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

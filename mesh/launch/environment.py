@@ -64,8 +64,9 @@ LAUNCHERS = (
 
 
 def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
-    """Return the launchers that have started at least so many processes, the innermost first. For
-    Slurm that is srun, not sbatch.
+    """Return the launchers that have started at least so many processes.
+
+    The innermost first. For Slurm that is srun, not sbatch.
     """
     return [
         one
@@ -88,8 +89,9 @@ def unconnected(env: Mapping[str, str]) -> str:
 
 
 def completed(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher
-    numbers them, where they are not set.
+    """Return the environment with the variables of ranks, where they are not set.
+
+    RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as the launcher numbers them.
 
     The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher
     with the same RANK and WORLD_SIZE.
@@ -117,8 +119,9 @@ def completed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return (rank, world size) from the variables that launchers set, or None if none of them
-    makes this process a part of a job.
+    """Return (rank, world size) from the variables that launchers set.
+
+    None if none of them makes this process a part of a job.
 
     Raises: LaunchEnvironmentError when some are missing or invalid.
     """
@@ -170,8 +173,9 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
 def device_index(
     env: Mapping[str, str], device_type: str, count: int, is_alone: bool = False
 ) -> int | None:
-    """Return which of `count` visible devices belongs to this process: LOCAL_RANK (never RANK), or
-    the only one; None leaves the choice.
+    """Return which of `count` visible devices belongs to this process.
+
+    LOCAL_RANK (never RANK), or the only one; None leaves the choice.
 
     `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device,
     whose index is 0 on every rank.
@@ -203,8 +207,10 @@ def device_index(
 
 
 def visible(env: Mapping[str, str], device_type: str, count: int) -> str:
-    """Return how many devices there are, and the variable that may hide others: "1 cuda device
-    (CUDA_VISIBLE_DEVICES='2')"."""
+    """Return how many devices there are, and the variable that may hide others.
+
+    "1 cuda device (CUDA_VISIBLE_DEVICES='2')".
+    """
     name = VISIBLE.get(device_type, "")
     return f"{count or 'no'} {device_type} device{'s'[: count != 1]}" + (
         f" ({name}={env[name]!r})" if name in env else ""

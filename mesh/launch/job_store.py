@@ -1,5 +1,6 @@
-"""Open the job's store at MASTER_ADDR and MASTER_PORT as torch's env:// start-up does, with errors
-that explain what is wrong.
+"""Open the job's store at MASTER_ADDR and MASTER_PORT, with errors that explain.
+
+As torch's env:// start-up does.
 
 Under torchrun and `launch` the launcher serves it, and every rank is a client; else rank 0 serves
 it. It stays open as long as the process lives, so that a default group that is started again gets
@@ -86,8 +87,9 @@ def drop(address: Address) -> None:
 
 
 def _serve_store(address: Address) -> Store:
-    """Return the store, served by this process. If another shardmesh job listens at the port,
-    return its store: it tells the two apart.
+    """Return the store, served by this process.
+
+    If another shardmesh job listens at the port, return its store: it tells the two apart.
     """
     ip_addresses = resolved(address.host, _TO_RESOLVE_S)
     if not ip_addresses:
@@ -109,8 +111,10 @@ def _serve_store(address: Address) -> Store:
 
 
 def resolved(host: str, seconds: float) -> tuple[str, ...]:
-    """Return the addresses of a host; none if it does not resolve within these seconds. A name that
-    is new is asked for again.
+    """Return the addresses of a host.
+
+    The tuple is empty if it does not resolve within these seconds. A name that is new is asked for
+    again.
     """
     deadline = time.monotonic() + seconds
     while not (ip_addresses := addresses(host)) and time.monotonic() < deadline:
@@ -119,8 +123,9 @@ def resolved(host: str, seconds: float) -> tuple[str, ...]:
 
 
 def loopback_socket(ip_addresses: Sequence[str], port: int) -> socket.socket | None:
-    """Return a listening socket for a job whose ranks are all on this host, where MASTER_ADDR is a
-    loopback address; else None.
+    """Return a listening socket for a job whose ranks are all on this host, else None.
+
+    MASTER_ADDR is a loopback address there.
 
     A store listens on all interfaces otherwise. Here nobody on another host reaches it, and torch,
     which looks up the name of each peer, finds that of 127.0.0.1 without asking a name server.
@@ -150,8 +155,9 @@ def loopback_listener(host: str, port: int) -> socket.socket:
 
 
 def _reach_store(address: Address, rank: int, size: int, progress: Progress) -> Store:
-    """Return the store, which another process serves: one connection, over which torch's store
-    waits until somebody listens.
+    """Return the store, which another process serves.
+
+    One connection, over which torch's store waits until somebody listens.
 
     The server looks up the name of each peer, one after the other, and a resolver that does not
     answer takes seconds for each. So a second connection, which tells why there is no answer, is
@@ -247,8 +253,9 @@ def _store_of_answer(answer: Store | Exception) -> Store:
 def _connect(
     address: Address, serves: bool, limit: float, listening: socket.socket | None = None
 ) -> queue.SimpleQueue[Store | Exception]:
-    """Create torch's store in a thread, since torch waits without end for an answer from a server
-    that is no store.
+    """Create torch's store in a thread.
+
+    torch waits without end for an answer from a server that is no store.
     """
     box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     file = None if listening is None else listening.detach()

@@ -417,8 +417,10 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
 
 
 def _end(ranks: Sequence[_LocalRank]) -> None:
-    """End all ranks. One that has reported its failure waits to be killed; others get SIGTERM and
-    some time to save their work.
+    """End all ranks.
+
+    One that has reported its failure waits to be killed; others get SIGTERM and some time to save
+    their work.
     """
     try:
         for r in ranks:

@@ -1,5 +1,6 @@
-"""Handle SIGTERM and SIGHUP: end a rank in order. If the program calls `reached_preemption`,
-SIGTERM ends all ranks at the same step.
+"""Handle SIGTERM and SIGHUP: end a rank in order.
+
+If the program calls `reached_preemption`, SIGTERM ends all ranks at the same step.
 
 How ranks agree on a step without synchronizing in every step:
 
@@ -54,8 +55,9 @@ _log = logging.getLogger(__name__)
 
 
 def reached_preemption(step: int) -> bool:
-    """reached_preemption(step) -> whether all ranks should save their work now and exit, because
-    one of them is being preempted.
+    """reached_preemption(step) -> whether all ranks should save their work now and exit.
+
+    They should if one of them is being preempted.
 
     Call it on every rank, once per step, between steps. From the first call on, SIGTERM does not
     end this process but counts as a notice, as does the existence of the file named by
@@ -189,8 +191,9 @@ class _StoreAgreement:
         return False
 
     def _finds_failure(self) -> bool:
-        """Return whether the job has failed: a launcher that finds a dead rank sends SIGTERM to the
-        others, which is no preemption.
+        """Return whether the job has failed.
+
+        A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
 
         That a rank has died may be seen a little later than the signal. `reached` raises the
         reason.
@@ -338,8 +341,9 @@ def ending_in_order() -> Iterator[None]:
 
 
 def unhandled_signals() -> list[int]:
-    """Return which of SIGTERM and SIGHUP the program leaves to Python's default; none outside the
-    main thread, which alone handles them.
+    """Return which of SIGTERM and SIGHUP the program leaves to Python's default.
+
+    The list is empty outside the main thread, which alone handles them.
     """
     if threading.current_thread() is not threading.main_thread():
         return []

@@ -24,8 +24,9 @@ _epoch = 0
 
 
 def start_processes(device_type: str, backend: str | None = None) -> ProcessWorld:
-    """Bind this process to its device, start the default process group if there is none, and return
-    the world of processes.
+    """Bind this process to its device, and return the world of processes.
+
+    Start the default process group if there is none.
 
     Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use,
         the device does not exist, or the ranks differ in their setup (see
@@ -139,8 +140,11 @@ def _module(device_type: str) -> Any:
 
 
 def _bind_device(device_type: str) -> None:
-    """Make this process's device the current one: that of `init_process_group(device_id=)`, else
-    one that the program has made the current one already, else that of `device_index`."""
+    """Make this process's device the current one.
+
+    That of `init_process_group(device_id=)`, else one that the program has made the current one
+    already, else that of `device_index`.
+    """
     if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
@@ -160,8 +164,9 @@ def _bind_device(device_type: str) -> None:
 
 
 def _identity(device_type: str, backend: str) -> str:
-    """Return a name of this process's device, the same in all processes of the host; "" where ranks
-    may share one, as with gloo.
+    """Return a name of this process's device, the same in all processes of the host.
+
+    "" where ranks may share one, as with gloo.
     """
     if device_type in _HOST_ONLY or "nccl" not in backend:
         return ""

@@ -85,8 +85,9 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
 
 @contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """with main_process_first(): run the block on rank 0, then on all other ranks; for example,
-    rank 0 downloads, others use the cache.
+    """with main_process_first(): run the block on rank 0, then on all other ranks.
+
+    For example, rank 0 downloads, others use the cache.
 
     If rank 0 raises, the other ranks raise `PeerError` instead of running the block. However long
     rank 0 takes, it is not reported as a stall. A collective inside the block would hang, so it

@@ -57,8 +57,9 @@ _starts = itertools.count()
 def rendezvous(
     rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = ""
 ) -> Store:
-    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are
-    all there and agree.
+    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks.
+
+    They are all there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of
     another job end it on all ranks with the same text, within about a second of their arrival. Jobs
@@ -95,8 +96,9 @@ def rendezvous(
 
 
 def notify_of_early_errors() -> None:
-    """Notify the other ranks if this one raises before its first mesh and no launcher ends them;
-    they would wait for it.
+    """Notify the other ranks if this one raises before its first mesh.
+
+    If no launcher ends them: they would wait for it.
     """
     env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
@@ -128,8 +130,9 @@ def notify_of_early_errors() -> None:
 def notify_ranks(
     error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S
 ) -> errors.LaunchEnvironmentError:
-    """Notify the ranks that can be reached in time that this one cannot start; return the error
-    that all ranks raise.
+    """Notify the ranks that can be reached in time that this one cannot start.
+
+    Return the error that all ranks raise.
     """
     env = completed(os.environ)
     rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
@@ -155,8 +158,9 @@ def notify_ranks(
 
 
 class StoreRendezvous:
-    """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and
-    tells the others why.
+    """One rank's part in the agreement of all ranks.
+
+    With a `fault` the rank cannot take part, and tells the others why.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class StoreRendezvous:
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
-        first = _claimed(self.store, "job", self.info)
+        first = _claim_key(self.store, "job", self.info)
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append(
                 "strays",
@@ -220,13 +224,14 @@ class StoreRendezvous:
             )
 
     def _claim(self, keys: StoreKeys) -> bool:
-        """Claim this rank for this process; return whether it can take part in this round, or must
-        in the next.
+        """Claim this rank for this process.
+
+        Return whether it can take part in this round, or must in the next.
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives
         too late.
         """
-        holder = _claimed(keys, f"rank{self.info.rank}", self.info)
+        holder = _claim_key(keys, f"rank{self.info.rank}", self.info)
         verdict = _read(keys, "verdict")
         if verdict == _AGAIN:
             return False
@@ -245,7 +250,7 @@ class StoreRendezvous:
             return False
         if verdict != _GO:
             raise errors.LaunchEnvironmentError(verdict)
-        first = _claimed(keys, "first", self.info)
+        first = _claim_key(keys, "first", self.info)
         raise errors.LaunchEnvironmentError(
             self.fault
             or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with "
@@ -255,8 +260,9 @@ class StoreRendezvous:
         )
 
     def _may_follow(self, holder: RankInfo) -> bool:
-        """Return whether the process that was this rank before is this one, has ended, or is one
-        that torchrun has replaced.
+        """Return whether this process may take the place of the one that was this rank before.
+
+        It is the same, has ended, or is one that torchrun has replaced.
         """
         elsewhere = holder.machine != self.info.machine
         return (
@@ -283,7 +289,7 @@ class StoreRendezvous:
 
     def _take_part(self, keys: StoreKeys) -> str:
         """Take part in this round; return the verdict on all ranks."""
-        first = _claimed(keys, "first", self.info)
+        first = _claim_key(keys, "first", self.info)
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}")
         largest = max(self.size, whole_number(first.size) or 0)
@@ -301,11 +307,11 @@ class StoreRendezvous:
             if not is_ready and keys.has(f"all{self.size}"):
                 is_ready, pauses = True, self._pauses()
                 if self._sign(keys, "ready") == self.size:
-                    _write_verdict(keys, self._compared(keys) or _GO)
+                    _write_verdict(keys, self._differences(keys) or _GO)
             votes_are_in = differing and (
                 time.monotonic() - since > _TO_COME_S or keys.has(differing)
             )
-            if votes_are_in and (difference := self._compared(keys)):
+            if votes_are_in and (difference := self._differences(keys)):
                 _write_verdict(keys, difference)
             self._report_progress(keys)
             time.sleep(next(pauses))
@@ -324,7 +330,7 @@ class StoreRendezvous:
         keys.sign(list_name, self.info.rank)
         return keys.add(f"{list_name}/number", 1)
 
-    def _compared(self, keys: StoreKeys) -> str:
+    def _differences(self, keys: StoreKeys) -> str:
         """Return what differs between the ranks that have arrived; "" if nothing does."""
         names = [f"rank{rank}" for rank in keys.signed("came")]
         if names and not keys.has(*names):
@@ -337,10 +343,11 @@ class StoreRendezvous:
             _write_verdict(keys, self._too_late(keys))
         elif self.progress.is_due():
             self.progress.report(
-                f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays")
+                f"{ranks_text(self._ranks_not_ready(keys))} of {self.size}",
+                _read(self.store, "strays"),
             )
 
-    def _awaited(self, keys: StoreKeys) -> list[int]:
+    def _ranks_not_ready(self, keys: StoreKeys) -> list[int]:
         """Return the ranks that have not arrived; once all have, those that are not ready."""
         return self._missing(keys, "ready" if keys.has(f"all{self.size}") else "came")
 
@@ -348,7 +355,7 @@ class StoreRendezvous:
         return sorted(set(range(self.size)) - keys.signed(list_name))
 
     def _too_late(self, keys: StoreKeys) -> str:
-        missing = self._awaited(keys)
+        missing = self._ranks_not_ready(keys)
         return (
             f"{ranks_text(missing)} of {self.size} did not come to {self.address} within "
             f"{self.progress.timeout:.0f} s. Look at what {'it' if len(missing) == 1 else 'they'} "
@@ -357,8 +364,9 @@ class StoreRendezvous:
         )
 
     def _leave(self, keys: StoreKeys) -> None:
-        """Confirm that this rank has read the verdict. The rank that serves the store waits for the
-        others.
+        """Confirm that this rank has read the verdict.
+
+        The rank that serves the store waits for the others.
         """
         keys.add("left", 1)
         deadline = time.monotonic() + _TO_READ_S
@@ -369,8 +377,9 @@ class StoreRendezvous:
 
 
 def _is_restartable() -> bool:
-    """Return whether torchrun may have replaced processes of this job, so that entries of earlier
-    ones are not a mistake.
+    """Return whether torchrun may have replaced processes of this job.
+
+    Then entries of earlier ones are not a mistake.
     """
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
@@ -384,6 +393,6 @@ def _write_verdict(keys: StoreKeys, verdict: str) -> str:
     return printable(keys.claim("verdict", verdict, message))
 
 
-def _claimed(keys: StoreKeys, name: str, info: RankInfo) -> RankInfo:
+def _claim_key(keys: StoreKeys, name: str, info: RankInfo) -> RankInfo:
     """Write this rank's info under a key, unless there is one; return the one that stands."""
     return keys.claim(name, info.to_json(), RankInfo.from_json)

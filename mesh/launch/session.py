@@ -155,8 +155,9 @@ class Session:
                 stream.flush()
 
     def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[WorldMesh]) -> None:
-        """Make groups and meshes of the session raise when they communicate, and forget them, so
-        that new ones are made.
+        """Make groups and meshes of the session raise when they communicate, and forget them.
+
+        New ones are made then.
         """
         for key in [key for key, mesh in world.meshes.items() if _is_in(mesh, meshes)]:
             del world.meshes[key]

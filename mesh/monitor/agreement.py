@@ -79,8 +79,9 @@ class Agreement:
         self._keys.set(f"place/{self._rank}", _place(directory))
 
     def decline(self, reason: str) -> None:
-        """Turn the monitor off on all ranks, unless another rank already has. Communication: one
-        message to the store.
+        """Turn the monitor off on all ranks, unless another rank already has.
+
+        Communication: one message to the store.
         """
         own = f"rank {self._rank}: {reason}"
         with contextlib.suppress(RuntimeError):
@@ -89,8 +90,9 @@ class Agreement:
         warn(own)
 
     def give_up(self, directory: JobDirectory, reason: str) -> None:
-        """Let all ranks go on without the monitor, unless there is a verdict: those of this host at
-        once, others through the store.
+        """Let all ranks go on without the monitor, unless there is a verdict.
+
+        Those of this host at once, others through the store.
         """
         if directory.give_up():
             self.decline(reason)
@@ -98,8 +100,9 @@ class Agreement:
     # -- ranks that wait ---------------------------------------------------------------------------
 
     def check_visible(self, directory: JobDirectory, ranks: Iterable[int], has_relay: bool) -> None:
-        """Ask the store in the background whether those of these ranks that have not been seen can
-        be seen at all; if not, turn the monitor off. Returns at once.
+        """Check in the background that the other ranks can be seen, and else turn the monitor off.
+
+        The store is asked about those of these ranks that have not been seen. Returns at once.
 
         Args:
             has_relay: whether ranks of other hosts may become visible later.
@@ -165,8 +168,9 @@ def _is_hidden(directory: JobDirectory, has_relay: bool, keys: StoreKeys, rank: 
 
 
 def _reason_text(keys: StoreKeys) -> str:
-    """Return why another rank has turned the monitor off, or what is wrong with the value that says
-    so.
+    """Return why another rank has turned the monitor off.
+
+    Or what is wrong with the value that says so.
     """
     try:
         return printable(keys.read("without", message))

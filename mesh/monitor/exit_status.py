@@ -1,5 +1,6 @@
-"""Let a process whose program has returned exit with status 1 all the same: its job has failed, or
-work that nobody waited for.
+"""Let a process whose program has returned exit with status 1 all the same.
+
+Its job has failed, or work that nobody waited for.
 
 Python has no call for it. Exit functions run first, and output is flushed; the process ends when
 the interpreter clears its modules, or where `launch` ends its children. The destructors of torch's

@@ -126,8 +126,9 @@ class Job:
             raise self._error(verdict)
 
     def fail(self, verdict: Verdict) -> Verdict:
-        """Make this the verdict on the job, unless there is one already; return the one that
-        stands, which all ranks raise.
+        """Make this the verdict on the job, unless there is one already.
+
+        Return the one that stands, which all ranks raise.
         """
         self._verdict = self.directory.post(verdict)
         self.failed_at = self.failed_at or monotonic_ns()
@@ -151,8 +152,9 @@ class Job:
     # -- a job that cannot be monitored ------------------------------------------------------------
 
     def checked(self) -> Self | None:
-        """Return this object, or None if the ranks go on without one. Raises: WatchError for the
-        verdict on the job.
+        """Return this object, or None if the ranks go on without one.
+
+        Raises: WatchError for the verdict on the job.
         """
         if self.alarm[0] == Alarm.UNMONITORED:
             self._retire()
@@ -161,8 +163,9 @@ class Job:
         return self
 
     def give_up(self, reason: str) -> None:
-        """Let all ranks go on without the monitor, unless there is a verdict: those of this host at
-        once, others through the store.
+        """Let all ranks go on without the monitor, unless there is a verdict.
+
+        Those of this host at once, others through the store.
         """
         if self._agreement is not None:
             self._agreement.give_up(self.directory, reason)
@@ -229,8 +232,9 @@ class Job:
         return monotonic_ns() - start
 
     def stack_of(self, rank: int) -> list[str]:
-        """Return the stack of a rank's main thread, which its watchdog thread writes down; no lines
-        when it does not.
+        """Return the stack of a rank's main thread, which its watchdog thread writes down.
+
+        No lines when it does not.
         """
         buffer = self.directory.buffer_of(rank)
         if buffer is None:

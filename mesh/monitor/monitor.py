@@ -92,8 +92,9 @@ class Monitor(Job):
         self.communicators.abort(self.is_of_this_job, wait=True)
 
     def verdict_on_lost(self) -> Verdict | None:
-        """Make the loss of ranks that have died the verdict on the job, and return the one that
-        stands; None if none has.
+        """Make the loss of ranks that have died the verdict on the job.
+
+        Return the one that stands; None if none has.
         """
         gone = lost_ranks(self.directory)
         return self.fail(verdict_text.died(gone)) if gone else None
@@ -156,8 +157,9 @@ class Monitor(Job):
             self.relay = None
 
     def depart(self) -> None:
-        """Stop monitoring: the program continues without this job, or in another one, and its
-        process is no longer ended.
+        """Stop monitoring: the program continues without this job, or in another one.
+
+        Its process is no longer ended.
         """
         self.close()
         self.abandoned = False
@@ -172,8 +174,9 @@ class Monitor(Job):
 
 
 def monitor_of(owner: World | Recorder) -> Monitor | None:
-    """Return the monitor of a world or recorder; None in simulated and null worlds, for a process
-    alone, and once the ranks go on without it.
+    """Return the monitor of a world or recorder.
+
+    None in simulated and null worlds, for a process alone, and once the ranks go on without it.
     """
     monitor = owner.monitor
     return monitor if isinstance(monitor, Monitor) else None

@@ -96,8 +96,9 @@ def _install() -> None:
 
 
 def record_thread_errors(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
-    """Write uncaught errors of threads to these trace buffers, to be shown with a stall: they often
-    explain why the main thread waits.
+    """Write uncaught errors of threads to these trace buffers.
+
+    They are shown with a stall, and often explain why the main thread waits.
     """
     before = threading.excepthook
 
@@ -160,8 +161,9 @@ def _on_uncaught(
 
 
 def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
-    """Return (this process's rank, the verdict) where an uncaught error says only that the job was
-    ended from outside, else None.
+    """Return (this process's rank, the verdict) if the job was ended from outside, else None.
+
+    The uncaught error says only that.
     """
     if not isinstance(error, (KeyboardInterrupt, WatchError)):
         return None

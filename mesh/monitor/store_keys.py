@@ -1,5 +1,6 @@
-"""StoreKeys: how the ranks of a job agree through its store, where there is no process group yet or
-none may be waited for.
+"""StoreKeys: how the ranks of a job agree through its store.
+
+Where there is no process group yet or none may be waited for.
 
     claim    the value of the first rank stands, and every rank takes it
     sign     each rank adds itself to a list; `signed` says who is on it
@@ -83,8 +84,9 @@ class StoreKeys:
         return [self._parsed(name, value, parse) for name, value in zip(names, values, strict=True)]
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter and return it. torch's store drops the connection if there is something
-        else than a number, so look first.
+        """Add to a counter and return it.
+
+        torch's store drops the connection if there is something else than a number, so look first.
         """
         if self.has(name):
             self.read(name, number)

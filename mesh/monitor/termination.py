@@ -77,8 +77,9 @@ def interruption(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
-    """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of
-    torchrun, and then torchrun does.
+    """Ignore further Ctrl-C inside the block, after this one.
+
+    The terminal interrupts a worker of torchrun, and then torchrun does.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_ours = (
@@ -127,8 +128,9 @@ def may_end(job: Job) -> bool:
 
 
 def end(job: Job, text: str) -> None:
-    """Print a message and end this process whatever its main thread does, and those of this host
-    that cannot end by themselves.
+    """Print a message and end this process whatever its main thread does.
+
+    And those of this host that cannot end by themselves.
     """
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
@@ -138,8 +140,9 @@ def end(job: Job, text: str) -> None:
 
 
 def set_deadline(job: Job, is_on: bool) -> None:
-    """Set whether the process ends some seconds after its time to exit even if its watchdog thread
-    cannot run any more.
+    """Set whether the process ends some seconds after its time to exit.
+
+    Even if its watchdog thread cannot run any more.
     """
     global _deadline_of
     if is_on and _deadline_of is None:

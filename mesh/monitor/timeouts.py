@@ -34,12 +34,13 @@ _LONGEST_ABORT_S = 5.0  # an abort that takes longer goes on by itself
 # torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of
 # the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_kept: set[int] = set()  # ids of the groups that are never destroyed
+_never_destroyed: set[int] = set()  # ids of the groups that are never destroyed
 
 
 def group_timeout(backends: str) -> timedelta | None:
-    """Return the timeout of a new group with these backends, such as "nccl" or
-    "cpu:gloo,cuda:nccl"; None for torch's own.
+    """Return the timeout of a new group with these backends; None for torch's own.
+
+    Backends are text such as "nccl" or "cpu:gloo,cuda:nccl".
     """
     if settings().mode == "off":
         return None
@@ -58,8 +59,9 @@ def manage(handle: Any, is_own: bool) -> None:
 
 
 def backends_text(handle: Any) -> str:
-    """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s;
-    device bound: cuda:1".
+    """Return a group's backends with their timeouts, and its bound device.
+
+    "cuda: nccl, 360 s; device bound: cuda:1".
     """
     texts = []
     for kind in sorted(device.type for device in handle._device_types):
@@ -128,14 +130,15 @@ def keep_groups() -> None:
     Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
     """
     for handle in torch_groups():
-        if id(handle) not in _kept:
-            _kept.add(id(handle))
+        if id(handle) not in _never_destroyed:
+            _never_destroyed.add(id(handle))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
 class Communicators:
-    """Abort the communicators of accelerators when the job has failed: nothing else ends a kernel
-    that waits for other ranks.
+    """Abort the communicators of accelerators when the job has failed.
+
+    Nothing else ends a kernel that waits for other ranks.
 
         the verdict is raised     first abort: destroy_process_group would wait for the kernels,
                                   under a lock that an abort needs as well

@@ -1,5 +1,6 @@
-"""The verdict on a job that cannot continue: the kind of fault, the outliers, the field that
-differs, and what each rank did.
+"""The verdict on a job that cannot continue.
+
+The kind of fault, the outliers, the field that differs, and what each rank did.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ def _observation(fields: dict[str, Any]) -> Observation:
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
-    """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it,
-    what each rank did.
+    """Return the text of a verdict, wrapped to 120 columns.
+
+    What happened, what to do about it, what each rank did.
     """
     return "\n".join(part for line in (said, advice, *lines) for part in _wrap_line(line))
 

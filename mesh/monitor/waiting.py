@@ -24,7 +24,7 @@ from ..comm.recording.trace_buffer import Header
 from ..errors import WatchError
 from ..settings import monotonic_ns
 from .diagnosis import diagnose
-from .diagnosis.members import Member, agree, member, read_members
+from .diagnosis.members import agree, member, read_members
 from .job import Job
 from .recording.job_directory import Alarm, is_near
 
@@ -32,6 +32,8 @@ _SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
 _LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
 _SPINS = 20  # checks without sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
+_LONGEST_NAP_FOR_MESSAGE_S = 5e-4  # a stage of a pipeline computes nothing until its message comes
+_DIAGNOSE_EVERY_NS = 10_000_000  # the longest time between two diagnoses of one wait
 TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SHORT = timedelta(milliseconds=1)
 _IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
@@ -48,11 +50,13 @@ class Waiting:
     # -- for other ranks ---------------------------------------------------------------------------
 
     def rendezvous(self, recorder: Recorder, sequence: int) -> None:
-        """Wait until all ranks call the same: before a group's first collective, for which torch
-        connects them, and in "strict" mode.
+        """Wait until all ranks call the same.
+
+        Before a group's first collective, for which torch connects them, and in "strict" mode.
         """
 
-        def done(members: list[Member]) -> bool:
+        def have_all_come() -> bool:
+            members = read_members(self._job.directory, recorder, sequence)
             late = [
                 m
                 for m in members
@@ -60,13 +64,14 @@ class Waiting:
             ]
             return not late and agree(members)
 
-        self._wait_for(recorder, sequence, done)
+        self.wait_until(recorder, sequence, have_all_come)
         if sequence == 0 and self._job.is_on:
             recorder.find_neighbours(self._job.directory)
 
     def wait_for_votes(self, recorder: Recorder) -> None:
-        """Wait until votes decide which of the ranks that differ are the outliers, and raise that
-        as a WatchError.
+        """Wait until votes decide which of the ranks that differ are the outliers.
+
+        Raise that as a WatchError.
         """
         since = monotonic_ns()
         sequence = recorder.called - 1
@@ -85,21 +90,22 @@ class Waiting:
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
-        def done(_: Any) -> bool:
+        def have_called() -> bool:
             peers = [member(self._job.directory, recorder.key, r, sequence) for r in ranks]
             return all(
                 m.came is not False or (m.buffer is not None and not is_near(m.buffer))
                 for m in peers
             )
 
-        self._wait_for(recorder, sequence, done)
+        self.wait_until(recorder, sequence, have_called, longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S)
         wrong = diagnose.wrong_route(self._job, recorder, sequence) if self._job.is_on else None
         if wrong is not None:
             raise self._job.failed(wrong)
 
     def compare_splits(self, recorder: Recorder, sequence: int) -> None:
-        """Raise a WatchError where a rank sends another number of elements than its receiver
-        expects, as far as ranks have called.
+        """Raise a WatchError where a rank sends another number of elements than is expected.
+
+        By its receiver, as far as ranks have called.
         """
         since = monotonic_ns()
         while (wrong := diagnose.wrong_splits(self._job, recorder, sequence)) is not None:
@@ -113,42 +119,45 @@ class Waiting:
                 raise self._job.failed(wrong)
             time.sleep(_NAP_S)
 
-    def _wait_for(
-        self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
-    ) -> None:
-        self.wait_until(
-            recorder, sequence, lambda: done(read_members(self._job.directory, recorder, sequence))
-        )
-
     def wait_until(
         self,
         recorder: Recorder,
         sequence: int,
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
+        longest_nap_s: float = _LONGEST_NAP_S,
     ) -> bool:
-        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
+        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError.
+
+        Args:
+            longest_nap_s: by so much the return may be late. Naps begin at 0.1 ms and grow.
+        """
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
                 return True
         nap = _NAP_S
+        diagnosed = since
         with self._blocked(recorder, sequence, since):
             while not is_done():
-                if monotonic_ns() - since > limit_ns or not self._diagnose(
-                    recorder, sequence, since
-                ):
+                now = monotonic_ns()
+                if now - since > limit_ns:
                     return False
+                if now - diagnosed >= min(diagnosed - since, _DIAGNOSE_EVERY_NS):
+                    if not self._diagnose(recorder, sequence, since):
+                        return False
+                    diagnosed = now
                 time.sleep(nap)
                 # leave the processors to the ranks that are waited for
-                nap = min(1.5 * nap, _LONGEST_NAP_S)
+                nap = min(1.5 * nap, longest_nap_s)
         return True
 
     # -- for torch's works -------------------------------------------------------------------------
 
     def wait_for_work(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms,
-        then every 25 ms.
+        """Wait for torch's work on the CPU, checking the other ranks.
+
+        After 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
         it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
@@ -160,8 +169,9 @@ class Waiting:
     def _is_done_soon(
         self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
     ) -> bool:
-        """Wait for a slice of time; return whether the work is done. (When the slice runs out,
-        torch takes 0.2 ms to build its error.)
+        """Wait for a slice of time, and return whether the work is done.
+
+        When the slice runs out, torch takes 0.2 ms to build its error.
         """
         try:
             work.wait(slice_)
@@ -188,8 +198,9 @@ class Waiting:
                 slice_ = _LONG_SLICE if is_long else slice_
 
     def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout,
-        which would abort NCCL's communicator.
+        """Wait for torch's work on an accelerator, checking the other ranks.
+
+        It gets no timeout, which would abort NCCL's communicator.
         """
         self.wait_until(recorder, sequence, work.is_completed)
         self.wait_to_the_end(recorder, sequence, work)
@@ -202,8 +213,9 @@ class Waiting:
             self.explain(recorder, sequence, error)
 
     def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
-        """Raise the reason for a collective that broke: WatchError where another rank is the
-        reason, else the error itself.
+        """Raise the reason for a collective that broke.
+
+        WatchError where another rank is the reason, else the error itself.
         """
         since = monotonic_ns()
         relay = self._job.relay
@@ -226,8 +238,9 @@ class Waiting:
     # -- while it waits ----------------------------------------------------------------------------
 
     def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
-        """Raise the verdict on a collective, a WatchError, if there is one. Return False once the
-        job is not monitored any more.
+        """Raise the verdict on a collective, a WatchError, if there is one.
+
+        Return False once the job is not monitored any more.
         """
         if self._job.checked() is None:
             return False
@@ -239,8 +252,9 @@ class Waiting:
 
     @contextmanager
     def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
-        """Publish what the main thread is blocked in; of an asynchronous collective that need not
-        be the newest record.
+        """Publish what the main thread is blocked in.
+
+        Of an asynchronous collective that need not be the newest record.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -267,8 +281,9 @@ class Waiting:
 
 
 def is_pending(error: RuntimeError, work: Any) -> bool:
-    """Return whether a timed wait raised this error because the time was over; otherwise the work
-    has failed, or has just ended.
+    """Return whether a timed wait raised this error because the time was over.
+
+    Otherwise the work has failed, or has just ended.
     """
     return _IS_PENDING in str(error) or not work.is_completed()
 

@@ -1,6 +1,8 @@
-"""A thread per process that publishes a heartbeat, the main thread's stack on request, and in which
-collective it is blocked on an accelerator. It diagnoses collectives that the main thread cannot
-check, and after a verdict sees to the end of the process.
+"""The watchdog: a thread per process that publishes what the process is doing.
+
+A heartbeat, the main thread's stack on request, and in which collective it is blocked on an
+accelerator. It diagnoses collectives that the main thread cannot check, and after a verdict sees to
+the end of the process.
 """
 
 from __future__ import annotations
@@ -119,8 +121,9 @@ class Watchdog:
             self._job.fail(verdict)
 
     def _find_lost(self) -> None:
-        """Diagnose ranks that were lost after they had called what others wait for: their hosts had
-        run ahead of the device.
+        """Diagnose ranks that were lost after they had called what others wait for.
+
+        Their hosts had run ahead of the device.
 
         Such a collective counts as settled. It may still complete, so it must be under way at two
         looks in a row. The device is asked only once a rank is lost: a query by this thread may
@@ -151,8 +154,9 @@ class Watchdog:
         self._on_stream = waiting
 
     def _see_to_the_end(self) -> None:
-        """End this process's part in a failed job: interrupt a main thread that is busy elsewhere,
-        end a process that does not exit.
+        """End this process's part in a failed job.
+
+        Interrupt a main thread that is busy elsewhere, end a process that does not exit.
         """
         job = self._job
         verdict = job.standing()
@@ -182,8 +186,9 @@ class Watchdog:
             termination.end(job, end)
 
     def _has_left(self) -> bool:
-        """Return whether the program has destroyed the job's groups and continues. One that is
-        about to exit destroys them, too.
+        """Return whether the program has destroyed the job's groups and continues.
+
+        One that is about to exit destroys them, too.
         """
         if self._job.is_of_this_job() or not threading.main_thread().is_alive():
             self._left_at = 0
@@ -192,8 +197,9 @@ class Watchdog:
         return bool(self._left_at) and monotonic_ns() - self._left_at > _TO_LEAVE_S * 1e9
 
     def _look(self, recorder: Recorder, called: int) -> None:
-        """Diagnose a collective that not all ranks have called; main threads that wait for a GPU
-        cannot do so themselves.
+        """Diagnose a collective that not all ranks have called.
+
+        Main threads that wait for a GPU cannot do so themselves.
         """
         job = self._job
         sequence = called - 1
@@ -258,8 +264,9 @@ class DeviceWaits:
         self._number: int | None = None
 
     def look(self) -> None:
-        """Look where the main thread is, and publish what it waits for if it has been there since
-        the last look.
+        """Look where the main thread is, and publish what it waits for.
+
+        If it has been there since the last look.
         """
         job = self._job
         now = monotonic_ns()
@@ -291,8 +298,9 @@ class DeviceWaits:
 
 
 def place_of(frame: FrameType | None) -> tuple[_Place | None, bool]:
-    """Return an identifier of where a thread is, and whether that is a call that waits for a
-    device, as far as its names say.
+    """Return an identifier of where a thread is, and whether it waits for a device there.
+
+    As far as the names of its calls say.
 
     Args:
         frame: its innermost. Those of shardmesh and torch count as part of the call of the user's
@@ -308,8 +316,9 @@ def place_of(frame: FrameType | None) -> tuple[_Place | None, bool]:
 
 @lru_cache(1024)
 def _waits(code: CodeType, at: int) -> bool:
-    """Return whether the instruction there is a call of a function that waits for a device, or the
-    truth of a value (`if x:`).
+    """Return whether the instruction there waits for a device.
+
+    It calls a function that does, or asks for the truth of a value (`if x:`).
     """
     if at < 0:  # the frame has not begun
         return False

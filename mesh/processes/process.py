@@ -75,8 +75,9 @@ class ProcessGroup(Group):
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """torch's process group for the program's own calls of torch.distributed; over all ranks
-        this is the default group.
+        """torch's process group for the program's own calls of torch.distributed.
+
+        Over all ranks this is the default group.
 
         Communication: the first access waits for all ranks of the group, unless it is the default
         group.
@@ -200,8 +201,10 @@ class ProcessGroup(Group):
         *args: Any,
         kind: type[MonitoredWork] = MonitoredWork,
     ) -> Work | None:
-        """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously,
-        then waited for by the monitor.
+        """Run a collective of torch.
+
+        A monitored one (on the CPU) is always started asynchronously, then waited for by the
+        monitor.
 
         On an accelerator only the stream waits, so a call without `async_op` runs on the current
         stream.
@@ -244,8 +247,9 @@ class ProcessGroup(Group):
         return self._start(calls.reduce_scatter, (out, x), async_op, _flat(out), _flat(x), op)
 
     def _reduce_scatter_by_all_to_all(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter
-        is slower than its all_reduce.
+        """Exchange the parts of each sum and add them in the order of ranks.
+
+        gloo's reduce_scatter is slower than its all_reduce.
         """
         arrived = x.detach().new_empty(self.size, out.numel())
         work = and_then(
@@ -302,8 +306,9 @@ class ProcessGroup(Group):
         return self._permute(out, out.new_empty(0), None, src, True)
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
-        """Run one collective of all ranks before the first message: NCCL connects a whole group in
-        its first call if all ranks make it.
+        """Run one collective of all ranks before the first message.
+
+        NCCL connects a whole group in its first call if all ranks make it.
         """
         if not self._connected and x.device.type != "cpu":
             self._as_ours(calls.all_reduce)(
@@ -327,8 +332,9 @@ class ProcessGroup(Group):
         return MonitoredMessages(works, (out, x), recorder, monitor, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls this one of torch, marked as shardmesh's own if the program
-        made the process group.
+        """Return a function that calls this one of torch, marked as shardmesh's own.
+
+        It is marked if the program made the process group.
         """
         return call if self._torch_group is None else partial(hooks.as_ours, call)
 
@@ -339,8 +345,9 @@ class ProcessGroup(Group):
         return monitor_of(self.recorder)
 
     def _barrier(self) -> None:
-        """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses
-        the bound device instead.
+        """Wait for all ranks on the host, in the CPU backend if there is one.
+
+        `dist.barrier` uses the bound device instead.
         """
         device = self._host_device()
         self._start(
@@ -367,8 +374,9 @@ class ProcessGroup(Group):
         ]
 
     def _host_device(self) -> torch.device:
-        """Return the device for data of the host: the CPU if the group has a backend for it, else
-        the bound or current device.
+        """Return the device for data of the host.
+
+        The CPU if the group has a backend for it, else the bound or current device.
         """
         handle = self._channel_for(_CPU)
         types = {device.type for device in handle._device_types}
@@ -381,8 +389,10 @@ class ProcessGroup(Group):
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend sends and receives host memory only: gloo supports other devices
-    in collectives only."""
+    """Return whether the backend sends and receives host memory only.
+
+    gloo supports other devices in collectives only.
+    """
     return device.type != "cpu" and _is_gloo(handle, device)
 
 
@@ -441,8 +451,9 @@ class ProcessWorld(World):
         return ProcessGroup(self, ranks)
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
-        """Return the group of these ascending ranks; a backend that is the default group's makes no
-        other group, unless a communicator does.
+        """Return the group of these ascending ranks.
+
+        A backend that is the default group's makes no other group, unless a communicator does.
         """
         if (
             not backend.communicator

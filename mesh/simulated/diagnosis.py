@@ -1,5 +1,6 @@
-"""Build verdicts in the simulated world, where everything is known: which rank called what, waits
-for what, has finished.
+"""Build verdicts in the simulated world, where everything is known.
+
+Which rank called what, waits for what, has finished.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]
 
 
 def _messages(calls: Sequence[Arrival]) -> Iterator[tuple[int, int, bool]]:
-    """Yield (place of the sender, of the receiver, whether both describe it alike) for each message
-    that either of them describes.
+    """Yield each message that a sender or a receiver describes.
+
+    (place of the sender, of the receiver, whether both describe it alike).
     """
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
@@ -133,8 +135,9 @@ def _messages(calls: Sequence[Arrival]) -> Iterator[tuple[int, int, bool]]:
 
 
 def _amounts(sender: Arrival, receiver: Arrival, i: int, j: int) -> tuple[int, int]:
-    """Return how much goes from one rank to the other, as each states; plus one where a message may
-    be empty, so that 0 means none.
+    """Return how much goes from one rank to the other, as each states.
+
+    Plus one where a message may be empty, so that 0 means none.
     """
     if sender.op == "all_to_all":
         return sender.buffers[3][j], receiver.buffers[2][i]
@@ -164,8 +167,9 @@ def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> 
 
 
 def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tuple[int, ...]:
-    """Return the smaller of those that finished and those that wait for them; else the ranks that
-    left the order of calls.
+    """Return the smaller of those that finished and those that wait for them.
+
+    Else the ranks that left the order of calls.
     """
     missing: set[int] = set().union(*(w.missing for w in waits))
     gone = sorted(missing & finished)

@@ -58,8 +58,9 @@ class RankOutput:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Return the stream's descriptor and release held lines: its user (`input`, a debugger, a
-        child process) writes directly.
+        """Return the stream's descriptor and release held lines.
+
+        Its user (`input`, a debugger, a child process) writes directly.
         """
         self.release()
         return self.stream.fileno()
@@ -138,8 +139,9 @@ def outputs(n: int, prints: str, stream: Any) -> list[Any]:
 
 
 def callers_stdout(caller_is_rank: bool) -> Any:
-    """Return the `sys.stdout` of the caller of `simulate`, which is not that of a simulated rank
-    unless the caller is one.
+    """Return the `sys.stdout` of the caller of `simulate`.
+
+    It is not that of a simulated rank unless the caller is one.
     """
     stream = sys.stdout
     while not caller_is_rank and isinstance(stream, RankOutput):

@@ -178,8 +178,9 @@ class Scheduler:
             self.rendezvous.clear()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the run from the caller's thread: ranks that wait unwind at once, the running one at
-        its next bytecode.
+        """End the run from the caller's thread.
+
+        Ranks that wait unwind at once, the running one at its next bytecode.
 
         If the running rank runs a simulation itself, the running rank of that one is interrupted.
         """

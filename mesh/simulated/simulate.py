@@ -67,7 +67,7 @@ class SimulatedGroup(Group):
         super().__init__(world, ranks)
         self._scheduler = world.scheduler
 
-    def _recorded(self, call: Arrival) -> Arrival:
+    def _with_record(self, call: Arrival) -> Arrival:
         """Return the arrival with what this rank's record says of the call."""
         if self.recorder is None or _settings.mode == "off":
             return call
@@ -83,7 +83,7 @@ class SimulatedGroup(Group):
 
     def _run(self, call: Arrival, move: Move) -> Any:
         return self._scheduler.run_collective(
-            self.ranks, self.world.rank, self._recorded(call), move
+            self.ranks, self.world.rank, self._with_record(call), move
         )
 
     def _move(self, call: Arrival, move: Move, async_op: bool) -> Work | None:
@@ -134,12 +134,12 @@ class SimulatedGroup(Group):
         )
 
     def _send(self, x: Tensor, dst: int) -> Work | None:
-        call = self._recorded(Arrival("permute", (x.dtype,), (None, x.clone(), dst, None)))
+        call = self._with_record(Arrival("permute", (x.dtype,), (None, x.clone(), dst, None)))
         self._scheduler.send(self.ranks, self.world.rank, call)
         return DONE
 
     def _receive(self, out: Tensor, src: int) -> Work | None:
-        call = self._recorded(Arrival("permute", (out.dtype,), (out, None, None, src)))
+        call = self._with_record(Arrival("permute", (out.dtype,), (out, None, None, src)))
         return self._scheduler.post_receive(self.ranks, self.world.rank, call)
 
     def _barrier(self) -> None:
@@ -298,8 +298,9 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
 
 
 def _readable_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error; if the error itself names the ranks' lines, without frames
-    of the library.
+    """Return the traceback of an error.
+
+    If the error itself names the ranks' lines, without frames of the library.
     """
     last = entry = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):

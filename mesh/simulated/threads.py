@@ -15,8 +15,9 @@ from ..comm.call_site import frames_of_thread, is_inner
 
 
 class RankEnded(BaseException):
-    """Unwinds a rank because the run has ended. Not an Exception, so that handlers of the program
-    do not catch it.
+    """Unwinds a rank because the run has ended.
+
+    Not an Exception, so that handlers of the program do not catch it.
     """
 
 
@@ -94,8 +95,10 @@ def acquire(n: int) -> list[Worker]:
 
 
 def release(workers: Iterable[Worker], *, failed: bool) -> None:
-    """Keep the workers for the next run, or end them after a failure: an exception may have left
-    torch's state of a thread (modes) in disorder."""
+    """Keep the workers for the next run, or end them after a failure.
+
+    An exception may have left torch's state of a thread (modes) in disorder.
+    """
     running = [worker for worker in workers if not worker.last]
     if not failed:
         _idle.extend(running)

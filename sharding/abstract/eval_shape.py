@@ -236,8 +236,9 @@ class _Inside:
         return self._tensor(x) if isinstance(x, Tensor) else x
 
     def _holder(self, holder: Any) -> Any:
-        """Return a deep copy of a module or optimizer without values, except for single numbers,
-        such as an optimizer's step count.
+        """Return a deep copy of a module or optimizer without values.
+
+        Single numbers, such as an optimizer's step count, keep theirs.
         """
         for part in _held_by(holder):
             if not _is_number(part):
@@ -301,8 +302,9 @@ class _Inside:
 
 
 class _TensorsElsewhere(TorchFunctionMode):
-    """Inside, `deepcopy` gives each plain tensor its counterpart without values, also those that
-    other objects of a module hold.
+    """Inside, `deepcopy` gives each plain tensor its counterpart without values.
+
+    Also those that other objects of a module hold.
     """
 
     def __init__(self, inside: _Inside) -> None:

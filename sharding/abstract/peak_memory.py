@@ -97,8 +97,9 @@ class PeakMemory(TorchDispatchMode):
         self._stand_ins.discard(key)
 
     def _is_stand_in(self, inputs: Collection[int]) -> bool:
-        """Return whether the result of an operator is a stand-in: all its arguments are, or the
-        code that makes them is running.
+        """Return whether the result of an operator is a stand-in.
+
+        All its arguments are, or the code that makes them is running.
         """
         if self._device_type != "meta":
             return False

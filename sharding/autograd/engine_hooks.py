@@ -31,8 +31,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def accumulates(node: Any) -> bool:
-    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one
-    of `torch.autograd.grad` does not.
+    """Return True if the running backward pass adds to `.grad` of the leaf with this node.
+
+    One of `torch.autograd.grad` does not.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -41,8 +42,9 @@ def accumulates(node: Any) -> bool:
 
 
 def run_as_soon_as_ready(node: Any) -> None:
-    """Give this node of an `autograd.Function` the priority of leaves: backward runs it before
-    others once its gradient is complete.
+    """Give this node of an `autograd.Function` the priority of leaves.
+
+    Backward runs it before others once its gradient is complete.
 
     By default the node that was created last runs first. A torch without this API keeps that order,
     with the same result.
@@ -84,8 +86,9 @@ def save_at_once(ctx: Any, *tensors: torch.Tensor | None) -> None:
 
 
 def take_saved(ctx: Any) -> list[Any]:
-    """Return the tensors of `save_at_once`, without their graph, and free them, in backward; None
-    in place of None.
+    """Return the tensors of `save_at_once`, without their graph, and free them, in backward.
+
+    None stands in place of None.
     """
     saved = ctx.__dict__.pop("saved_at_once", None)
     if saved is None:
@@ -135,8 +138,10 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 
 def in_forward_mode() -> bool:
-    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`,
-    `torch.autograd.forward_ad`)."""
+    """Return True if tangents are computed in this thread.
+
+    By `sm.jvp`, `torch.func.jvp` or `torch.autograd.forward_ad`.
+    """
     return forward_ad._current_level >= 0 and (
         thread_context.forward_mode_depth > 0 or not _forward_threads
     )
@@ -148,8 +153,9 @@ def in_foreign_forward_mode() -> bool:
 
 
 def with_tangents() -> AbstractContextManager[None]:
-    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`, where
-    torch switches them off.
+    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`.
+
+    torch switches them off there.
     """
     return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
 
@@ -193,14 +199,16 @@ def sequence_number() -> int:
 
 
 def made_before(node: Any, number: int) -> bool:
-    """Return True if a node of this thread is older than this sequence number; False if this torch
-    has no API for it.
+    """Return True if a node of this thread is older than this sequence number.
+
+    False if this torch has no API for it.
     """
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient, with memory allocated for a zero tensor without memory (such as the
-    second derivative of `abs`).
+    """Return the gradient, with memory allocated for a zero tensor that has none.
+
+    An example is the second derivative of `abs`.
     """
     return grad.clone() if grad._is_zerotensor() else grad

@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def without_derivative(gradients: Sequence[Tensor | None], message: str) -> list[Tensor | None]:
-    """Return the gradients of a backward; if it is differentiated (`create_graph=True`), gradients
-    whose derivatives raise.
+    """Return the gradients of a backward pass, whose own derivatives raise.
+
+    They raise if the backward is differentiated (`create_graph=True`).
 
     `once_differentiable` of torch does so only where the gradients of results have a history, but
     the gradients of inputs depend on the inputs as well: a penalty on them would take them for

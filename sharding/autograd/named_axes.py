@@ -78,8 +78,9 @@ class Axes:
 
 
 class GroupedAxes(Axes):
-    """This rank's group of the ranks along some axes, as one axis of a separate mesh. `names` are
-    those of the grouped axes.
+    """This rank's group of the ranks along some axes, as one axis of a separate mesh.
+
+    `names` are those of the grouped axes.
 
     Attributes:
         sizes: the sizes of all groups.
@@ -270,8 +271,10 @@ def bound_groups(name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes
 
 
 def _env_of_replay(name: AxisName) -> AxisEnv:
-    """Return the environment of a piece of a mapped function that backward recomputes
-    (`torch.utils.checkpoint`): the one that has these axes, if they are of one mesh.
+    """Return the environment of a piece of a mapped function that backward recomputes.
+
+    The piece is one of `torch.utils.checkpoint`; its environment is the one that has these axes, if
+    they are of one mesh.
 
     Raises: UnboundAxisError if it is not known.
     """

@@ -54,8 +54,9 @@ class Linear(ABC):
 
 
 class _Transformed(torch.autograd.Function):
-    """A linear map under transforms. The signature that torch.func requires costs 15 us more per
-    call than the plain one.
+    """A linear map under transforms.
+
+    The signature that torch.func requires costs 15 us more per call than the plain one.
     """
 
     @staticmethod

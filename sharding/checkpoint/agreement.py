@@ -39,8 +39,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return (result, None), or (None, error) if there was no memory for it: other ranks, which
-    had, must hear of it.
+    """Return (result, None), or (None, error) if there was no memory for it.
+
+    Other ranks, which had, must hear of it.
 
     Raises:
         Exception: any other error, which is the same on every rank.

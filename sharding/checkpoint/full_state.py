@@ -25,8 +25,9 @@ from .tree import PerRank, leaves, mapped, name_of, opened, structure_of, ties
 
 
 def full_state_dict(state: Any, rank: int = 0) -> Any:
-    """full_state_dict(module or tree) -> on `rank` the same tree with whole tensors in host memory,
-    {} on the others.
+    """full_state_dict(module or tree) -> on `rank` the same tree with whole tensors.
+
+    They are in host memory; the other ranks get {}.
 
         rank 0   [a]        [a b]
         rank 1   [b]   ->   {}
@@ -76,8 +77,9 @@ def whole_on(leaf: Any, rank: int, world: World) -> Any:
 def load_full_state_dict(
     module: nn.Module, state: Any, rank: int = 0, *, optimizer: Optimizer | None = None
 ) -> None:
-    """load_full_state_dict(module, state): load the whole tensors of `rank` into a module; every
-    rank receives its boxes.
+    """load_full_state_dict(module, state): load the whole tensors of `rank` into a module.
+
+    Every rank receives its boxes.
 
         rank 0   [a b]        [a]
         rank 1   None    ->   [b]

@@ -131,8 +131,9 @@ def _read_parts(
 
 
 class _Index(NamedTuple):
-    """The path and step of the checkpoint that rank 0 found, and the lengths of its manifest and
-    index; or why there is none.
+    """The checkpoint that rank 0 has chosen, or why there is none.
+
+    Its path and step, and the lengths of its manifest and index.
     """
 
     path: str = ""
@@ -204,8 +205,9 @@ def _broadcast(group: Group, text: bytes, length: int) -> bytes:
 
 
 def _locate(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
-    """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its
-    name does not matter.
+    """Return the checkpoint's folder and the step in its name.
+
+    If `dir` is a checkpoint itself, its name does not matter.
     """
     if step is None and os.path.lexists(dir / folders.METADATA):
         return dir, None
@@ -279,8 +281,9 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
 
 
 def _sharing(world: World) -> range:
-    """Return the ranks that share the pieces they read: those of a node, if data is sent over
-    devices or between threads.
+    """Return the ranks that share the pieces they read.
+
+    Those of a node, if data is sent over devices or between threads.
 
     Over sockets (gloo) only this rank: reading from the page cache of the host is faster.
     """

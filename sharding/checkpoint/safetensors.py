@@ -85,8 +85,9 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 class _FileOffset(NamedTuple):
-    """The file of a tensor, its bytes (memory-mapped once, so that all tensors are one writer's),
-    and the offset of the first.
+    """The file of a tensor, its bytes, and the offset of the first.
+
+    The bytes are memory-mapped once, so that all tensors are one writer's.
     """
 
     path: Path
@@ -229,8 +230,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _aliases(metadata: Any) -> dict[str, str]:
-    """Return the tied names in a file's metadata, where `safetensors.torch.save_model` too writes
-    the name that is stored.
+    """Return the tied names in a file's metadata.
+
+    `safetensors.torch.save_model` too writes there the name that is stored.
     """
     return (
         {name: stored_name for name, stored_name in metadata.items() if name != "format"}
@@ -248,8 +250,9 @@ def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
-    """Return the header, the offset of the data, and the bytes of the file, which is opened once: a
-    writer may replace it meanwhile.
+    """Return the header, the offset of the data, and the bytes of the file.
+
+    It is opened once: a writer may replace it meanwhile.
 
     The safetensors library checks it: names, dtypes, shapes, and that the tensors fill the file
     without holes or overlaps.
@@ -278,8 +281,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
 
 
 def _opened_path(path: Path, file: io.FileIO) -> Path:
-    """Return a path of an open file that stays its own when another takes its place, where the
-    system has one (Linux).
+    """Return a path of an open file that stays its own when another takes its place.
+
+    Where the system has one (Linux).
     """
     opened_path = Path(f"/proc/self/fd/{file.fileno()}")
     return opened_path if opened_path.exists() else path
@@ -334,8 +338,9 @@ def save_safetensors(
     *,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """save_safetensors(tree, path): write whole tensors to one file on `rank`, which gathers one
-    tensor at a time.
+    """save_safetensors(tree, path): write whole tensors to one file on `rank`.
+
+    It gathers one tensor at a time.
 
     Args:
         tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by
@@ -415,8 +420,9 @@ def _bytes_of(size: int | str | None) -> float:
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tensor]]:
-    """Return the tensors file by file, in order; in each file the largest elements first, so that
-    each tensor is aligned.
+    """Return the tensors file by file, in order.
+
+    In each file the largest elements come first, so that each tensor is aligned.
     """
     shards: list[dict[str, Tensor]] = [{}]
     room = limit

@@ -177,14 +177,16 @@ class AsyncSave(Pending[Checkpoint]):
         self._result = checkpoint, []
 
     def done(self) -> bool:
-        """Return whether this rank's thread has ended: on rank 0, whether the checkpoint is
-        complete or has failed.
+        """Return whether this rank's thread has ended.
+
+        On rank 0, whether the checkpoint is complete or has failed.
         """
         return not self._thread.is_alive()
 
     def wait(self) -> Checkpoint:
-        """Wait for the checkpoint to be complete and return it. Every rank calls it; later calls
-        return or raise the same.
+        """Wait for the checkpoint to be complete and return it.
+
+        Every rank calls it; later calls return or raise the same.
 
         Raises:
             CheckpointError: as `save`.

@@ -79,8 +79,9 @@ def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
 def start_copies(
     tensors: Sequence[Tensor], world: World
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start copying tensors of devices to memory kept for this world; return the copies and a
-    function that waits for their values.
+    """Start copying tensors of devices to memory that this world reuses.
+
+    Return the copies and a function that waits for their values.
     """
     starts = [0]
     for x in tensors:

@@ -1,5 +1,8 @@
-"""`state_dict` and `load_state_dict`: the state of a module and its optimizer by parameter name,
-without communication. `RandomState`: that of the random number generators."""
+"""`state_dict` and `load_state_dict`: the state of a module and its optimizer by name.
+
+The names are those of parameters; nothing is communicated. `RandomState`: the state of the random
+number generators.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout.layout import Layout
+from ..ops.torch_compile import ORIGINAL
 from ..tensor.random import get_rng_state, set_rng_state
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PartialModel, Path, PerRank, StoredDict, ties
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-_WRAPPED = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
+_WRAPPED = (ORIGINAL, _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
 _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -157,8 +161,9 @@ def _own_optimizer(model: PartialModel, stored: Mapping[str, Any]) -> dict[str, 
 def _state_by_number(
     numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Return the state by number, as the optimizer has it. A group takes the settings of the group
-    of its first parameter.
+    """Return the state by number, as the optimizer has it.
+
+    A group takes the settings of the group of its first parameter.
     """
     number = {name: i for i, name in enumerate(names)}
     by_name = {
@@ -189,8 +194,9 @@ def _state_by_number(
 def optimizer_layouts(
     parameters: Mapping[Any, Tensor],
 ) -> Callable[[Path, Sequence[int]], Layout | None]:
-    """Return the layout function of optimizer state: that of the parameter if shapes are equal,
-    else whole on every rank.
+    """Return the layout function of optimizer state.
+
+    The layout is that of the parameter if shapes are equal, else whole on every rank.
     """
 
     def layout_of(path: Path, shape: Sequence[int]) -> Layout | None:

@@ -76,8 +76,9 @@ class WholeModel(Protocol):
 
 @runtime_checkable
 class PartialModel(Protocol):
-    """A model of which each rank has some parameters, such as a pipeline; its state is that of the
-    whole model on every rank.
+    """A model of which each rank has some parameters, such as a pipeline.
+
+    Its state is that of the whole model on every rank.
     """
 
     whole: Any  # a WholeModel
@@ -109,8 +110,9 @@ def is_stateful(value: Any) -> bool:
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the `(key, child)` pairs of a container, None for a leaf. Lists and tuples of plain
-    values are leaves, as in torch.
+    """Return the `(key, child)` pairs of a container, None for a leaf.
+
+    Lists and tuples of plain values are leaves, as in torch.
     """
     if isinstance(tree, Leaf):
         return None
@@ -246,8 +248,9 @@ def _as_structure(nested: Any) -> Structure:
 
 
 def child_of(structure: Structure, key: Any) -> Structure:
-    """Return the part of a structure under a key, None if there is none. Torch's own checkpoints
-    have strings for integers.
+    """Return the part of a structure under a key, None if there is none.
+
+    Torch's own checkpoints have strings for integers.
     """
     if not isinstance(structure, dict):
         return None
@@ -305,8 +308,9 @@ def _partial_models(tree: Any, path: Path) -> Iterator[tuple[Path, PartialModel]
 
 
 def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of the modules in a tree by name, in the order of its state;
-    with `of_leaves` also the tensors that are leaves.
+    """Yield the parameters and buffers of the modules in a tree by name.
+
+    In the order of its state; with `of_leaves` also the tensors that are leaves.
     """
     if isinstance(tree, nn.Module):
         saved = tree.state_dict(keep_vars=True)

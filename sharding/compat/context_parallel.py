@@ -40,8 +40,9 @@ class _RotateMethod:
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Choose how `context_parallel` moves keys and values, from now on: "allgather" (the default)
-    gathers them, "alltoall" rotates them.
+    """Choose how `context_parallel` moves keys and values, from now on.
+
+    "allgather" (the default) gathers them, "alltoall" rotates them.
 
     They are the methods "all_gather" and "ring" of `sm.parallel.context_parallel_attention`;
     results are the same.
@@ -69,8 +70,9 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """with context_parallel(mesh["cp"], buffers=[...], buffer_seq_dims=[...]): attention over
-    sequences split over the mesh, in torch's form.
+    """with context_parallel(mesh["cp"], buffers=[...], buffer_seq_dims=[...]): ...
+
+    Attention over sequences split over the mesh, in torch's form.
 
     In the block each buffer is this rank's part of its sequence, in the balanced order of
     `balance_sequence`, and `F.scaled_dot_product_attention` of plain tensors computes as

@@ -1,4 +1,5 @@
-"""`torch.distributed.tensor` names whose counterparts have another name or signature here;
+"""`torch.distributed.tensor` names whose counterparts differ here in name or signature.
+
 docs/from_dtensor.md lists them all.
 """
 
@@ -24,8 +25,9 @@ _OWN_NAMES = {
 
 
 class CommCounts(Counter[str]):
-    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
-    "permute", "broadcast" ...
+    """Launches by collective.
+
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast" ...
 
     torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
     """
@@ -36,8 +38,9 @@ class CommCounts(Counter[str]):
 
 
 class CommDebugMode:
-    """with CommDebugMode() as mode: count the collectives of this rank inside the block; entering
-    it resets the counts.
+    """with CommDebugMode() as mode: count the collectives of this rank inside the block.
+
+    Entering it resets the counts.
 
     `comm_budget` counts bytes as well, and reports them by line.
 

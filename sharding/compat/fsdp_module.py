@@ -19,8 +19,9 @@ from ..parallel.data.unit import Unit, unit_of, units_in
 
 
 class UnshardHandle(Pending[None]):
-    """The handle of `FSDPModule.unshard(async_op=True)`: after `wait()` the parameters are in the
-    module.
+    """The handle of `FSDPModule.unshard(async_op=True)`.
+
+    After `wait()` the parameters are in the module.
 
     Source: `torch.distributed.fsdp.UnshardHandle`.
     """

@@ -194,8 +194,9 @@ def _check_places(
     examine: bool,
     redistribute: bool,
 ) -> None:
-    """Raise a ValueError for placements of values that are not tensors, and for arguments with
-    another layout than required.
+    """Raise a ValueError for placements that do not fit the arguments.
+
+    Placements of values that are not tensors, and arguments with another layout than required.
     """
     for i, (x, place, grad_place) in enumerate(zip(flat, placed, placed_grads, strict=True)):
         if not isinstance(x, Tensor) and (place, grad_place) != (None, None):

@@ -20,8 +20,9 @@ _LOSSES: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_lo
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """with loss_parallel(): `F.cross_entropy` and `F.nll_loss` of logits split by classes take
-    plain targets, as in torch.
+    """with loss_parallel(): let losses of logits split by classes take plain targets.
+
+    These are `F.cross_entropy` and `F.nll_loss`, as in torch.
 
         logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss, no gather
 

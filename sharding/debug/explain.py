@@ -144,8 +144,9 @@ class Explanation:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that a rank holds at one time: its part before, its part after,
-        intermediate results and buffers.
+        """The most bytes that a rank holds at one time.
+
+        Its part before, its part after, intermediate results and buffers.
         """
         return peak_bytes(self.steps, self.plan.src)
 

@@ -131,8 +131,9 @@ class _OperatorCall:
     infs: bool
 
     def is_bad(self, x: Tensor, arguments: Callable[[], Iterable[Any]]) -> bool:
-        """Return whether a result has a bad value; `arguments` returns the arguments, which are
-        checked if the result is infinite.
+        """Return whether a result has a bad value.
+
+        `arguments` returns the arguments, which are checked if the result is infinite.
         """
         if _is_finite(x):
             return False

@@ -68,8 +68,9 @@ class Panel:
 
     @cached_property
     def parts(self) -> tuple[DrawnBox, ...]:
-        """The boxes that can be seen, each once, in mesh order of their first holders; no empty
-        ones.
+        """The boxes that can be seen, each once, in mesh order of their first holders.
+
+        Empty ones are left out.
         """
         by_box: dict[Box, DrawnBox] = {}
         for coordinate, box in self.layout.boxes():
@@ -95,8 +96,9 @@ class Panel:
         )
 
     def _label(self, coordinate: Sequence[int]) -> str:
-        """Return the coordinates of the holders: ranks hold the same box if they differ only along
-        axes that split nothing.
+        """Return the coordinates of the holders of a box.
+
+        Ranks hold the same box if they differ only along axes that split nothing.
         """
         mesh, split, pending = self.layout.mesh, self.layout.dim_of, self.layout.pending
         return ",".join(
@@ -117,8 +119,9 @@ def _check_few_ranks(mesh: AbstractMesh, instead: str) -> None:
 
 
 def plan_panels(plan: Plan) -> list[Panel]:
-    """Return panels of the layouts before, after each step and at the end, in two dims that are
-    split in one of them.
+    """Return panels of the layouts before, after each step and at the end.
+
+    In two dims that are split in one of them.
 
     Raises:
         ValueError: a mesh of more than `MAX_RANKS` ranks.

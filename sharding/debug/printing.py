@@ -15,8 +15,10 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def print(text: str, *values: Any, **named: Any) -> None:
-    """Print a text with values in it, in each call: inside `sm.jit` as a part of the graph, where
-    Python's `print` runs only while the graph is recorded, and reading a tensor ends it.
+    """Print a text with values in it, in each call.
+
+    Inside `sm.jit` it is a part of the graph. Python's `print` runs only while the graph is
+    recorded, and reading a tensor ends it.
 
     Each rank prints. A tensor of one element is formatted as a number. A `ShardedTensor` that is
     replicated is shown as a tensor; of one that is split or pending, this rank's part, and the
@@ -67,12 +69,12 @@ class _Show:
         self.__name__ = "print"
 
     def __call__(self, *values: Any) -> None:
-        shown = [_shown(x, layout) for x, layout in zip(values, self.layouts, strict=True)]
+        shown = [_value_text(x, layout) for x, layout in zip(values, self.layouts, strict=True)]
         named = dict(zip(self.names, shown[self.count :], strict=True))
         sys.stdout.write(self.text.format(*shown[: self.count], **named) + "\n")
 
 
-def _shown(x: Any, layout: Layout | None) -> Any:
+def _value_text(x: Any, layout: Layout | None) -> Any:
     if not isinstance(x, Tensor) or x.is_meta:
         return x
     with torch._C._DisableTorchDispatch():

@@ -83,8 +83,9 @@ def visualize(
 
 
 def layout_of(x: Any, function: str) -> Layout:
-    """Return the layout of a `ShardedTensor`, or a layout itself; `function` is the name of the
-    public function, for errors.
+    """Return the layout of a `ShardedTensor`, or a layout itself.
+
+    `function` is the name of the public function, for errors.
 
     Raises:
         TypeError: `x` is something else.

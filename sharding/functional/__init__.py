@@ -1,3 +1,4 @@
-"""The functional API: functions of local tensors mapped over a mesh, collectives by axis name,
-types, gradients.
+"""The functional API.
+
+Functions of local tensors mapped over a mesh, collectives by axis name, types, gradients.
 """

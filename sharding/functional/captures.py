@@ -1,5 +1,6 @@
-"""Tensors that a mapped function closes over: each becomes an argument when the function first uses
-it.
+"""Tensors that a mapped function closes over.
+
+Each becomes an argument when the function first uses it.
 
     f = shard_map(lambda x: x @ w, ...)     w is sharded, or requires grad
     f(x)     runs as     shard_map(lambda x, w: x @ w, ...)(x, w)
@@ -75,8 +76,9 @@ class Captures:
         ]
 
     def local(self, x: Any) -> Any:
-        """Return the local part of a tensor that is captured and sharded or requires grad; anything
-        else itself.
+        """Return the local part of a captured tensor, anything else itself.
+
+        A tensor is captured if it is sharded or requires grad, and is no argument.
 
         Raises:
             ShardingTypeError: a sharded one on a mesh that the function is not mapped over.
@@ -89,15 +91,17 @@ class Captures:
         return self._add(x) if isinstance(x, Tensor) and self.is_captured(x) else x
 
     def is_foreign(self, x: ShardedTensor) -> bool:
-        """Return whether a sharded tensor is not a tensor of this function on the axes that stay
-        global.
+        """Return whether a sharded tensor comes from outside of this function.
+
+        Those of the function itself lie on the axes that stay global.
         """
         auto_mesh, axes = self._auto_mesh, x._layout.mesh.axis_names
         return auto_mesh is None or any(axis in self._env.names for axis in axes)
 
     def check_inside(self, x: ShardedTensor, what: str) -> None:
-        """Raise ShardingTypeError if `what`, which works on whole tensors, is called on a captured
-        tensor that requires grad.
+        """Raise ShardingTypeError if `what` is called on a captured tensor that requires grad.
+
+        `what` works on whole tensors.
         """
         if self.is_foreign(x) and x._local.requires_grad and torch.is_grad_enabled():
             raise ShardingTypeError(
@@ -146,8 +150,9 @@ class Captures:
     def replaced(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]] | None:
-        """Return the arguments of an operator with local parts in place of captured tensors; None
-        if there are none.
+        """Return the arguments of an operator with local parts in place of captured tensors.
+
+        None if there are none.
 
         Raises:
             ShardingTypeError: the operator would write to a captured tensor.
@@ -174,8 +179,9 @@ class Captures:
 
 
 class ReplayCaptures(TorchFunctionMode):
-    """Replace captured tensors by their local parts while backward recomputes a piece of a mapped
-    function.
+    """Replace captured tensors by their local parts while backward recomputes.
+
+    It recomputes a piece of a mapped function.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -199,7 +205,8 @@ class ReplayCaptures(TorchFunctionMode):
 
 
 def replace_captures(tree: Any, captures: CapturedTensors | None) -> Any:
-    """Return the tree with local parts in place of tensors that the running mapped function closes
-    over.
+    """Return the tree with local parts in place of captured tensors.
+
+    Those are tensors that the running mapped function closes over.
     """
     return tree if captures is None else pytree.tree_map(captures.local, tree)

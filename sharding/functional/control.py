@@ -23,8 +23,9 @@ from .transforms import gradients
 def cond(
     pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
-    """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else
-    false_fun(*operands).
+    """cond(pred, true_fun, false_fun, *operands) -> the result of one of the functions.
+
+    true_fun(*operands) if pred else false_fun(*operands).
 
     Args:
         pred: a scalar tensor or a number. Under `vmap`, if it depends on the example, both
@@ -46,8 +47,9 @@ def cond(
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """switch(index, branches, *operands) -> branches[index](*operands), with the index clamped to
-    the range.
+    """switch(index, branches, *operands) -> branches[index](*operands).
+
+    The index is clamped to the range.
 
     Args:
         index: a scalar integer tensor or a number. Under `vmap`, if it depends on the example, all
@@ -77,8 +79,9 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 def while_loop(
     cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
 ) -> Any:
-    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false,
-    updated by value = body_fun(value).
+    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false.
+
+    Each step is value = body_fun(value).
 
     Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all
     examples; finished ones keep their values.
@@ -107,8 +110,9 @@ def fori_loop(
     *,
     unroll: Any = None,
 ) -> Any:
-    """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value)
-    for each i from lower to upper - 1.
+    """fori_loop(lower, upper, body_fun, init_val) -> the last value of a loop.
+
+    Each step is value = body_fun(i, value), with i from lower to upper - 1.
 
     Args:
         lower, upper: numbers, or integer scalar tensors that do not depend on the example of a
@@ -137,8 +141,9 @@ def scan(
     *,
     remat: bool = False,
 ) -> tuple[Any, Any]:
-    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x along dim 0 of
-    xs; stack the ys along a new dim 0.
+    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x in turn.
+
+    The xs are taken along dim 0; the ys are stacked along a new dim 0.
 
     Args:
         f: takes the carry and a tree like `xs` without the first dim.
@@ -163,7 +168,7 @@ def scan(
     step = gradients.remat(f) if remat else f
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
-        carry, y = _stepped(
+        carry, y = _step(
             step, carry, pytree.tree_unflatten([x if x is None else x[i] for x in leaves], tree)
         )
         ys.append(y)
@@ -171,14 +176,14 @@ def scan(
         ys.reverse()
     if not ys:
         nothing = [x if x is None else x.new_zeros(x.shape[1:]) for x in leaves]
-        _, y = _stepped(f, init, pytree.tree_unflatten(nothing, tree))
+        _, y = _step(f, init, pytree.tree_unflatten(nothing, tree))
         return carry, pytree.tree_map(
             lambda leaf: torch.stack([leaf])[:0] if isinstance(leaf, Tensor) else leaf, y
         )
-    return carry, pytree.tree_map(_stacked, *ys)
+    return carry, pytree.tree_map(_stack, *ys)
 
 
-def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
+def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     out = f(carry, x)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(
@@ -189,7 +194,7 @@ def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any
     return out[0], out[1]
 
 
-def _stacked(*ys: Any) -> Any:
+def _stack(*ys: Any) -> Any:
     if ys[0] is None:
         return None
     return torch.stack([y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys])

@@ -1,5 +1,6 @@
-"""Arguments of a mapped function: the layout that each must have, and the part of it that the
-function receives.
+"""Arguments of a mapped function.
+
+The layout that each must have, and the part of it that the function receives.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def make_input_spec(
     names: Sequence[str],
     auto_mesh: DeviceMesh | None,
 ) -> InputSpec:
-    """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf
-    keeps its layout.
+    """Return the input spec of a leaf for a spec of the manual axes.
+
+    If that is None, the leaf keeps its layout.
 
     Raises:
         TypeError: a sharded tensor passed as static.
@@ -97,7 +99,7 @@ def make_input_spec(
         manual = fitting_spec(path, spec, mesh, len(src.shape))
     check_manual(path, manual, names)
     _check_sums(path, manual)
-    with _named(path):
+    with _error_with_path(path):
         dst = src.replace(_with_global(manual, src.spec, names))
     part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
@@ -106,15 +108,16 @@ def make_input_spec(
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
-    """Return the spec as a `P` with an entry for each dim. Raises: ValueError, with the path, if it
-    does not fit the mesh or the tensor.
+    """Return the spec as a `P` with an entry for each dim.
+
+    Raises: ValueError, with the path, if it does not fit the mesh or the tensor.
     """
-    with _named(path):
+    with _error_with_path(path):
         return as_spec(spec, mesh.axis_names, ndim)
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def _error_with_path(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -161,8 +164,9 @@ def _check_sums(path: str, spec: P) -> None:
 
 
 def _with_global(manual: P, spec: P, names: Sequence[str]) -> P:
-    """Return the spec with the manual axes of `manual`, which split first, and the other axes of
-    `spec`.
+    """Return the spec with the manual axes of `manual`, and the other axes of `spec`.
+
+    The manual axes split first.
     """
     if set(spec.axes) <= set(names):
         return manual
@@ -201,7 +205,7 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
     parts = [_local(leaf, arg) for leaf, arg in zip(leaves, inputs, strict=True)]
     moving = [i for i, arg in enumerate(inputs) if arg.src is not arg.dst]
     if moving:
-        moved = _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving])
+        moved = _redistribute_parts(name, [parts[i] for i in moving], [inputs[i] for i in moving])
         for i, part in zip(moving, moved, strict=True):
             parts[i] = part
     return [
@@ -211,8 +215,9 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
 
 
 def check_transform(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError inside a transform of torch.func that is around the mapped function, or
-    has wrapped its arguments.
+    """Raise RuntimeError inside a transform of torch.func.
+
+    One that is around the mapped function, or has wrapped its arguments.
     """
     if current_axis_env() is None:
         refuse_foreign(f"shard_map({name})")
@@ -235,7 +240,7 @@ def _local(leaf: Any, arg: InputSpec) -> Any:
     return known_local(from_local(leaf, arg.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
 
 
-def _redistributed(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:
+def _redistribute_parts(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:
     pairs: Any = [(arg.src, arg.dst) for arg in inputs]
     if len(pairs) == 1:
         return [redistribute_local(parts[0], *pairs[0])]
@@ -266,8 +271,9 @@ class InputMutationCheck:
         self.versions = [_version(*each) for each in zip(leaves, parts, inputs, strict=True)]
 
     def error(self, checker: Any) -> ShardingTypeError | None:
-        """Return the error of a function that wrote a varying value to a replicated argument, or to
-        a part of one; None if it did not.
+        """Return the error of a function that wrote a varying value to a replicated argument.
+
+        Or to a part of one. None if it did not.
         """
         for tag, version, part, arg in zip(
             self.tags, self.versions, self.parts, self.inputs, strict=True
@@ -303,8 +309,9 @@ def _version_of(x: Any) -> int:
 
 
 def _version(leaf: Any, part: Any, arg: InputSpec) -> int | None:
-    """Return the autograd version of a part that shares memory with an argument of which more ranks
-    have copies; None otherwise.
+    """Return the autograd version of a part that shares memory with a replicated argument.
+
+    Of such an argument more ranks have copies. None for other parts.
     """
     src, dst = arg.src, arg.dst
     if src is None or dst is None or src.replicated_axes == dst.replicated_axes:
@@ -324,4 +331,4 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     )
 
 
-DESCRIBERS[_redistributed.__code__] = _describe
+DESCRIBERS[_redistribute_parts.__code__] = _describe

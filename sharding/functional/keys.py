@@ -1,5 +1,6 @@
-"""Random keys, as in JAX: a value determines the random numbers, and its type says which ranks draw
-the same.
+"""Random keys, as in JAX.
+
+A value determines the random numbers, and its type says which ranks draw the same.
 
 key = sm.random.key(0)                                       the same on every rank
 with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank
@@ -44,8 +45,9 @@ def key(seed: int) -> Key:
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """fold_in(key, data) -> a new key made from a key and a number; it varies over the axes over
-    which they vary.
+    """fold_in(key, data) -> a new key made from a key and a number.
+
+    It varies over the axes over which they vary.
 
     Args:
         key: a key.
@@ -64,8 +66,9 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
 
 def _splitmix(x: int) -> int:
-    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `x`, cut to 63 bits, which
-    any generator accepts as a seed.
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `x`, cut to 63 bits.
+
+    Any generator accepts it as a seed.
     """
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -75,8 +78,9 @@ def _splitmix(x: int) -> int:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """with seeded(key): draw random numbers from the key; afterwards generators continue as if
-    nothing had been drawn.
+    """with seeded(key): draw random numbers from the key.
+
+    Afterwards generators continue as if nothing had been drawn.
 
     Inside a mapped function the numbers are known to be the same on the ranks that have the same
     key. Random numbers of `ShardedTensor`s are drawn from it too.

@@ -1,5 +1,6 @@
-"""Results of a mapped function: turn local parts into `ShardedTensor`s, and check them when a
-signature is new.
+"""Results of a mapped function.
+
+Turn local parts into `ShardedTensor`s, and check them when a signature is new.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def with_lineage(lineage: int, out: Any) -> Any:
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:
-    """Return the ids of the tensors that went in: a result that is one of them must be a new
-    object, with a separate gradient.
+    """Return the ids of the tensors that went in.
+
+    A result that is one of them must be a new object, with a separate gradient.
     """
     return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
 
@@ -185,8 +187,9 @@ def infer_outputs(
     manual_mesh: DeviceMesh,
     compare: bool,
 ) -> list[OutputSpec]:
-    """Return the layouts of the results of the first call with a signature, after an exchange of
-    their shapes.
+    """Return the layouts of the results of the first call with a signature.
+
+    After an exchange of their shapes.
 
     Args:
         error: an error of this rank's results; then every rank raises.
@@ -226,9 +229,10 @@ def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
 
 
 def _gather_facts(group: Group, facts: T) -> dict[int, T]:
-    """Return the facts of every rank. A null world has no other ranks: each is taken to be like
-    this one, and nothing is counted, so that a program's report there shows calls with known
-    signatures.
+    """Return the facts of every rank.
+
+    A null world has no other ranks: each is taken to be like this one, and nothing is counted, so
+    that a program's report there shows calls with known signatures.
     """
     if isinstance(group, NullGroup):
         return dict.fromkeys(group.ranks, facts)
@@ -244,8 +248,9 @@ DESCRIBERS[infer_outputs.__code__] = _name
 
 
 def _describe_result(x: Any, compare: bool) -> Any:
-    """Return the facts about a result that other ranks need: dtype, shape, and a digest of its
-    values if they are to be compared.
+    """Return the facts about a result that other ranks need.
+
+    Dtype, shape, and a digest of its values if they are to be compared.
     """
     if not isinstance(x, Tensor):
         return None
@@ -263,8 +268,9 @@ def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> Non
 
 
 def _check_alike(tensors: dict[int, list[bool]]) -> None:
-    """Raise ShardingTypeError if ranks returned different numbers of results, or a tensor where
-    others returned another object.
+    """Raise ShardingTypeError if ranks returned different kinds or numbers of results.
+
+    One kind are tensors, the other any other object.
     """
     first, *others = tensors
     other = next((rank for rank in others if tensors[rank] != tensors[first]), None)
@@ -283,9 +289,7 @@ def _kinds(tensors: list[bool]) -> str:
 def _check_equal(
     path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_mesh: DeviceMesh
 ) -> None:
-    """Raise ShardingTypeError if a rank's values differ from those of another rank that should hold
-    the same.
-    """
+    """Raise ShardingTypeError if the values of ranks that should be equal differ."""
     named = [manual_mesh.axis_index(axis) for axis in spec.axes]
     first: dict[Any, Any] = {}
     for place, part in parts.items():

@@ -1,5 +1,6 @@
-"""Compare the arguments and results of a mapped function between the ranks that should hold the
-same.
+"""Compare the arguments and results of a mapped function between ranks.
+
+Between those that should hold the same.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _SAMPLE = 1 << 20  # elements of a tensor that are compared when a signature is 
 
 
 def sampled_digest(x: Tensor) -> int | None:
-    """Return a hash of evenly spread elements, few enough to be cheap; None on the meta device,
-    which has no values.
+    """Return a hash of evenly spread elements, few enough to be cheap.
+
+    None on the meta device, which has no values.
     """
     flat = innermost(_plain(x)).detach().reshape(-1)  # the values of all examples
     return None if flat.is_meta else int(bit_hash(flat[:: max(1, flat.numel() // _SAMPLE)]))

@@ -35,7 +35,7 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import MeshLayouts
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
-from ..ops.torch_compile import keep_compiler_out, not_compiled
+from ..ops.torch_compile import ORIGINAL, keep_compiler_out, not_compiled
 from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import paths_of, unflatten
@@ -80,8 +80,9 @@ def shard_map(
     check: bool | str | None = None,
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
-    """shard_map(f, mesh=, in_specs=, out_specs=) -> a function of `ShardedTensor`s that runs f on
-    the local tensors of each rank.
+    """shard_map(f, mesh=, in_specs=, out_specs=) -> f on the local tensors of each rank.
+
+    A function of `ShardedTensor`s.
 
         @sm.shard_map(mesh=mesh, in_specs=(P("dp", None), P(None, "tp")), out_specs=P("dp", "tp"))
         def matmul(a, b):          # plain tensors: this rank's rows of a, its columns of b
@@ -187,8 +188,11 @@ class CachedCall:
     fast: bool = False
 
     def may_be_trusted(self) -> bool:
-        """Return whether types need no more tracking: outputs are known, nothing is captured, and
-        the backward of every custom function was checked or did not run in the first calls."""
+        """Return whether types need no more tracking.
+
+        Outputs are known, nothing is captured, and the backward of every custom function was
+        checked or did not run in the first calls.
+        """
         enough = self.uneven or self.tracked_calls > _MAX_TRACKED_CALLS
         checked = all(
             call.is_checked or (enough and not call.must_be_checked) for call in self.custom_calls
@@ -231,8 +235,9 @@ class Mapped:
             return with_lineage(lineage, self._call_cached(args, kwargs))
 
     def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a known signature of `ShardedTensor`s on the shortest path; leave everything else to
-        `_call`.
+        """Run a known signature of `ShardedTensor`s on the shortest path.
+
+        Leave everything else to `_call`.
         """
         outer = current_mapped_env()
         key: list[Any] = [outer, is_grad_enabled()]
@@ -319,8 +324,9 @@ class Mapped:
         return cached
 
     def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:
-        """Return the cached calls on a mesh. This function must not keep alive a mesh that only
-        arguments had.
+        """Return the cached calls on a mesh.
+
+        This function must not keep alive a mesh that only arguments had.
         """
         if self.mesh is not None:
             return self._calls
@@ -475,8 +481,9 @@ class Mapped:
         error: Exception | None,
         captures: Captures,
     ) -> Any:
-        """Return the results as `ShardedTensor`s, after all checks; `error` is what an earlier
-        check has found.
+        """Return the results as `ShardedTensor`s, after all checks.
+
+        `error` is that of an earlier check.
         """
         leaves, _ = pytree.tree_flatten(out)
         paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
@@ -539,7 +546,8 @@ def any_requires_grad(constants: Sequence[ref[Tensor]]) -> bool:
 
 
 def uncompiled(f: Any) -> Any:
-    """Return the function that was passed to `torch.compile`, since types are tracked operator by
-    operator.
+    """Return the function that was passed to `torch.compile`.
+
+    Types are tracked operator by operator.
     """
-    return getattr(f, "_torchdynamo_orig_callable", getattr(f, "_orig_mod", f))
+    return getattr(f, "_torchdynamo_orig_callable", getattr(f, ORIGINAL, f))

@@ -25,8 +25,9 @@ STATIC = _Static()
 
 
 def _is_spec(x: Any) -> bool:
-    """Return whether this is the spec of one leaf: a `P`, a placement for each axis, or None; or a
-    sharding, which `specs_for` refuses.
+    """Return whether this is the spec of one leaf.
+
+    A `P`, a placement for each axis, or None; or a sharding, which `specs_for` refuses.
     """
     return (
         x is None
@@ -59,8 +60,9 @@ def specs_for(name: str, specs: Any, tree: Any) -> list[Any]:
 
 
 def leaves_of(args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """Return the leaves of the arguments and their tree, which is None if each argument is
-    a leaf.
+    """Return the leaves of the arguments and their tree.
+
+    The tree is None if each argument is a leaf.
     """
     if any(
         (not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES) or isinstance(x, tuple)

@@ -1,5 +1,6 @@
-"""`typeof`: the layout of a sharded tensor, and inside a mapped function the axes over which a
-value varies.
+"""`typeof`: the layout of a sharded tensor.
+
+Inside a mapped function, the axes over which a value varies.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have different data, JAX's `vma`. Raises: RuntimeError
-        if types are not tracked.
+        """The manual axes along which ranks have different data, JAX's `vma`.
+
+        Raises: RuntimeError if types are not tracked.
         """
-        return self._known().varying
+        return self._known_type().varying
 
     vma = varying
 
     @property
     def pending(self) -> frozenset[str]:
         """The manual axes over which the value is a share of a sum. Raises: as `varying`."""
-        return self._known().pending
+        return self._known_type().pending
 
     @property
     def spec(self) -> P | None:
         """The spec of the layout."""
         return None if self.layout is None else self.layout.spec
 
-    def _known(self) -> Type:
+    def _known_type(self) -> Type:
         if self._type is None:
             raise RuntimeError(
                 "typeof inside a mapped function: the axes over which the value varies are not "

@@ -97,7 +97,7 @@ class Layout:
         except AttributeError:  # the first one of the mesh
             layout = None
         except TypeError:  # not hashable
-            return _interned(
+            return _intern(
                 mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
             )
         if layout is None:
@@ -107,7 +107,7 @@ class Layout:
                     f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a "
                     "sharding on that mesh"
                 )
-            layout = _interned(
+            layout = _intern(
                 mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
             )
             keep(MeshLayouts.of(mesh).recent, key, layout, _LIMIT)
@@ -135,7 +135,7 @@ class Layout:
         for the many that a planner tries.
         """
         recent = self.mesh.cache.recent  # type: ignore[union-attr]
-        return recent.get((spec, self.shape, self.dtype)) or _interned(
+        return recent.get((spec, self.shape, self.dtype)) or _intern(
             self.mesh, spec, self.shape, self.dtype, is_cached=False
         )
 
@@ -209,8 +209,9 @@ class Layout:
 
     @cached_property
     def _cuts(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
-        """Per dim the cut into parts of given sizes, if any, and the index and size of each axis
-        that chunks those further.
+        """Per dim, the cut into parts of given sizes, and the axes that chunk those further.
+
+        None stands for no such cut; of each axis there are the index and the size.
         """
         per_dim = []
         for cuts in self.spec.cuts:
@@ -346,8 +347,9 @@ def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`: equal,
-    the last ones short or empty.
+    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`.
+
+    They are equal, but the last ones may be short or empty.
     """
     step = -(-(stop - start) // parts)
     low = min(start + index * step, stop)
@@ -406,7 +408,7 @@ class MeshLayouts:
             layout.caches.clear()
 
 
-def _interned(
+def _intern(
     mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True
 ) -> Layout:
     if spec.sizes:

@@ -247,8 +247,9 @@ def make_spec(
     unreduced: tuple[tuple[str, str], ...],
     sizes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...],
 ) -> P:
-    """Return a `P` from its attributes: a function by a global name, so that `torch.load` can be
-    told to trust it.
+    """Return a `P` from its attributes.
+
+    A function by a global name, so that `torch.load` can be told to trust it.
     """
     return P(*dims, unreduced=dict(unreduced), sizes=dict(sizes))
 

@@ -119,8 +119,9 @@ def title(layout: Layout, max_chars: int = 160) -> str:
 
 
 def pending_mark(layout: Layout) -> str:
-    """Return the mark after ranks that hold contributions: `+` for a sum, ` max` and so on for
-    other kinds, else nothing.
+    """Return the mark after ranks that hold contributions.
+
+    `+` for a sum, ` max` and so on for other kinds, else nothing.
     """
     kinds = sorted(set(layout.pending.values()))
     return "".join("+" if kind == "sum" else f" {kind}" for kind in kinds)

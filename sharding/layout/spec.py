@@ -232,9 +232,7 @@ def _check_known(spec: P, axis_names: Sequence[str]) -> None:
 
 
 def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int, str]]]) -> None:
-    """Raise ValueError unless the axes that split one dim either all have no `order` or are
-    numbered 0, 1, 2, ...
-    """
+    """Raise ValueError unless the axes that split one dim have no `order`, or 0, 1, 2, ..."""
     for dim, entries in enumerate(per_dim):
         shards = [
             p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))

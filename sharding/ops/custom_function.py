@@ -37,8 +37,9 @@ _INTERNAL = ("torch.", "torch_")
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
-    """Transfer the gradient history of a custom function's result from its wrapper to its local
-    tensor.
+    """Transfer the gradient history of a custom function's result to its local tensor.
+
+    Autograd has put it on the wrapper.
 
     With gradients off, as in the forward of another custom function, only what autograd will not
     pass to backward is kept.
@@ -67,8 +68,9 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
 
 
 def _without_gradient(node: Any, number: int) -> Tensor:
-    """Return this rank's part of a result of the function by which `torch.autograd.gradcheck`
-    passes undefined gradients to backward.
+    """Return this rank's part of a result of `gradcheck`'s function for undefined gradients.
+
+    By it `torch.autograd.gradcheck` passes undefined gradients to backward.
     """
     source = getattr(node.next_functions[number][0], "variable", None)
     if not isinstance(source, ShardedTensor):
@@ -185,7 +187,9 @@ def _run_backward(
         last = max(waiting, key=lambda n: n._sequence_nr())
         incoming = waiting.pop(last)
         context = _BackwardContext(last, results if last is node else {}, owner)
-        gradients = last._forward_cls.backward(context, *_materialized(last, incoming, gradient))
+        gradients = last._forward_cls.backward(
+            context, *_gradients_or_zeros(last, incoming, gradient)
+        )
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         if thread_context.implicit_replication:
             gradients = replicated_gradients(gradients, gradient.mesh)
@@ -205,7 +209,7 @@ def _run_backward(
     return leaf_gradients
 
 
-def _materialized(
+def _gradients_or_zeros(
     node: Any, gradients: dict[int, Any], like: ShardedTensor
 ) -> Iterable[ShardedTensor]:
     """Yield the gradients of all results of a node; zeros for those that have none."""

@@ -25,8 +25,9 @@ _LARGEST = 32
 def device_result(
     func: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the
-    device's kernel rejects it too.
+    """Return the results, as meta tensors, of a call that the meta kernel rejects.
+
+    None if the device's kernel rejects it too.
 
     A call that is rejected for its sizes stays rejected: the meta kernel accepts it when they are
     small.

@@ -1,5 +1,6 @@
-"""Operators on `ShardedTensor`s: look up a cached strategy, then call the same torch function on
-the local tensors.
+"""Operators on `ShardedTensor`s.
+
+Look up a cached strategy, then call the same torch function on the local tensors.
 
     torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  strategy, cached:
         which operands must be redistributed first, and to which layout
@@ -394,7 +395,7 @@ _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] =
 # -- running ---------------------------------------------------------------------------------------
 
 
-def _moved(
+def _redistribute_operands(
     strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments with each operand's local tensor in the layout that it must have."""
@@ -437,7 +438,7 @@ def _run(
 ) -> Any:
     """Run a strategy that does more than call the function and wrap its one result."""
     if strategy.moves:
-        local_args, local_kwargs = _moved(strategy, args, kwargs, operands)
+        local_args, local_kwargs = _redistribute_operands(strategy, args, kwargs, operands)
     if strategy.in_place:
         check_base(operands[0])
     result = strategy.func(*local_args, **local_kwargs)
@@ -485,10 +486,10 @@ def wrap(local: Tensor, layout: Layout) -> Any:
             f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its "
             "rule is wrong"
         )
-    return ShardedTensor._make(local if _is_grad_enabled() else _detached(local), layout)
+    return ShardedTensor._make(local if _is_grad_enabled() else _detach(local), layout)
 
 
-def _detached(local: Tensor) -> Tensor:
+def _detach(local: Tensor) -> Tensor:
     """Detach a local tensor and keep its mark as a view of a copy: detached, it has no base."""
     if transforming():
         return local  # detached, it would lose its tangent
@@ -510,7 +511,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
             if _is_grad_enabled():
                 out.requires_grad = True
             else:  # a view of a leaf, not to become a leaf if a custom autograd.Function returns it
-                local = _detached(local)
+                local = _detach(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]
         out._layout = layout  # type: ignore[attr-defined]

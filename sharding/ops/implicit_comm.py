@@ -30,8 +30,9 @@ MODES = ("allow", "warn", "forbid")
 
 
 class implicit_comm:
-    """implicit_comm("allow" | "warn" | "forbid"): what happens when an operator communicates
-    without being asked to.
+    """implicit_comm("allow" | "warn" | "forbid"): set what happens when operators communicate.
+
+    The policy is for communication that the program did not ask for.
 
     Applies from the call on, to this process (this rank of a simulated world); as
     `with implicit_comm(...):` until the end of the block. The default is "allow". "warn" warns once

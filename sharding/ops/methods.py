@@ -1,5 +1,6 @@
-"""The methods of `ShardedTensor` that communicate, dispatch or take part in autograd; bound to the
-class at import.
+"""The methods of `ShardedTensor` that communicate, dispatch or take part in autograd.
+
+They are bound to the class at import.
 
 The class itself, in `sharded_tensor.py`, imports none of what implements them.
 `sharding/__init__.py` imports this module.
@@ -137,8 +138,9 @@ def __reversed__(x: ShardedTensor) -> Tensor:
 
 
 def __repr__(x: ShardedTensor, **_: Any) -> str:
-    """Return `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`, with this rank's
-    values. No communication.
+    """Return the text of the tensor, with its layout and this rank's values.
+
+    `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`. No communication.
     """
     local = Tensor.__repr__(x._local.detach())
     kind = "Parameter(ShardedTensor" if getattr(x, "_is_param", False) else "ShardedTensor"

@@ -1,5 +1,6 @@
-"""Operators on a rank outside a tensor's mesh, which holds an empty part with the same autograd
-graph.
+"""Operators on a rank outside a tensor's mesh.
+
+It holds an empty part with the same autograd graph.
 
 A tensor on another mesh may depend on the result, and backward through a redistribution between two
 meshes needs the ranks of both. So a tensor requires grad here if it does elsewhere, and backward
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ...mesh.comm.thread_context import thread_context
 from ..autograd.engine_hooks import transforming
@@ -48,23 +50,23 @@ def run(
     first = operands[0]
     # whether the result requires grad depends on the first operand alone
     if func in RESULT_IS_VIEW or func in _CASTS:
-        return _wrapped(
+        return _wrap_results(
             strategy,
             _example(strategy),
             first,
             lambda t: first._local.view_as(first._local).to(t.dtype),
         )
     if not _in_graph(operands):
-        return (
-            first
-            if strategy.in_place
-            else _wrapped(strategy, _example(strategy), first, _part_on(first))
-        )
+        if not strategy.in_place:
+            return _wrap_results(strategy, _example(strategy), first, _part_on(first))
+        if not first._local.is_inference():
+            increment_version(first._local)
+        return first
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
     if not strategy.in_place:
-        return _wrapped(strategy, result, first, _part_on(first))
+        return _wrap_results(strategy, result, first, _part_on(first))
     first._local.copy_(_part_on(first)(whole[0]))
     first._sync_requires_grad()
     return first
@@ -157,7 +159,7 @@ def _example(strategy: OpStrategy) -> Any:
     )
 
 
-def _wrapped(
+def _wrap_results(
     strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]
 ) -> Any:
     """Return the whole results as `ShardedTensor`s with an empty part on this rank."""

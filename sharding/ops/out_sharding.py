@@ -45,8 +45,9 @@ KEEP = "(keep)"  # cannot be the name of a factor
 
 
 def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
-    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the
-    cheapest way known.
+    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding.
+
+    In the cheapest way known.
 
     Its communication is explicit: `sm.ops.implicit_comm("forbid")` allows it, and reports show it
     under the operator's name. Differentiable.
@@ -79,7 +80,7 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
         key.append(name)
         dispatch.locals_of([item], key, operands, func)
     targets = _known_targets(func, args, kwargs, operands, out_sharding, tuple(key))
-    moved, options = strategy.with_values(args, kwargs, _moved(operands, targets))
+    moved, options = strategy.with_values(args, kwargs, _redistribute_operands(operands, targets))
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
@@ -101,7 +102,9 @@ def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         )
 
 
-def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list[ShardedTensor]:
+def _redistribute_operands(
+    operands: Sequence[ShardedTensor], targets: Sequence[Layout]
+) -> list[ShardedTensor]:
     moving = [
         i
         for i, (x, target) in enumerate(zip(operands, targets, strict=True))
@@ -225,17 +228,18 @@ class _Search:
         self.free = factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
-        """Return the operands' layouts of the better of two searches, from unchanged operands and
-        from operands split like the result.
+        """Return the operands' layouts of the better of two searches.
+
+        One starts from unchanged operands, one from operands split like the result.
         """
         unchanged: Choices = (KEEP,) * len(self.axes)
         like_result: Choices = tuple(
             next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes
         )
-        candidates = list(map(self._improved, dict.fromkeys((unchanged, like_result))))
+        candidates = list(map(self._improve, dict.fromkeys((unchanged, like_result))))
         return self.operands(min(candidates, key=self.price))
 
-    def _improved(self, choices: Choices) -> Choices:
+    def _improve(self, choices: Choices) -> Choices:
         for _ in range(2):
             for i, axis in enumerate(self.axes):
                 others = [
@@ -261,14 +265,16 @@ class _Search:
                 yield factor
 
     def price(self, choices: Choices) -> tuple[float, ...]:
-        """Return the bytes that the busiest rank receives, the number of collectives, and the
-        elements of the largest local operands.
+        """Return the price of layouts of the operands, to compare by.
+
+        (bytes that the busiest rank receives, number of collectives, elements of the largest local
+        operands).
         """
         if choices not in self.prices:
-            self.prices[choices] = self._priced(self.operands(choices))
+            self.prices[choices] = self._priced_choice(self.operands(choices))
         return self.prices[choices]
 
-    def _priced(self, operands: Sequence[Layout]) -> tuple[float, ...]:
+    def _priced_choice(self, operands: Sequence[Layout]) -> tuple[float, ...]:
         chosen = assign(self.rule, operands)
         several, like = len(chosen.outputs) == len(self.requested), operands[0]
         moves = [

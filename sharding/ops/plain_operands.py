@@ -1,5 +1,6 @@
-"""Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a
-model makes count as replicated.
+"""Plain tensors as operands with sharded ones.
+
+Inside prepared modules, masks and positions that a model makes count as replicated.
 
     mask = torch.arange(s) <= torch.arange(s)[:, None]    the same on every rank, since nothing in
                                                           it depends on the rank
@@ -27,14 +28,13 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...mesh.comm.call_site import user_line
+from ...mesh.comm.call_site import owners_of_methods, user_line
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
@@ -73,8 +73,10 @@ class _PlainOperands:
 
 
 def may_replicate(sharded: ShardedTensor | None = None) -> bool:
-    """Return whether a plain operand may count as replicated here: in a method of a prepared
-    module, in backward, or next to outputs of a model that was called with plain tensors.
+    """Return whether a plain operand may count as replicated here.
+
+    It may in a method of a prepared module, in backward, and next to outputs of a model that was
+    called with plain tensors.
 
     In backward, recomputation runs the lines of forward again.
 
@@ -91,8 +93,9 @@ def may_replicate(sharded: ShardedTensor | None = None) -> bool:
 
 
 def accept_plain_operands(mesh: DeviceMesh) -> None:
-    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh: a model
-    returned them for plain inputs.
+    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh.
+
+    A model returned them for plain inputs.
 
     It decides only whether an operator raises; the ranks of the mesh compare the operands as inside
     of the model.
@@ -101,22 +104,7 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
 
 
 def _in_prepared_module() -> bool:
-    return any(is_prepared(owner) or adapts_prepared(owner) for owner in _owners_of_methods())
-
-
-def _owners_of_methods() -> Iterator[Any]:
-    """Yield the `self` of each method that is running, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            variables = frame.f_locals
-            owner = variables.get("self")
-            # Before Python 3.13 a copy that stays with the frame, and would keep its tensors alive.
-            if type(variables) is dict:
-                variables.clear()
-            yield owner
-        frame = frame.f_back
+    return any(is_prepared(owner) or adapts_prepared(owner) for owner in owners_of_methods())
 
 
 def _check_replicated(
@@ -191,8 +179,9 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Treat plain operands of operators on `ShardedTensor`s as replicated: every rank must hold the
-    same values.
+    """Treat plain operands of operators on `ShardedTensor`s as replicated.
+
+    Every rank must hold the same values.
 
     Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
 
@@ -210,8 +199,9 @@ def implicit_replication() -> Iterator[None]:
 def replicated(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors that count as replicated converted to
-    `ShardedTensor`s.
+    """Return the arguments with replicated `ShardedTensor`s in place of plain tensors.
+
+    For plain tensors that count as replicated.
 
     Raises:
         ReplicaError: on every rank: inside a prepared module, for operands that differ between
@@ -239,8 +229,9 @@ def replicated(
 def compared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors, which must be equal on all ranks, converted to
-    `ShardedTensor`s.
+    """Return the arguments with `ShardedTensor`s in place of plain tensors that ranks compare.
+
+    They must be equal on all ranks.
 
     Raises:
         ReplicaError: on every rank: they differ between ranks.
@@ -261,8 +252,10 @@ def compared_arguments(
 
 
 def are_numbers_of_ranks(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a plain number with a gradient meets only numbers, and does not count as
-    replicated: this rank's loss, next to a penalty that is one value for all ranks.
+    """Return whether a plain number with a gradient meets only numbers, and is each rank's own.
+
+    It does not count as replicated: this rank's loss, next to a penalty that is one value for all
+    ranks.
     """
     tensors = list(tensors_in((*args, *kwargs.values())))
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
@@ -302,8 +295,9 @@ def plain_targets(
 
 
 def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes into a plain tensor and has sharded operands: torch's own, on
-    their whole values.
+    """Run an operator that writes into a plain tensor and has sharded operands.
+
+    torch's own, on their whole values.
 
     The tensor stays plain and is written in place, so its views, whatever else refers to it, and
     autograd see what they do in one process. It counts as replicated, and so does its gradient. A
@@ -350,13 +344,14 @@ _METRICS = "torchmetrics"
 
 
 def _refuse_synchronized_metric() -> None:
-    """Raise in a metric of torchmetrics that will add up its states over ranks: what is written
-    into a state now is the value of all ranks already.
+    """Raise in a metric of torchmetrics that will add up its states over ranks.
+
+    What is written into a state now is the value of all ranks already.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     kind = sys.modules[_METRICS].Metric
-    for owner in _owners_of_methods():
+    for owner in owners_of_methods():
         if isinstance(owner, kind) and (owner.sync_on_compute or owner._to_sync):
             raise RuntimeError(
                 f"{type(owner).__name__} is updated with ShardedTensors, which are the values of "
@@ -437,8 +432,9 @@ def _replicate_plain(mesh: DeviceMesh, x: Any) -> Any:
 
 
 def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
-    """Raise for a plain tensor on "meta" with sharded operands that have values: the operator would
-    silently do nothing.
+    """Raise for a plain tensor on "meta" with sharded operands that have values.
+
+    The operator would silently do nothing.
 
     Raises:
         RuntimeError: always, except if the sharded operands are on "meta" as well.

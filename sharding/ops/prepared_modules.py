@@ -1,5 +1,6 @@
-"""Marks on modules that the library has laid out, so that neither its own code nor other libraries
-lay them out again.
+"""Marks on modules that the library has laid out.
+
+By them neither its own code nor other libraries lay them out again.
 
 `accelerate` and the `Trainer` of Hugging Face leave a model alone that has
 `_is_accelerate_prepared`. torch's `DistributedDataParallel` first asks a module which parameters to

@@ -1,5 +1,6 @@
-"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward, whichever
-thread runs it and in whatever block.
+"""Recomputation in backward (`torch.utils.checkpoint`) runs in the state of its forward.
+
+Whichever thread runs it, and in whatever block.
 
     with mesh:                                      the current mesh, implicit_replication(),
                                                     null_world, context_parallel()
@@ -10,11 +11,15 @@ thread runs it and in whatever block.
 torch restores random numbers, autocast and the default device itself. Both forms of checkpoint keep
 the function that they run again when they start; it is replaced there by one that restores. This
 reaches every caller of torch's, such as `CheckpointWrapper` and `sm.remat`.
+
+A graph of `sm.jit` saves other tensors than eager code, and checkpoint compares them. So graphs are
+numbered, and a recomputation runs those that there were in its forward.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +30,24 @@ from ...mesh.comm.first_use import first_block, first_leaf
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.current_mesh import mesh_context
 
+_numbers = itertools.count()
+
+
+def next_graph_number() -> int:
+    """Return a number above those of all graphs, and of all forwards, so far."""
+    return next(_numbers)
+
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current
-    mesh, and the attention of its rank.
+    """Return `f` that runs in the present state.
+
+    The `FunctionState` of this thread, the current mesh, and the attention of its rank.
 
     The state of the thread that calls it is restored afterwards, also after an exception.
     """
     state = thread_context.function_state()
+    if state.graphs_before is None:
+        state = state._replace(graphs_before=next_graph_number())
     meshes = mesh_context.get()
     attention = current_world().attention
 

@@ -1,5 +1,6 @@
-"""Writes to slices and reshapes that are copies: `x[i] += y`, with x split along a dim that `i`
-selects from, also writes to x.
+"""Writes to slices and reshapes that are copies.
+
+`x[i] += y`, with x split along a dim that `i` selects from, also writes to x.
 
     y = x[0]      a copy of row 0, on every rank, with a reference to x and the index
     y += 1        adds to the copy, then runs x[0] = y

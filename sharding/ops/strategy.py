@@ -1,5 +1,6 @@
-"""Choose how to run an operator: from its rule and the layouts of its operands to an `OpStrategy`,
-which dispatch caches.
+"""Choose how to run an operator.
+
+From its rule and the layouts of its operands to an `OpStrategy`, which dispatch caches.
 
 Running the operator on meta tensors of the global shapes validates the arguments as torch itself
 does, with the same result on every rank and before any communication, and gives the shapes and
@@ -94,8 +95,9 @@ def choose_strategy(
     operands: Sequence[Any],
     key: Sequence[Any],
 ) -> OpStrategy:
-    """Choose how to run an operator on these operands; `key` holds all that the strategy depends
-    on.
+    """Choose how to run an operator on these operands.
+
+    `key` holds all that the strategy depends on.
 
     Raises:
         ValueError: operands on different meshes.
@@ -124,7 +126,7 @@ def choose_strategy(
         rule = rule_for(func, meta_args, meta_kwargs, metas)
         if rule is None:
             _check_operator(func)
-            return _gathered(
+            return _gathering_strategy(
                 func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place
             )
         if rule.pointwise:
@@ -275,8 +277,9 @@ def _pointwise_result(
     kwargs: dict[str, Any],
     key: Sequence[Any],
 ) -> Any:
-    """Return `meta_result` of a pointwise operator, which is run once for each combination of
-    dtypes.
+    """Return `meta_result` of a pointwise operator.
+
+    The operator is run once for each combination of dtypes.
 
     torch needs up to half a millisecond for it; broadcasting the shapes is all that is needed after
     the first time.
@@ -404,7 +407,7 @@ def _check_describes(
 _warned: set[Any] = set()
 
 
-def _gathered(
+def _gathering_strategy(
     func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool
 ) -> OpStrategy:
     """Return the strategy without a rule: every rank gathers whole operands, with a warning."""
@@ -433,8 +436,9 @@ _OPERATOR_MODULES = frozenset(
 
 
 def _check_operator(func: Callable[..., Any]) -> None:
-    """Raise for anything but torch's operators on values, the only ones that can run on gathered
-    copies.
+    """Raise for anything but torch's operators on values.
+
+    They are the only ones that can run on gathered copies.
 
     A collective of `torch.distributed` would communicate the copies, and functions of other
     libraries may do anything.

@@ -20,20 +20,27 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ...mesh.comm.call_site import _OURS
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ADVICE = (
     "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a "
-    "graph breaks here. Leave out fullgraph=True; or compile modules that see plain tensors, such "
-    "as the blocks under fully_shard; or compile the whole step, with its collectives and the "
-    "optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call "
-    "sm.ops.flex_attention"
+    "graph breaks here. In place of torch.compile(block, fullgraph=True) write sm.jit(block), "
+    "whose calls are graphs with their collectives, or sm.jit(step) for a whole step. Or leave out "
+    "fullgraph=True; or compile modules that see plain tensors, such as the blocks under "
+    "fully_shard. For torch's flex_attention, which compiles itself, call sm.ops.flex_attention"
 )
 _RULES = "torch._dynamo.trace_rules"
+ORIGINAL = "_orig_mod"  # where `torch.compile(module)` and `sm.jit(module)` keep the module
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # the part of Dynamo in C++, which is always there
 _SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+
+
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that a compiled one was made of, None for one that is not compiled."""
+    return module._modules.get(ORIGINAL)
 
 
 class _Rules:
@@ -52,8 +59,9 @@ def keep_compiler_out() -> None:
 
 
 def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:
-    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the
-    reason.
+    """Mark a function that compiled code may call.
+
+    With `fullgraph=True` Dynamo's error shows the reason.
 
     Args:
         reason: why it is not compiled.
@@ -88,8 +96,9 @@ COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of 
 
 
 class ModuleCompiler:
-    """The attribute `compile` of a module whose calls are intercepted: what is compiled is the call
-    inside of the interception.
+    """The attribute `compile` of a module whose calls are intercepted.
+
+    What is compiled is the call inside of the interception.
 
     Args:
         module: the module.
@@ -141,8 +150,9 @@ def flattening(x: Any) -> Any:
 
 
 def refuse_jit_trace() -> None:
-    """Raise inside `torch.jit.trace`, which would record this rank's parts as constants and omit
-    collectives.
+    """Raise inside `torch.jit.trace`.
+
+    It would record this rank's parts as constants and omit collectives.
 
     Raises:
         RuntimeError: the caller runs under `torch.jit.trace`.

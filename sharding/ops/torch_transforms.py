@@ -102,19 +102,19 @@ class _OperandInCpp(ShardedTensor):
 
 
 def _as_operand(x: ShardedTensor) -> Any:
-    return _wrapped(_OperandInCpp, x, x._local.requires_grad)
+    return _wrap(_OperandInCpp, x, x._local.requires_grad)
 
 
 def _as_sharded(x: _OperandInCpp) -> ShardedTensor:
-    return _wrapped(ShardedTensor, x, False)
+    return _wrap(ShardedTensor, x, False)
 
 
 def _without_history(x: ShardedTensor) -> ShardedTensor:
     """Return a new wrapper of the part, without grad, which C++ may make a result of autograd."""
-    return _wrapped(ShardedTensor, x, False)
+    return _wrap(ShardedTensor, x, False)
 
 
-def _wrapped(cls: type, x: ShardedTensor, requires_grad: bool) -> Any:
+def _wrap(cls: type, x: ShardedTensor, requires_grad: bool) -> Any:
     out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls,
         x._layout.shape,

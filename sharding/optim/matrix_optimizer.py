@@ -34,8 +34,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None
     ) -> None:
-        """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate,
-        by default that of the group.
+        """Split each group into parameters of the algorithm and those that AdamW steps.
+
+        Args:
+            params, defaults: as for torch's optimizers.
+            adamw: patterns of names of matrices to step with AdamW.
+            adamw_lr: its learning rate, by default that of the group.
         """
         self._patterns = tuple([adamw] if isinstance(adamw, str) else adamw)
         self._adamw_lr = adamw_lr

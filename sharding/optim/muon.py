@@ -21,8 +21,9 @@ _MUON = seed_of("muon")
 
 
 class Muon(MatrixOptimizer):
-    """Muon(params): `torch.optim.Muon` for matrices and stacks of them, in any layouts, each matrix
-    orthogonalised by one rank, and AdamW for the rest.
+    """Muon(params): `torch.optim.Muon` for matrices and stacks of them, in any layouts.
+
+    Each matrix is orthogonalised by one rank. AdamW steps the rest.
 
         momentum, rows split            at its owner            orthogonalised, rows split
         rank 0   [A0] [B0] [C0]         rank 0   [A] [C]        rank 0   [A0] [B0] [C0]
@@ -216,8 +217,9 @@ def _work(rows: int, columns: int) -> int:
 
 
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return a whole matrix orthogonalised; it may have leading dims of one element, or several
-    dims of columns if it is flattened.
+    """Return a whole matrix orthogonalised.
+
+    It may have leading dims of one element, or several dims of columns if it is flattened.
     """
     matrix = x.reshape(matrix_shape(x.shape, group["flatten"]))
     return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(
@@ -236,8 +238,9 @@ def _each_orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
 def newton_schulz(
     x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular
-    values become 0.7 to 1.2.
+    """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x.
+
+    Singular values become 0.7 to 1.2.
 
     The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in
     torch's order of operations.

@@ -12,7 +12,7 @@ collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -46,8 +46,9 @@ class MatrixUnit(NamedTuple):
 
 
 class Owners:
-    """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which
-    must be in the mesh.
+    """The owners of units on one mesh, and the exchanges with them, prepared on this rank.
+
+    The rank must be in the mesh.
 
     Attributes:
         units: the units.
@@ -100,8 +101,9 @@ class Owners:
     def _exchange(
         self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype
     ) -> Callable[..., Any]:
-        """Return one exchange for all units; each has the transfers of all ranks, and this rank's
-        box before and after.
+        """Return one exchange for all units.
+
+        Each has the transfers of all ranks, and this rank's box before and after.
         """
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
         return (
@@ -118,10 +120,7 @@ def owners_of(
     layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype
 ) -> Owners:
     """Return the cached owners for these arguments. Communication: none."""
-    key = layouts, units, dtype
-    return _owners.get(layouts[0], key) or _owners.keep(
-        layouts[0], key, Owners(layouts, units, dtype)
-    )
+    return _cached_owners(layouts, units, dtype, lambda: units)
 
 
 def owners_of_matrices(
@@ -130,14 +129,29 @@ def owners_of_matrices(
     work: Callable[[int, int], int],
     dtype: torch.dtype,
 ) -> Owners:
-    """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication:
-    none.
+    """Return the cached owners of all matrices of these tensors, see `matrix_units`.
+
+    Communication: none.
     """
-    key = layouts, flattened, work, dtype
-    owners = _owners.get(layouts[0], key)
+    return _cached_owners(
+        layouts,
+        (flattened, work),
+        dtype,
+        lambda: matrix_units([layout.shape for layout in layouts], flattened, work),
+    )
+
+
+def _cached_owners(
+    layouts: tuple[Layout, ...],
+    key: Hashable,
+    dtype: torch.dtype,
+    make_units: Callable[[], tuple[MatrixUnit, ...]],
+) -> Owners:
+    """Return the owners of the units that `key` determines together with the layouts."""
+    owners = _owners.get(layouts[0], (layouts, key, dtype))
     if owners is None:
-        units = matrix_units([layout.shape for layout in layouts], flattened, work)
-        owners = _owners.keep(layouts[0], key, Owners(layouts, units, dtype))
+        owners = Owners(layouts, make_units(), dtype)
+        _owners.keep(layouts[0], (layouts, key, dtype), owners)
     return owners
 
 
@@ -192,8 +206,9 @@ def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.d
 def _transfers_to_owner(
     owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]
 ) -> list[Transfer]:
-    """Return the transfers of what an owner lacks: from its own node if possible, from the rank
-    that sends the least so far.
+    """Return the transfers of what an owner lacks.
+
+    From its own node if possible, from the rank that sends the least so far.
     """
     holders: dict[Box, list[int]] = {}
     for rank, piece in enumerate(pieces):

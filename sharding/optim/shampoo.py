@@ -23,8 +23,9 @@ _SIDES = ("left", "right")
 
 
 class Shampoo(MatrixOptimizer):
-    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned by one
-    rank, and AdamW for the rest.
+    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts.
+
+    Each matrix is preconditioned by one rank. AdamW steps the rest.
 
         L += G G^T,  R += G^T G,  W -= lr L^(-1/4) G R^(-1/4)          L, R begin as epsilon I
 
@@ -111,8 +112,9 @@ class Shampoo(MatrixOptimizer):
         super().__init__(params, defaults, adamw, adamw_lr)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as in torch, but keep the dtype of preconditioners, which torch would cast
-        to that of the parameters.
+        """Load a state as in torch, but keep the dtype of preconditioners.
+
+        torch would cast them to that of the parameters.
         """
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -303,7 +305,9 @@ def _precondition(
 
 
 def inverse_fourth_root(x: Tensor, least: float) -> Tensor:
-    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues are
-    clamped to at least `least`, which is their exact lower bound."""
+    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors.
+
+    Eigenvalues are clamped to at least `least`, which is their exact lower bound.
+    """
     values, vectors = torch.linalg.eigh(x)
     return (vectors * values.clamp(min=least) ** -0.25) @ vectors.mT

@@ -12,8 +12,9 @@ from ...mesh.text import ranks_text
 
 
 def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
-    """check_lengths(loader) -> the number of batches that every rank has; an error that names the
-    ranks if numbers differ.
+    """check_lengths(loader) -> the number of batches that every rank has.
+
+    If numbers differ, an error that names the ranks.
 
     Args:
         loader: an object with a `len()`: a DataLoader over a sized dataset, a list of batches.
@@ -39,7 +40,7 @@ def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
             "sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
         )
     if len(set(lengths.values())) > 1:
-        raise ValueError(_uneven(lengths))
+        raise ValueError(_uneven_text(lengths))
     return next(iter(lengths.values()))
 
 
@@ -50,7 +51,7 @@ def _length(loader: Sized) -> int | None:
         return None
 
 
-def _uneven(lengths: dict[int, int]) -> str:
+def _uneven_text(lengths: dict[int, int]) -> str:
     """Return the error text; ranks in the minority are first."""
     having: dict[int, list[int]] = {}
     for rank, length in lengths.items():

@@ -1,5 +1,6 @@
-"""The layouts of a module's tensors: as a table, as a tree like `repr(module)`, and in the `repr`
-of a distributed module.
+"""The layouts of a module's tensors.
+
+As a table, as a tree like `repr(module)`, and in the `repr` of a distributed module.
 
 Block(
   (up): Linear(
@@ -170,8 +171,9 @@ def module_tree(module: nn.Module) -> str:
 
 
 def tensor_lines(module: nn.Module) -> list[str]:
-    """Return `weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor of the module itself,
-    and a line for each layout hook.
+    """Return a line for each tensor of the module itself, and for each layout hook.
+
+    `weight: f32[3, 4] @ P('tp', None) on (tp=2)`.
     """
     lines = []
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -205,8 +207,9 @@ def _folded_lines(children: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def show_layouts_in_repr(module: nn.Module) -> None:
-    """Show the layouts of the module's own tensors in `repr(module)`; an `extra_repr` that was set
-    on the instance is kept.
+    """Show the layouts of the module's own tensors in `repr(module)`.
+
+    An `extra_repr` that was set on the instance is kept.
     """
     if "extra_repr" not in module.__dict__ and [
         *module._parameters,

@@ -195,8 +195,9 @@ def coloured(text: str, background: tuple[float, float, float] | None = None) ->
 
 
 def colour(number: int, count: int) -> tuple[float, float, float]:
-    """Return one of `count` colours, light enough for black text: neighbours differ in shade,
-    distant ones in hue.
+    """Return one of `count` colours, light enough for black text.
+
+    Neighbours differ in shade, distant ones in hue.
     """
     return colorsys.hsv_to_rgb(number / count, 0.5 if number % 2 else 0.35, 0.95)
 

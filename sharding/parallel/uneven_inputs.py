@@ -255,8 +255,9 @@ class _StepExchange:
         self._work: Work | None = None
 
     def send(self, turn: _Turn) -> None:
-        """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under
-        way when this returns.
+        """Start sending this rank's state.
+
+        Communication: one all_gather of 16 bytes, still under way when this returns.
         """
         with self._stream:
             self._own_state = torch.tensor(
@@ -301,8 +302,9 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
 
 
 def _check(exchange: _StepExchange, turn: _Turn, received: np.ndarray, step: int) -> None:
-    """Raise, on every rank, the error of a loader, or a ValueError if ranks that must have the same
-    batch do not.
+    """Raise, on every rank, the error of a loader, or that of different batches.
+
+    The second is a ValueError if ranks that must have the same batch do not.
     """
     if (received[:, 0] == _RAISED).any():
         _raise(exchange, turn, step)
@@ -405,8 +407,9 @@ def _make_stand_in(batch: Any, mode: str) -> Any:
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    """Return a copy, since loops may change their batches. For a view, `deepcopy` would copy the
-    whole base.
+    """Return a copy, since loops may change their batches.
+
+    For a view, `deepcopy` would copy the whole base.
     """
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()

@@ -1,5 +1,6 @@
-"""Collectives in which each rank sends boxes of any size to any other: all_to_all_v,
-all_to_all_reduce, permute, and rounds of them.
+"""Collectives in which each rank sends boxes of any size to any other.
+
+all_to_all_v, all_to_all_reduce, permute, and rounds of them.
 """
 
 from __future__ import annotations
@@ -188,8 +189,9 @@ class AllToAllReduce(Collective):
 
 
 def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], list[int]]:
-    """Return for each tensor, box of its result -> where its contributions start in the buffer, in
-    group order; and the splits.
+    """Return where the contributions to each box start in the buffer, and the splits.
+
+    For each tensor a dict from a box of its result to those positions, in group order.
     """
     per_tensor: list[dict[Box, list[int]]] = [{} for _ in shares]
     start, splits = 0, []
@@ -269,8 +271,9 @@ def keep_local(share: TensorShare) -> FillResult:
 
 
 def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
-    """Return an all_to_all_v inside a node, in which a rank sends boxes that it had, or that it
-    received between nodes before.
+    """Return an all_to_all_v inside a node.
+
+    A rank sends boxes that it had, or that it received between nodes before.
     """
     fill = _pack_from_both(share)
     (unpack,), out_splits = _unpacks([share])

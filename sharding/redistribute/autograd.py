@@ -127,8 +127,9 @@ def start_redistribute(
 def with_gradient_of_redistribute(
     local: Tensor, src: Layout, dst: Layout, result: Tensor
 ) -> Tensor:
-    """Return `result`, which equals `redistribute_local(local, src, dst)` but was computed in
-    another way, with its gradient.
+    """Return `result` with the gradient of `redistribute_local(local, src, dst)`.
+
+    `result` equals that, but was computed in another way.
 
     Communication: none forward; backward, the plan's between the duals.
     """

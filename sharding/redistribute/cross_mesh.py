@@ -32,8 +32,9 @@ _exchanges: LayoutCache[Layout, CrossMeshExchange] = LayoutCache(HEAVY_LIMIT)
 def redistribute_cross_mesh(
     local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """redistribute_cross_mesh(local, src, dst) -> this rank's part under `dst`, a layout on any
-    mesh of the same world.
+    """redistribute_cross_mesh(local, src, dst) -> this rank's part under `dst`.
+
+    `dst` is a layout on any mesh of the same world.
 
         src on ranks 0 1          dst on ranks 1 2 3
         rank 0   [a b c]          [ ]

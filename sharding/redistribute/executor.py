@@ -163,8 +163,9 @@ class Executor:
     # -- one tensor, waited for --------------------------------------------------------------------
 
     def _sequential(self) -> list[tuple[Callable[..., Any], bool | None]]:
-        """Return all that happens to a single tensor: functions of it and None, or `start` of
-        collectives and whether to donate it.
+        """Return all that happens to a single tensor.
+
+        Pairs of a function of it and None, or `start` of a collective and whether to donate it.
         """
         runs: list[tuple[Callable[..., Any], bool | None]] = []
         for number, stage in enumerate(self.stages):
@@ -336,8 +337,10 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
 
 
 def profiler_range(tag: CommTag) -> AbstractContextManager[object]:
-    """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()` in
-    torch.profiler; does nothing while no profiler runs.
+    """Show what happens inside as a range in torch.profiler.
+
+    Its name is like `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`. Does nothing while no
+    profiler runs.
     """
     if not profiler._is_profiler_enabled:
         return _NOTHING

@@ -1,5 +1,6 @@
-"""`IntervalExchange`: get intervals of a split dim from the ranks that hold them, for operators
-along a split dim.
+"""`IntervalExchange`: get intervals of a split dim from the ranks that hold them.
+
+For operators along a split dim.
 
     x over 3 ranks   [0 1 2 | 3 4 5 | 6 7]
     wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2
@@ -196,8 +197,10 @@ class IntervalExchange:
     def _boxes_and_splits(
         self,
     ) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
-        """The boxes of the part that are sent, elements for each rank, boxes of the result that are
-        received, elements from each, shape.
+        """Return the boxes that are sent and received, with the elements for each rank.
+
+        (boxes of the part that are sent, elements for each rank, boxes of the result that are
+        received, elements from each, shape of the result).
         """
         shape = self.src.local_shape
         count = len(self._peers)

@@ -169,8 +169,9 @@ def apply_node(
     ready: Pending[list[Tensor]] | None,
     locals_: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Redistribute in one autograd node. `ready` is the results if the redistribution was
-    launched already.
+    """Redistribute in one autograd node.
+
+    `ready` is the results if the redistribution was launched already.
 
     Communication: the plans', if `ready` is None (then there must be one tensor); backward, those
     between the duals.

@@ -1,5 +1,6 @@
-"""Collectives over boxes: pack, call the group, unpack. This file has the ring collectives;
-`all_to_all.py` has the others.
+"""Collectives over boxes: pack, call the group, unpack.
+
+This file has the ring collectives; `all_to_all.py` has the others.
 
 Each class is a step of a plan compiled for one rank: groups, boxes and packing are looked up once,
 and `start` only handles data. It takes one tensor, or a bucket: several tensors of one dtype whose
@@ -100,8 +101,9 @@ class AllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead
-        of copied.
+        """Pack and launch.
+
+        Donated tensors that are consecutive in memory are overwritten instead of copied.
         """
         if (
             donate
@@ -192,7 +194,7 @@ class TensorParts:
         self.size = box_size(self.boxes[0])
 
 
-def _interleaved(tensors: Sequence[TensorParts], make: Callable[..., PackT]) -> list[PackT]:
+def _interleave_packs(tensors: Sequence[TensorParts], make: Callable[..., PackT]) -> list[PackT]:
     """Return packings of a buffer in which each rank's parts of all tensors are consecutive."""
     if len(tensors) == 1:
         return [make(tensors[0].whole, tensors[0].boxes)]
@@ -208,7 +210,7 @@ class AllGather(Collective):
 
     def __init__(self, group: Group, dtype: torch.dtype, tensors: Sequence[TensorParts]) -> None:
         self.group, self.dtype, self.total = group, dtype, group.size * sum(t.size for t in tensors)
-        self.unpacks: list[Unpack] = _interleaved(tensors, compile_unpack)
+        self.unpacks: list[Unpack] = _interleave_packs(tensors, compile_unpack)
 
     def start(
         self,
@@ -219,8 +221,10 @@ class AllGather(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Launch. If the result is the parts concatenated, they are received in `outs`, and a part
-        that is its view is not copied.
+        """Launch.
+
+        If the result is the parts concatenated, they are received in `outs`, and a part that is its
+        view is not copied.
         """
         x = concatenated(tensors, self.dtype)
         tensors.clear()
@@ -244,7 +248,7 @@ class ReduceScatter(Collective):
         scale: float | None = None,
     ) -> None:
         self.group, self.kind, self.dtype, self.scale = group, kind, dtype, scale
-        self.packs: list[Pack] = _interleaved(tensors, compile_pack)
+        self.packs: list[Pack] = _interleave_packs(tensors, compile_pack)
         self.parts = [t.part for t in tensors]
         self.sizes = [t.size for t in tensors]
         self.size = sum(t.size for t in tensors)
@@ -258,8 +262,10 @@ class ReduceScatter(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer
-        (which may be the tensor itself).
+        """Pack and launch.
+
+        With `donate`, the result of one tensor is a view of the send buffer (which may be the
+        tensor itself).
         """
         flat = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale)
         size = self.size

@@ -30,8 +30,9 @@ def redistribute_nonlinear(
     transport: str | None = None,
     max_bytes: int | None = None,
 ) -> Tensor:
-    """Reduce axes that are pending with kinds other than sum, redistribute linearly, then make the
-    result pending if wanted.
+    """Redistribute a value that is pending with kinds other than sum, before or after.
+
+    Reduce axes with such kinds, redistribute linearly, then make the result pending if wanted.
 
     Communication: the plans' of these parts; `max_bytes` is ignored.
     """
@@ -83,8 +84,9 @@ def _reduce_extreme(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
 
 
 class _Extreme(torch.autograd.Function):
-    """Reduction of a pending max or min; the gradient goes to the ranks that hold the extreme
-    value, in equal parts.
+    """Reduction of a pending max or min.
+
+    The gradient goes to the ranks that hold the extreme value, in equal parts.
     """
 
     @staticmethod
@@ -172,8 +174,9 @@ def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
 
 
 def _make_product_pending(local: Tensor, middle: Layout, dst: Layout) -> Tensor:
-    """Make a replicated value pending: a product keeps it on one rank; the max, min and avg of
-    equal values is the value itself.
+    """Make a replicated value pending.
+
+    A product keeps it on one rank; the max, min and avg of equal values is the value itself.
 
     Every rank's copy stays in the autograd graph, since the gradient of a replicated value is the
     sum over its copies.

@@ -78,8 +78,9 @@ def compile_local(step: Step) -> LocalRun:
 def _compile_pad(
     step: Step, mesh: DeviceMesh, coordinate: Coordinate, before: Box, after: Box
 ) -> LocalRun:
-    """Return a function that fills up the shard with neutral elements; of replicas, only the one at
-    coordinate 0 keeps its values.
+    """Return a function that fills up the shard with neutral elements.
+
+    Of replicas, only the one at coordinate 0 keeps its values.
     """
     if step.kind not in _NEUTRAL:
         return lambda local: local  # pending max, min and avg mean that every rank holds a value
@@ -268,8 +269,9 @@ def _peers(step: Step) -> list[Coordinate]:
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
-    """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in
-    each all_to_all of the step.
+    """Return the boxes that a rank sends, receives and keeps in each all_to_all of the step.
+
+    The rank is one of the group, by default this one.
     """
     mesh = device_mesh(step.src)
     group = _group(step)

@@ -24,8 +24,9 @@ GOLDEN, _FIRST, _SECOND = (
 
 @torch.no_grad()
 def bit_hash(x: Tensor) -> Tensor:
-    """bit_hash(x) -> 0-d int64 on the device of x: a hash of the bits of a plain tensor, without
-    its shape and dtype.
+    """bit_hash(x) -> 0-d int64 on the device of x: a hash of the bits of a plain tensor.
+
+    Its shape and dtype are not part of the hash.
 
     -0.0 and 0.0 have different hashes, and so have NaNs with different bits.
 

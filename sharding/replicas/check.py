@@ -15,8 +15,9 @@ from .leaves import leaves_of, mesh_over, replica_leaves
 
 
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
-    """assert_replicated(tree) -> None: raise an error unless ranks that should hold the same values
-    do, bit for bit.
+    """assert_replicated(tree) -> None: raise unless replicas are equal, bit for bit.
+
+    Replicas are ranks that should hold the same values.
 
     For a `ShardedTensor` these are the ranks that hold the same part by its layout, along "tp" for
     `P("dp")`; contributions to a pending value are not compared. Plain tensors, numbers and strings
@@ -88,8 +89,9 @@ class ReplicaCheck:
 def check_replicas(
     model: Any, optimizer: Optimizer | None = None, *, every: int, mesh: DeviceMesh | None = None
 ) -> ReplicaCheck:
-    """check_replicas(model, optimizer, every=n) -> check: call it once per step; every n-th time it
-    is an `assert_replicated`.
+    """check_replicas(model, optimizer, every=n) -> check: compare replicas every n steps.
+
+    Call `check()` once per step; every n-th time it is an `assert_replicated`.
 
     Args:
         model: a module, or any tree of modules, tensors and numbers.

@@ -258,8 +258,9 @@ def _difference(
 
 
 def _sets_that_differ(row: dict[int, tuple[Any, bytes]]) -> list[EqualRanks]:
-    """Return the sets of ranks that should hold the same of one leaf and do not, that of the lowest
-    rank first.
+    """Return the sets of ranks that should hold the same of one leaf and do not.
+
+    That of the lowest rank comes first.
     """
     by_holders: dict[Any, list[tuple[int, bytes]]] = defaultdict(list)
     for rank, (holders, hash_) in row.items():
@@ -269,8 +270,9 @@ def _sets_that_differ(row: dict[int, tuple[Any, bytes]]) -> list[EqualRanks]:
 
 
 def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
-    """Return the error for ranks whose trees are the same but whose meshes differ: they disagree on
-    which ranks hold the same.
+    """Return the error for ranks whose trees are the same but whose meshes differ.
+
+    They disagree on which ranks hold the same.
     """
     everyone = gather_facts(group, [leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):

@@ -1,5 +1,6 @@
-"""`check_replicas_agree`: compare the gradients of replicas of a value that left as plain tensors,
-which all ranks must use the same way.
+"""`check_replicas_agree`: compare the gradients of replicas of a value.
+
+It left as plain tensors, which all ranks must use the same way.
 
 Gradients agree if they are equal up to rounding: replicas may sum in another order. Ranks exchange
 random projections of their gradients and the norm; two projections may differ by `tolerance` times
@@ -79,8 +80,9 @@ def check_replicas_agree(
     text: str = LEFT_BY_TO_LOCAL,
     precision: torch.dtype | None = None,
 ) -> None:
-    """Check that the ranks along the replicated axes of `layout` have the same gradient, unless
-    this signature has passed before.
+    """Check that the ranks along the replicated axes of `layout` have the same gradient.
+
+    Unless this signature has passed before.
 
     Args:
         path: the `call_path` at which the value left; None to check in any case.
@@ -111,8 +113,9 @@ def check_replicas_agree(
 def _compare(
     grad: Tensor, layout: Layout, group: Group, text: str, precision: torch.dtype | None
 ) -> None:
-    """Compare the gradient with those of the group, up to rounding: by random projections, its norm
-    and where it is not finite.
+    """Compare the gradient with those of the group, up to rounding.
+
+    By random projections, its norm and where it is not finite.
     """
     values = (
         torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
@@ -147,8 +150,9 @@ def tolerance(dtype: torch.dtype, precision: torch.dtype | None = None) -> float
 
 
 def _projections(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return projections of a 1-d tensor, its norm, and a hash of the positions of non-finite
-    elements, which is 0 without any.
+    """Return projections of a 1-d tensor, its norm, and a hash of non-finite positions.
+
+    The hash is 0 if all elements are finite.
 
     A projection is a sum with random weights of mean 0 and variance 1, which depend on the position
     alone. The weights are continuous, not signs: sums with random signs of two tensors that differ

@@ -16,8 +16,9 @@ from .sharded_tensor import ShardedTensor
 
 
 def with_sharding_constraint(x: Any, spec: Any) -> Any:
-    """with_sharding_constraint(x, spec) -> x laid out as the spec says: `redistribute` by JAX's
-    name, for trees of tensors.
+    """with_sharding_constraint(x, spec) -> x laid out as the spec says.
+
+    `redistribute` by JAX's name, for trees of tensors.
 
     It communicates at once, and explicitly: `sm.ops.implicit_comm("forbid")` allows it.
     Differentiable.
@@ -74,8 +75,9 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 
 
 def _constrained_spec(x: ShardedTensor, where: Any) -> Any:
-    """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except
-    those that the spec names.
+    """Return the spec with the axes of `x` in place of each UNCONSTRAINED entry.
+
+    Except those that the spec names.
 
     Raises:
         ValueError: the spec has more entries than the tensor has dims.

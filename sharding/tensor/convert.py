@@ -134,8 +134,9 @@ def from_local(
 
 
 def from_part(part: Tensor, mesh: DeviceMesh, dim: int, lengths: Sequence[int]) -> ShardedTensor:
-    """Return the tensor that has this local part, split along one dim over all axes of the mesh
-    into parts of these lengths.
+    """Return the tensor that has this local part.
+
+    It is split along one dim over all axes of the mesh into parts of these lengths.
     """
     spec = P(*[None] * dim, mesh.axis_names, sizes={mesh.axis_names: tuple(lengths)})
     whole = (*part.shape[:dim], sum(lengths), *part.shape[dim + 1 :])
@@ -166,8 +167,9 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _of_gradient(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a part's gradient: the part's own, except that pending
-    kinds other than sum are per rank.
+    """Return the layout of the gradient of a part's gradient.
+
+    The part's own, except that pending kinds other than sum are per rank.
     """
     if layout.only_sums:
         return layout
@@ -179,8 +181,9 @@ def _of_gradient(layout: Layout) -> Layout:
 
 
 def _checked_part(local: Tensor, layout: Layout) -> Tensor:
-    """Compare the parts of all ranks with the layout; return this rank's part with the values of
-    the first replica.
+    """Return this rank's part with the values of the first replica.
+
+    The parts of all ranks are compared with the layout.
 
     Raises:
         ValueError: on every rank, if a part has another dtype or shape.
@@ -231,8 +234,9 @@ def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Awaited(torch.autograd.Function):
-    """From a tensor that torch's functional collectives return, which waits when it is first used,
-    to the plain one inside.
+    """From a tensor that torch's functional collectives return to the plain one inside.
+
+    It waits when it is first used.
     """
 
     @staticmethod
@@ -305,7 +309,8 @@ def to_local(
 def with_grad_layout(
     local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False
 ) -> Tensor:
-    """Return a part of a tensor laid out as `layout`, whose gradient is laid out as `grad_layout`;
+    """Return a part laid out as `layout`, whose gradient is laid out as `grad_layout`.
+
     `check` as in `to_local`.
     """
     if grad_layout is layout.dual:  # the gradient passes through unchanged
@@ -451,8 +456,9 @@ def device_put(
 
 
 class _DevicePut(torch.autograd.Function):
-    """Send each rank its box of one rank's tensor; in backward every rank gets the whole gradient,
-    as of a replicated tensor.
+    """Send each rank its box of one rank's tensor.
+
+    In backward every rank gets the whole gradient, as of a replicated tensor.
     """
 
     @staticmethod
@@ -474,8 +480,9 @@ class _DevicePut(torch.autograd.Function):
 
 
 def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:
-    """Return a leaf as a tensor; `context` and `path` say in errors who was called and which leaf
-    of a tree it is.
+    """Return a leaf as a tensor.
+
+    `context` and `path` say in errors who was called and which leaf of a tree it is.
 
     Raises:
         TypeError: it cannot be converted.
@@ -492,8 +499,9 @@ def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:
 
 
 def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
-    """Return this rank's box of the source's tensor; a pending sum has its whole value on one rank
-    and zeros on the others.
+    """Return this rank's box of the source's tensor.
+
+    A pending sum has its whole value on one rank and zeros on the others.
     """
     mesh: Any = layout.mesh
     if mesh.coordinate is None:

@@ -20,8 +20,9 @@ from .mesh_arguments import SPECS, is_placement, mesh_and_spec
 
 
 def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int | None = 0) -> Any:
-    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; leaves that
-    are sharded already are redistributed.
+    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s.
+
+    Leaves that are sharded already are redistributed.
 
     With a mesh set, `device_put(x, P(...))`. If a leaf requires grad (on every rank), the result is
     part of its graph: every rank's leaf gets the whole gradient, which can be differentiated again.

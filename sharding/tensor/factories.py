@@ -43,8 +43,9 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
 ) -> ShardedTensor:
-    """Return a sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])`
-    or `sm.zeros((4, 8), mesh, spec)`.
+    """Return a sharded tensor of zeros.
+
+    `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`.
     """
     return _constant(0, size, device_mesh, placements, dtype, layout, requires_grad)
 
@@ -133,8 +134,9 @@ def randint(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """Return a sharded tensor of random integers in [low, high); the same global tensor on any
-    mesh. Seeded by `manual_seed`.
+    """Return a sharded tensor of random integers in [low, high).
+
+    It is the same global tensor on any mesh. Seeded by `manual_seed`.
 
     `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` with a lower
     bound of 0.
@@ -250,8 +252,10 @@ def _new(
 def _positional(
     size: Sequence[Any], mesh: Any, placements: SpecLike
 ) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
-    """Parse the arguments of `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and,
-    with m set, `zeros((4, 8), p)`.
+    """Parse the arguments of `zeros`, in the form of torch, DTensor or JAX.
+
+    `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, with m set, `zeros((4,
+    8), p)`.
     """
     at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
     dims, where = size[:at], size[at:]

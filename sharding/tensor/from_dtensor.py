@@ -39,8 +39,9 @@ def from_dtensor(x: Any) -> ShardedTensor:
 
 
 def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Placement]:
-    """Return the placements as ours; a _StridedShard splits after the later axes of its dim, which
-    make `split_factor` parts.
+    """Return the placements as ours.
+
+    A _StridedShard splits after the later axes of its dim, which make `split_factor` parts.
     """
     out: list[Placement] = []
     for i, placement in enumerate(placements):

@@ -68,14 +68,14 @@ def global_shape(
     exchanged.
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
-    stated = _stated(spec, local.shape)
+    stated = _shape_with_sizes(spec, local.shape)
     # Raises for wrong placements before any communication.
     Layout.of(mesh, spec, stated, local.dtype)
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
     if not split:
         return stated
     if check is False or mesh.coordinate is None:
-        return _stated(
+        return _shape_with_sizes(
             spec,
             [
                 n * mesh.size(axes) if axes else n
@@ -141,7 +141,9 @@ def shape_of_parts(
         raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
     everyone: Any = {place: tuple(shape) for place, (_, *shape) in parts.items()}
     ndim = len(next(iter(everyone.values())))
-    shape = _stated(spec, [_summed(everyone, mesh, spec, dim) for dim in range(ndim)])
+    shape = _shape_with_sizes(
+        spec, [_sum_of_parts(everyone, mesh, spec, dim) for dim in range(ndim)]
+    )
     layout = Layout.of(mesh, spec, shape)
     if not describes(layout, everyone):
         boxes = [list(box_shape(layout.box_at(coordinate))) for coordinate in everyone]
@@ -152,7 +154,7 @@ def shape_of_parts(
     return shape
 
 
-def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
+def _shape_with_sizes(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape with the length of each dim that has sizes replaced by their sum."""
     known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
     return tuple(
@@ -183,9 +185,10 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
     )
 
 
-def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
-    """Return the global size of one dim: the sum over the axes that split it, at the first
-    coordinate of all other axes.
+def _sum_of_parts(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
+    """Return the global size of one dim.
+
+    The sum over the axes that split it, at the first coordinate of all other axes.
     """
     split_axes = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))

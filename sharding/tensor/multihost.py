@@ -1,5 +1,6 @@
-"""`sm.multihost`: exchange values between hosts, by the names of
-`jax.experimental.multihost_utils`. Every rank counts as a host.
+"""`sm.multihost`: exchange values between hosts.
+
+By the names of `jax.experimental.multihost_utils`. Every rank counts as a host.
 
 Every function is called on every rank of the world, with trees of one structure: tensors, NumPy
 arrays and numbers in tuples, lists and dicts, in which None stays.

@@ -51,8 +51,9 @@ def joined_parts(
     dims: Sequence[tuple[str, ...]],
     shapes: Mapping[Coordinate, Sequence[int]],
 ) -> tuple[dict[tuple[str, ...], tuple[int, ...]], list[int]]:
-    """Return the sizes of the parts along the axes of each dim, and the shape of the tensor that
-    they make up; where ranks contradict each other, those of the first coordinate.
+    """Return the sizes of the parts along the axes of each dim, and the shape of the tensor.
+
+    Where ranks contradict each other, those of the first coordinate.
     """
     sizes, whole = {}, []
     for dim, axes in enumerate(dims):

@@ -41,8 +41,9 @@ def make_array_from_callback(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is
-    fn(index of the part).
+    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor.
+
+    Its part on each rank is fn(index of the part).
 
         fn = lambda index: data[index]    data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
             rank 0: fn((slice(0, 2),))    rank 1: fn((slice(2, 4),))      ...
@@ -81,11 +82,11 @@ def make_array_from_callback(
     if mesh.coordinate is None:
         layout = asked.replace(dtype=_stated_dtype("make_array_from_callback", dtype, mesh))
         return ShardedTensor._make_guarded(torch.empty(0, dtype=dtype, device=mesh.device), layout)
-    part = _copied(function(slices(asked.box)), dtype, mesh)
+    part = _copy_to_mesh(function(slices(asked.box)), dtype, mesh)
     if part.shape != asked.local_shape:
         raise ValueError(
             f"make_array_from_callback: the callback returned shape {list(part.shape)} for index "
-            f"{_shown(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
+            f"{_box_text(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
             "return the data at that index, as in lambda index: data[index]"
         )
     return ShardedTensor._make_guarded(part, asked.replace(dtype=part.dtype))
@@ -97,8 +98,9 @@ def make_array_from_process_local_data(
     local_data: Any = None,
     global_shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank
-    passes its own part.
+    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor.
+
+    Each rank passes its own part.
 
         P("dp") on (dp=2, tp=2)    ranks 0 and 1 pass rows [a b c]    global  [a b c d e], in parts
                                    ranks 2 and 3 pass rows [d e]      of 3 and 2 rows
@@ -128,7 +130,7 @@ def make_array_from_process_local_data(
         >>> batch = sm.make_array_from_process_local_data(mesh, P("dp"), loader_batch)
     """
     mesh, spec, data, shape = _mesh_spec_data_shape(mesh, spec, local_data, global_shape)
-    part = _copied(data, None, mesh)
+    part = _copy_to_mesh(data, None, mesh)
     spec = as_spec(spec, mesh.axis_names, part.ndim if shape is None else len(shape))
     _check_not_pending("make_array_from_process_local_data", spec)
     at = (
@@ -149,8 +151,9 @@ def make_array_from_single_device_arrays(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on
-    this rank is x, without a copy.
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor.
+
+    Its part on this rank is x, without a copy.
 
     Args:
         shape: the global shape.
@@ -274,7 +277,7 @@ def _stated_dtype(function: str, dtype: torch.dtype | None, mesh: DeviceMesh) ->
     return dtype
 
 
-def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
+def _copy_to_mesh(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
     """Return a copy of the data as a tensor on the mesh's device.
 
     Raises:
@@ -327,8 +330,9 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
 
 
 def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
-    """Return the layout of the tensor that the parts of all ranks make up; split dims are as long
-    as their parts together.
+    """Return the layout of the tensor that the parts of all ranks make up.
+
+    Split dims are as long as their parts together.
 
     Raises:
         ValueError: on every rank that compared, parts that do not make up a tensor; on a rank
@@ -359,5 +363,5 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     return layout
 
 
-def _shown(box: Sequence[tuple[int, int]]) -> str:
+def _box_text(box: Sequence[tuple[int, int]]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -34,8 +34,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RandomStream:
-    """Seed and position of one rank's stream of random tensors; the same on every rank of a
-    program.
+    """Seed and position of one rank's stream of random tensors.
+
+    The same on every rank of a program.
 
     Attributes:
         seed: 64-bit seed.
@@ -240,8 +241,9 @@ def _permutation(
 
 
 def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
-    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random`
-    or `kernels.random.distributions`.
+    """Return this rank's part of the next random tensor.
+
+    `distribution` is one of `kernels.random` or `kernels.random.distributions`.
 
     Ranks outside the mesh draw too, an empty part, so that the position is the same on all ranks.
     """
@@ -268,8 +270,9 @@ def _part_of(distribution: Callable[..., Tensor], layout: Layout) -> Callable[..
 
 
 def units(layout: Layout) -> distributions.Units:
-    """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each
-    element of this rank's part.
+    """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1).
+
+    One sequence for each element of this rank's part.
     """
     mesh: Any = layout.mesh
     seed, stream = mesh.world.state(RandomStream).next()
@@ -281,8 +284,9 @@ def units(layout: Layout) -> distributions.Units:
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that draws from torch's own generator, seeded equally on every rank; restore
-    the generator afterwards.
+    """Call a function that draws from torch's own generator, seeded equally on every rank.
+
+    The generator is restored afterwards.
     """
     seed, stream = mesh.world.state(RandomStream).next()
     with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):

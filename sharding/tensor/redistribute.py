@@ -322,8 +322,9 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
 
 
 def _copy_if_shared(moved: Tensor, local: Tensor | None) -> Tensor:
-    """Return the result of a move, copied if it shares memory with the part before (`local`, None
-    if that was donated).
+    """Return the result of a move, copied if it shares memory with the part before.
+
+    That part is `local`, None if it was donated.
 
     Of donated memory it is copied if it is a piece that would keep the rest alive.
     """

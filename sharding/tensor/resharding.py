@@ -1,5 +1,6 @@
-"""Resharding: a tensor that is still communicated, and that waits when it is used, as the tensors
-do that torch's `async_op` returns.
+"""Resharding: a tensor that is still communicated, and that waits when it is used.
+
+As the tensors do that torch's `async_op` returns.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from ...mesh.comm.pending import Pending
 
 
 class Resharding(Pending[Any]):
-    """The handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor (or the list of
-    them); operators, torch's functions and attributes of the handle wait for it, too.
+    """The handle of `redistribute(..., async_op=True)`.
+
+    `wait()` returns the tensor (or the list of them). Operators, torch's functions and attributes
+    of the handle wait for it, too.
 
     It is no tensor itself: `isinstance(handle, Tensor)` is False.
     """
@@ -50,8 +53,9 @@ for _name in (*_BINARY, *_REFLECTED, *_OTHER):
 
 
 def settled(value: Any) -> Any:
-    """Return the value, or tuple, list or dict of values, with handles replaced by their
-    tensors.
+    """Return the value with handles replaced by their tensors.
+
+    Also in a tuple, list or dict of values.
     """
     if isinstance(value, Resharding):
         return value.wait()

@@ -9,8 +9,9 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """convert_sync_batchnorm(module) -> the module; its `nn.SyncBatchNorm`s then accept sharded
-    batches, too, on any device.
+    """convert_sync_batchnorm(module) -> the module, for sharded batches.
+
+    Its `nn.SyncBatchNorm`s then accept sharded batches, too, on any device.
 
     `nn.BatchNorm1d`, `2d` and `3d` use the statistics of the whole sharded batch already, with one
     small all_reduce forward and one backward. A model made with

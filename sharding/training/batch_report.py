@@ -43,8 +43,9 @@ class BatchReport:
 
     @property
     def linear_lr(self) -> float | None:
-        """The earlier learning rate times `ratio`, as for SGD: Goyal et al. 2017,
-        arXiv:1706.02677.
+        """The earlier learning rate times `ratio`, as for SGD.
+
+        Goyal et al. 2017, arXiv:1706.02677.
         """
         return self._scaled_lr(self.ratio)
 

@@ -106,8 +106,9 @@ class Batches:
             _check_sampler(self._sampler, mesh, self._axes)
 
     def __len__(self) -> int:
-        """Return the number of batches of the next iteration; without a `DistributedSampler`, the
-        number that this rank has.
+        """Return the number of batches of the next iteration.
+
+        Without a `DistributedSampler`, the number that this rank has.
         """
         return len(self.loader) if self._sampler is None else len(self._rows())  # type: ignore[arg-type]
 
@@ -153,8 +154,9 @@ class Batches:
             yield self._to_sharded(batch, lengths_along(self.mesh, self._axes, rows), rows)
 
     def _to_sharded(self, batch: Any, sizes: Sequence[int], own_rows: int) -> Any:
-        """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes
-        of the batch dim.
+        """Return the batch with arrays as sharded tensors.
+
+        `sizes` are by position along the axes of the batch dim.
         """
         total = sum(sizes) if sizes else own_rows
         if self.buckets is not None:

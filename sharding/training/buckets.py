@@ -81,7 +81,7 @@ class Buckets:
         if not isinstance(x, (Tensor, np.ndarray)) or x.ndim < 2:
             raise ValueError(
                 f"{name!r} of a batch is padded along dim 1: it must be an array with two dims or "
-                f"more, not {_shown(x)}"
+                f"more, not {_value_text(x)}"
             )
         return x
 
@@ -109,11 +109,11 @@ class Buckets:
             longest = max(gather_facts(group, longest).values())
         length = self.bucket_of(longest)
         if isinstance(batch, Mapping):
-            return {key: self._padded(key, x, length) for key, x in batch.items()}
-        values = [self._padded(i, x, length) for i, x in enumerate(batch)]
+            return {key: self._pad(key, x, length) for key, x in batch.items()}
+        values = [self._pad(i, x, length) for i, x in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
-    def _padded(self, name: Any, x: Any, length: int) -> Any:
+    def _pad(self, name: Any, x: Any, length: int) -> Any:
         if name not in self.pad:
             return x
         rest = length - x.shape[1]
@@ -165,7 +165,7 @@ def pad_to_buckets(
     return (lengths.pad_batch(batch, group) for batch in loader)
 
 
-def _shown(x: Any) -> str:
+def _value_text(x: Any) -> str:
     if isinstance(x, (Tensor, np.ndarray)):
         return f"one of shape {list(x.shape)}"
     return f"a {type(x).__name__}"

@@ -77,8 +77,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients; then they are scaled in
-    place to at most `max_norm`.
+    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients.
+
+    Then they are scaled in place to at most `max_norm`.
 
         rank 0   grads [3 .]        norm 5 on both       [.6  . ]
         rank 1   grads [. 4]   ->   one all_reduce  ->   [ . .8 ]      max_norm=1
@@ -130,8 +131,9 @@ def clip_grad_norm_(
 def clip_grad_value_(
     parameters: Tensors | nn.Module | Pipeline, clip_value: float, foreach: bool | None = None
 ) -> None:
-    """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to
-    [-clip_value, clip_value], in place.
+    """clip_grad_value_(parameters, clip_value): clamp every element of the gradients.
+
+    They are clamped to [-clip_value, clip_value], in place.
 
     Args:
         parameters: as for `clip_grad_norm_`.

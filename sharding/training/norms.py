@@ -118,8 +118,9 @@ def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as
-    `tensor_norms`, of one number.
+    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64.
+
+    Communication: as `tensor_norms`, of one number.
     """
     tally = tally_of(tensors)
     powers = _powers([tensors[i] for i in tally.counted], ord, tally.device)

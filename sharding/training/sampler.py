@@ -14,8 +14,9 @@ from ...mesh.errors import MeshError
 
 
 class DistributedSampler(Sampler[int]):
-    """DistributedSampler(dataset, mesh=mesh, axes="dp"): a resumable
-    `torch.utils.data.DistributedSampler` that repeats no sample.
+    """DistributedSampler(dataset, mesh=mesh, axes="dp"): resumable, without repeated samples.
+
+    A `torch.utils.data.DistributedSampler` otherwise.
 
         order of an epoch       3 0 6 2 5 1 4    the same on every rank and for any number of ranks
         rank 0 of 2             3   6   5   4    one sample more than rank 1, not a repeated one
@@ -124,8 +125,9 @@ class DistributedSampler(Sampler[int]):
         self.epoch, self.consumed, self._start = self.epoch + 1, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid
-        for any number of ranks.
+        """Return {"epoch", "consumed", "seed", "shuffle", "length"}.
+
+        The same on every rank, valid for any number of ranks.
         """
         return {
             "epoch": self.epoch,

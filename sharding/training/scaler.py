@@ -52,8 +52,9 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Run `torch.amp.GradScaler.step`: `unscale_` if that was not called, and the optimizer's
-        step if all gradients are finite.
+        """Run `torch.amp.GradScaler.step`.
+
+        `unscale_` if that was not called, and the optimizer's step if all gradients are finite.
 
         Fused optimizers, which torch lets unscale and skip in their kernels, are treated like all
         others: torch would move the scale to the meta device of the wrappers, where it loses its
@@ -83,8 +84,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13; a
-        test notices if that changes.
+        """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13.
+
+        A test notices if that changes.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grads = {
@@ -116,8 +118,9 @@ def _unscale_parts(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 
 
 def _reduce_found_inf(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return the maximum over ranks, which take part also without gradients; a rank outside all
-    meshes contributes 0.
+    """Return the maximum over ranks, which take part also without gradients.
+
+    A rank outside all meshes contributes 0.
     """
     model = current_world().state(LivePipelines).owning(parameters)
     if model is not None:

@@ -71,7 +71,7 @@ def document(
 def versions(facts: Facts) -> list[tuple[str, str]]:
     """Return rows of names and versions, and what the doctor finds wrong."""
     have, devices = facts.software, facts.devices
-    names = ", ".join(f"{one.name}, {one.memory / 2**30:.0f} GiB" for one in devices.found)
+    names = ", ".join(f"{one.name}, {one.memory / 2**30:.0f} GiB" for one in devices.usable)
     rows = {
         "device": names or f"none{devices.error and f': {devices.error}'}",
         "driver": _said(_DRIVER) or "none",
@@ -86,7 +86,7 @@ def versions(facts: Facts) -> list[tuple[str, str]]:
     }
     checked = {name: findings(facts)[name] for name in ("devices", "torch", "triton")}
     wrong = [
-        ("doctor", _cell(f"{name}: {one.found}"))
+        ("doctor", _cell(f"{name}: {one.facts}"))
         for name, one in checked.items()
         if one.status != "ok"
     ]

@@ -101,7 +101,7 @@ def test_what_was_copied_before_a_capture_is_kept(gpu):
     gpu.stream, gpu.capturing = 2, True
     assert made.on(CUDA) is made.on(CUDA) is first
     assert gpu.log == [("copy", 1, "now")]  # an event from outside cannot be waited for
-    assert list(device_copies._reserve.kept.values()) == [first]
+    assert list(device_copies._reserve.of_graphs.values()) == [first]
 
 
 def test_a_copy_in_a_capture_is_of_the_graph_alone(gpu):
@@ -110,7 +110,7 @@ def test_a_copy_in_a_capture_is_of_the_graph_alone(gpu):
     made = table(gpu)
     gpu.capturing = True
     captured = made.on(CUDA)
-    assert [kept.where for kept in device_copies._reserve.kept.values()] == ["pinned"]
+    assert [pinned.where for pinned in device_copies._reserve.of_graphs.values()] == ["pinned"]
     gpu.capturing = False
     assert made.on(CUDA) is not captured
     assert gpu.log[1:] == [("copy", 1, "captured"), ("copy", 1, "now")]

@@ -173,9 +173,9 @@ def test_every_kind_of_rows(name, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_more_blocks_than_32_bits_can_number(place, monkeypatch):
     monkeypatch.setattr(random_triton, "MAX_LANES", 1)
-    random_triton._prepared.cache_clear()
+    random_triton._prepare_launch.cache_clear()
     check(EVERY["uniform"], *PLACES[place])
-    random_triton._prepared.cache_clear()
+    random_triton._prepare_launch.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -361,8 +361,9 @@ class Recorder:
         self.monitor.waiting.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
-        """Return the number of the record of one of the last collectives; that of the newest record
-        of any group where there is no row.
+        """Return the number of the record of one of the last collectives.
+
+        That of the newest record of any group where there is no row.
         """
         if self.row is None:
             return self.words[_COUNT] - 1
@@ -397,8 +398,9 @@ class Recorder:
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
     def find_neighbours(self, directory: TraceBuffers) -> None:
-        """Find the rows of the ranks to compare with, as far as they have called something: all in
-        a small group, else both neighbours.
+        """Find the rows of the ranks to compare with, as far as they have called something.
+
+        All in a small group, else both neighbours.
         """
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
@@ -447,8 +449,9 @@ class Recorder:
         )
 
     def _find_line(self, call: _CachedCall) -> int:
-        """Find the line of the user's program that calls, and remember it in `call`; return the
-        text's place in the trace buffer.
+        """Find the line of the user's program that calls, and remember it in `call`.
+
+        Return the text's place in the trace buffer.
         """
         frame, depth = user_frame(2)
         call.depth = depth - 1  # seen from `enter`, which is one lower
@@ -512,8 +515,9 @@ def unlike(one: int, other: int) -> bool:
 def differ(
     one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None
 ) -> bool:
-    """Return whether two recorded lineages belong to different values, given the lines on which
-    both ranks have made tensors.
+    """Return whether two recorded lineages belong to different values.
+
+    That depends on the lines on which both ranks have made tensors.
 
     If two ranks have made tensors on different lines, and one on more lines than the other, a value
     computed from two such tensors may differ in line by the one and in number by the other. Then

@@ -1,5 +1,6 @@
-"""Detect two threads in collectives of one group at the same time: other ranks' threads may run
-them in another order.
+"""Detect two threads in collectives of one group at the same time.
+
+Other ranks' threads may run them in another order.
 """
 
 from __future__ import annotations

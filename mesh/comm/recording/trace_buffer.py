@@ -1,5 +1,6 @@
-"""The trace buffer of a rank: its activity, in memory that other ranks of its host can read and
-that a file keeps when it dies.
+"""The trace buffer of a rank: its activity, in memory that other ranks can read.
+
+Those of its host; a file keeps it when the rank dies.
 
     header     who it is, its heartbeat, what it is blocked on    8-byte words, see `Header`; from
                                                                   32 on, marked steps
@@ -185,8 +186,9 @@ class TraceBuffer:
         self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Write how many elements are sent to each rank of the group, and received from it, in the
-        all_to_all with this number.
+        """Write how many elements an all_to_all sends to and receives from each rank.
+
+        The ranks are those of the group; the collective is the one with this number.
         """
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         for i, n in enumerate((*sent, *expected)):
@@ -223,8 +225,9 @@ class TraceBuffer:
         )
 
     def ask_for_stack(self, seconds: float) -> str:
-        """Ask the rank's watchdog thread where the main thread is; "" when it does not answer
-        within so many seconds.
+        """Ask the rank's watchdog thread where the main thread is.
+
+        "" when it does not answer within so many seconds.
         """
         self.words[Header.STACK_WANTED] += 1
         deadline = time.monotonic() + seconds
@@ -295,8 +298,9 @@ class TraceBuffer:
 
     @property
     def stuck(self) -> Record | None:
-        """The collective that the rank's main thread is blocked in, or else one that its device
-        waits in.
+        """The collective that the rank's main thread is blocked in.
+
+        Or else one that its device waits in.
         """
         stuck = self.words[Header.BLOCKED] & ~(ON_DEVICE | MAY_GO_ON)
         return self.record(stuck - 1) if stuck else None

@@ -49,8 +49,9 @@ _MISSED = "_shardmesh_missed"
 def diagnose(
     job: Job, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True
 ) -> Verdict | None:
-    """Return the verdict on a collective that this rank has called at the time `since`; None if
-    nothing is known to be wrong.
+    """Return the verdict on a collective that this rank has called at the time `since`.
+
+    None if nothing is known to be wrong.
 
     Args:
         is_waiting: whether this rank waits for it; False if it may call other collectives
@@ -80,8 +81,9 @@ def diagnose(
 
 
 def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -> int:
-    """Return the first collective up to this one that one of these ranks has not called: where
-    devices wait while their hosts run ahead.
+    """Return the first collective up to this one that one of these ranks has not called.
+
+    Devices wait there while their hosts run ahead.
     """
     buffers = [
         (m.buffer, m.buffer.find_group(recorder.key)) for m in missing if m.buffer is not None
@@ -92,8 +94,9 @@ def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -
 
 
 def _is_decided(members: Sequence[Member], waited: int) -> bool:
-    """Return True once missing ranks cannot change the majority, will not arrive, or the grace
-    period has expired.
+    """Return True once the majority is decided.
+
+    Missing ranks cannot change it, will not arrive, or the grace period has expired.
     """
     largest = max(map(len, parties(members)))
     if have_all_come(members) or 2 * largest > len(members) or waited > _TO_COME_NS:
@@ -145,8 +148,9 @@ def lost(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
 
 
 def wrong_route(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on messages of this collective that have no sender or no receiver, among
-    the ranks that have arrived.
+    """Return the verdict on messages of this collective without a sender or receiver.
+
+    Among the ranks that have arrived.
     """
     members = read_members(job.directory, recorder, sequence)
     messages = [(src, dst, _fits(members, src, dst)) for src, dst in _messages(members)]
@@ -158,8 +162,9 @@ def wrong_route(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
 
 
 def wrong_splits(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on ranks of this all_to_all that send what others do not expect, among
-    those that have arrived.
+    """Return the verdict on ranks of this all_to_all that send what others do not expect.
+
+    Among those that have arrived.
     """
     members = read_members(job.directory, recorder, sequence)
     shown = {
@@ -180,8 +185,9 @@ def wrong_splits(job: Job, recorder: Recorder, sequence: int) -> Verdict | None:
 
 
 def may_show_splits(job: Job, recorder: Recorder, sequence: int, waited: int) -> bool:
-    """Return whether a rank that has not shown yet how much it sends in this all_to_all may do so
-    before the grace period expires.
+    """Return whether a rank may still show how much it sends in this all_to_all.
+
+    Before the grace period expires.
     """
     members = read_members(job.directory, recorder, sequence)
     silent = [m for m in members if not m.route]
@@ -214,8 +220,9 @@ def _wait_cycle(job: Job, members: Sequence[Member], waited: int) -> Verdict | N
 
 
 def device_cycle(job: Job) -> Verdict | None:
-    """Return the verdict on devices that wait for each other, in collectives that the hosts have
-    called in different orders.
+    """Return the verdict on devices that wait for each other.
+
+    In collectives that the hosts have called in different orders.
     """
     if not job.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return None
@@ -224,8 +231,9 @@ def device_cycle(job: Job) -> Verdict | None:
 
 
 def _cycle(job: Job, ahead: list[Member]) -> Verdict | None:
-    """Return the verdict on a deadlock if these ranks, which this one waits for, all wait
-    themselves, and so do those they wait for.
+    """Return the verdict on a deadlock of the ranks that this one waits for.
+
+    They all wait themselves, and so do those they wait for.
     """
     reached = {job.directory.rank}
     while ahead:
@@ -277,8 +285,9 @@ def note_missing(
 
 
 def out_of_time(job: Job, error: BaseException | None) -> Verdict | None:
-    """Return the verdict on missing ranks, where torch's own time for a call ran out and this
-    error, or one of its causes, says so.
+    """Return the verdict on missing ranks, where torch's own time for a call ran out.
+
+    This error, or one of its causes, says so.
     """
     while error is not None and _MISSED not in error.__dict__:
         error = error.__cause__ or error.__context__

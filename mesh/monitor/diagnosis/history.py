@@ -82,8 +82,9 @@ def _is_for_all(buffer: TraceBuffer, call: _CachedCall) -> bool:
 def _since_all_met(
     calls: Mapping[int, list[_CachedCall]], ranks: int
 ) -> dict[int, list[_CachedCall]]:
-    """Return the calls after the last one that all ranks made in one group, in any order; all calls
-    where there is none.
+    """Return the calls after the last one that all ranks made in one group.
+
+    In any order; all calls where there is none.
     """
     places = {
         rank: {(key, record.sequence): at for at, (record, _, key) in enumerate(its)}

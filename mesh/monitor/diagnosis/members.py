@@ -1,5 +1,6 @@
-"""The state of each rank of a group in one collective: whether it has reached it, with which
-fingerprint, and what it is blocked on.
+"""The state of each rank of a group in one collective.
+
+Whether it has reached it, with which fingerprint, and what it is blocked on.
 """
 
 from __future__ import annotations
@@ -100,8 +101,10 @@ def parties(members: Iterable[Member]) -> list[list[Member]]:
 
 
 def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
-    """Return each rank's word: of those that have marked no step, as in the step of most ranks that
-    call the same."""
+    """Return each rank's word of its step.
+
+    Of those that have marked none, as in the step of most ranks that call the same.
+    """
     marked = Counter(m.word for m in come if m.word & STEP_MARKED)
     words = {}
     for m in come:
@@ -157,8 +160,9 @@ def is_lost(m: Member) -> bool:
 
 
 def awaited(directory: JobDirectory, rank: int) -> list[Member]:
-    """Return the ranks for which this one, or its device, has been waiting for some time, as they
-    are in the collective in which it waits.
+    """Return the ranks for which this one, or its device, has been waiting for some time.
+
+    As they are in the collective in which it waits.
 
     A rank that has not called it is among them, and one that has but whose device waits in an
     earlier one.
@@ -179,8 +183,9 @@ def awaited(directory: JobDirectory, rank: int) -> list[Member]:
 
 
 def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
-    """Return the ranks for which the main thread of this one has been waiting for some time: on the
-    host, or for its device.
+    """Return the ranks for which this one's main thread has been waiting for some time.
+
+    On the host, or for its device.
     """
     return (
         [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
@@ -193,8 +198,9 @@ def may_go_on(buffer: TraceBuffer | None) -> bool:
 
 
 def _is_held_up(m: Member) -> bool:
-    """Return whether the rank's stream waits in an earlier collective, so that it cannot start this
-    one, which its host has called.
+    """Return whether the rank's stream waits in an earlier collective.
+
+    Then it cannot start this one, which its host has called.
 
     That the one waits for the other is certain only if the host called this one after the stream
     was made to wait for the earlier one.

@@ -64,7 +64,7 @@ def mismatch(
     callers = [m for m in members if m.came]
     steps = {m.rank: step for m in callers if (step := m.step) is not None}
     field = "step" if len(set(steps.values())) > 1 else _field(callers, outliers)
-    seen = _blamed_first([_seen(m.rank, m.record) for m in callers], outliers)
+    seen = _blamed_first([_observation(m.rank, m.record) for m in callers], outliers)
     if field == "step":
         seen = [in_step(observation, steps.get(observation.rank)) for observation in seen]
     rest = [m.rank for m in callers if m.rank not in outliers]
@@ -121,8 +121,9 @@ _NAMED = {
 
 
 def _field(callers: Sequence[Member], outliers: Sequence[int]) -> str:
-    """Return the first field in which a blamed rank (or any rank, where none is blamed) differs
-    from the others.
+    """Return the first field in which a blamed rank differs from the others.
+
+    Any rank, where none is blamed.
     """
     usual = next((m for m in callers if m.rank not in outliers), callers[0])
     for m in callers:
@@ -157,7 +158,9 @@ def in_step(observation: Observation, step: int | None) -> Observation:
 def died(gone: Sequence[Member]) -> Verdict:
     """Return the verdict on ranks that are gone, noticed in a collective of the program."""
     ranks = tuple(m.rank for m in gone)
-    return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
+    return _verdict_on_absent(
+        "lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone
+    )
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
@@ -167,7 +170,7 @@ def ended(gone: Sequence[Member], size: int) -> Verdict:
     said = (
         f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them."
     )
-    return _absent("left", minority([ranks, others]), said, _LEFT, [], gone)
+    return _verdict_on_absent("left", minority([ranks, others]), said, _LEFT, [], gone)
 
 
 def _how_they_went(gone: Sequence[Member]) -> str:
@@ -191,7 +194,7 @@ def lost(
         f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of "
         f"{group_text(recorder)}."
     )
-    return _absent("lost", ranks, said, _LOST, members, gone)
+    return _verdict_on_absent("lost", ranks, said, _LOST, members, gone)
 
 
 def left(
@@ -213,7 +216,7 @@ def left(
             f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the "
             "program has ended there"
         )
-    return _absent("left", blamed, f"{said}.", _LEFT, members, gone)
+    return _verdict_on_absent("left", blamed, f"{said}.", _LEFT, members, gone)
 
 
 def _wait(ranks: Sequence[int]) -> str:
@@ -224,7 +227,7 @@ def _waiting(members: Iterable[Member]) -> list[int]:
     return [m.rank for m in members if m.came]
 
 
-def _absent(
+def _verdict_on_absent(
     kind: str,
     blamed: tuple[int, ...],
     said: str,
@@ -232,7 +235,7 @@ def _absent(
     members: Sequence[Member],
     gone: Sequence[Member],
 ) -> Verdict:
-    seen = [_seen(m.rank, m.record) for m in members if m.came] + [
+    seen = [_observation(m.rank, m.record) for m in members if m.came] + [
         _last_seen(m.rank, m.buffer) for m in gone if m.buffer is not None
     ]
     seen = _blamed_first(seen, blamed)
@@ -306,7 +309,7 @@ def wrong_splits(
 
 def too_large(recorder: Recorder, sequence: int, members: Sequence[Member]) -> Verdict:
     """Return the verdict on a message that is larger than the receiver's tensor."""
-    seen = [_seen(m.rank, m.record) for m in members]
+    seen = [_observation(m.rank, m.record) for m in members]
     size = [
         f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected"
         for m in members
@@ -329,7 +332,7 @@ def _unfit(
     outliers: tuple[int, ...],
     texts: Mapping[Member, str],
 ) -> Verdict:
-    seen = [_seen(m.rank, m.record) for m in texts]
+    seen = [_observation(m.rank, m.record) for m in texts]
     seen = _blamed_first(
         [
             Observation(s.rank, f"{s.call} {text}", s.place)
@@ -361,8 +364,9 @@ def _route_text(recorder: Recorder, m: Member) -> str:
 def stall(
     job: Job, recorder: Recorder, sequence: int, members: Sequence[Member], waited: int
 ) -> Verdict:
-    """Return the verdict on ranks that keep the others waiting: those at the end of the chain,
-    which do not wait.
+    """Return the verdict on ranks that keep the others waiting.
+
+    Those at the end of the chain, which do not wait.
     """
     missing = tuple(m.rank for m in members if m.came is False)
     blamed = _roots(job.directory, missing)
@@ -375,7 +379,7 @@ def stall(
     )
     where = f"where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}"
     advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
-    seen = [_seen(m.rank, m.record) for m in members if m.came]
+    seen = [_observation(m.rank, m.record) for m in members if m.came]
     seen += [
         _last_seen(rank, job.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})
     ]
@@ -445,7 +449,7 @@ def _buffer(directory: JobDirectory, rank: int) -> TraceBuffer:
     return directory.buffer if buffer is None else buffer
 
 
-def _seen(rank: int, record: Record | None) -> Observation:
+def _observation(rank: int, record: Record | None) -> Observation:
     return (
         Observation(rank, "?", "")
         if record is None

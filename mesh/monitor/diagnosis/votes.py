@@ -51,8 +51,9 @@ def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def worst_correspondent(
     ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]
 ) -> tuple[int, ...]:
-    """Return the rank with the largest share of mismatched messages; of several, the one with most
-    of them; none if ranks tie.
+    """Return the rank with the largest share of mismatched messages.
+
+    Of several, the one with most of them; none if ranks tie.
 
     Args:
         ranks: by place in the group.

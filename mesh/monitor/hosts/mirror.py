@@ -1,5 +1,6 @@
-"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like
-those of this host.
+"""Copies of the trace buffers of ranks on other hosts.
+
+The rest of the monitor reads them like those of this host.
 
 buffer of rank 2 on host-b                         copy on host-a
 header | table | rows | ring | text     ----->     header | table | rows | ring | text
@@ -171,8 +172,9 @@ class BufferCopy:
 
 
 def make_copy(path: Path) -> BufferCopy:
-    """Return an empty copy in a file, or the copy that is there. Where hosts share the folder, the
-    buffer itself is there and is kept.
+    """Return an empty copy in a file, or the copy that is there.
+
+    Where hosts share the folder, the buffer itself is there and is kept.
 
     Raises: OSError where no file can be made.
     """

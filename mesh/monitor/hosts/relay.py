@@ -248,8 +248,9 @@ class Relay:
         self._spoke, self._answered = now, self._felt
 
     def _publish_last(self) -> None:
-        """Publish the last state of a host. If the job has failed its store may end with it, so not
-        before the others know why.
+        """Publish the last state of a host.
+
+        If the job has failed its store may end with it, so not before the others know why.
         """
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
@@ -410,8 +411,9 @@ class Relay:
     # -- silence and differences, called by the watchdog -------------------------------------------
 
     def look(self) -> None:
-        """Mark hosts that are silent, and compare this rank's collectives with those of its
-        neighbours on other hosts.
+        """Mark hosts that are silent, and compare this rank's collectives with neighbours'.
+
+        With those of its neighbours on other hosts.
         """
         now = time.monotonic()
         self._felt += min(now - self._looked, _LONGEST_STEP_S)
@@ -450,8 +452,9 @@ class Relay:
             copy.mark_lost()
 
     def _compare(self, recorder: Recorder) -> None:
-        """Compare a group's collectives with copies: what main threads compared with when they
-        called was older than that.
+        """Compare a group's collectives with copies.
+
+        What main threads compared with when they called was older than that.
         """
         for neighbour in recorder.others:
             words = neighbour[0]
@@ -503,8 +506,9 @@ def _checked_state(said: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]
 def _first_difference(
     recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int
 ) -> int | None:
-    """Return the first collective from `first` on, of those that both have called and still have,
-    in which a neighbour differs.
+    """Return the first collective from `first` on in which a neighbour differs.
+
+    Of those that both have called and still have.
     """
     other_words, row, last, _ = neighbour
     own_words = recorder.words

@@ -1,5 +1,6 @@
-"""Export the ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools
-read: a pickle per rank.
+"""Export the ledger in the format of torch's Flight Recorder.
+
+`torchfrtrace` and other tools read it: a pickle per rank.
 
 trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
 rank_0.json   rank_1.json  ...      the same as JSON, under a name that it ignores
@@ -36,16 +37,18 @@ def save(ranks: Mapping[int, RankLedger], folder: str | Path) -> None:
 
 
 def dumps(ranks: Mapping[int, RankLedger]) -> dict[int, dict[str, Any]]:
-    """Return by rank what torch would have dumped there. The backend is always called gloo, since
-    the ledger does not record it.
+    """Return by rank what torch would have dumped there.
+
+    The backend is always called gloo, since the ledger does not record it.
     """
     names = _names(ranks)
     return {rank: _dump(ledger.entries, names) for rank, ledger in ranks.items()}
 
 
 def _names(ranks: Mapping[int, RankLedger]) -> dict[int, str]:
-    """Return the names of groups, the same for all ranks, though a mesh may have been made on only
-    some of them before the first call.
+    """Return the names of groups, the same for all ranks.
+
+    A mesh may have been made on only some of them before the first call.
     """
     names: dict[int, str] = {}
     for ledger in ranks.values():
@@ -125,8 +128,9 @@ def _profiling_name(entry: LedgerEntry) -> str:
 
 
 def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
-    """Return the flat sizes of input and output; of an all_to_all without the part that stays, so
-    that sums over ranks agree.
+    """Return the flat sizes of input and output.
+
+    Of an all_to_all without the part that stays, so that sums over ranks agree.
     """
     size = entry.elements or 0
     n = len(entry.ranks)

@@ -1,5 +1,6 @@
-"""The ledger: every collective of every rank, read from the trace buffers while the program runs or
-after it has crashed.
+"""The ledger: every collective of every rank, read from the trace buffers.
+
+While the program runs or after it has crashed.
 
     ledger()               this rank's trace buffer, and on request those of the other ranks
     Ledger.read(folder)    the trace buffers that the ranks of a job have left
@@ -64,8 +65,9 @@ class Ledger:
 
     @staticmethod
     def read(folder: str | Path) -> Ledger:
-        """Ledger.read(folder) -> Ledger of a job that runs or has run on this host, from the folder
-        with its trace buffers.
+        """Ledger.read(folder) -> Ledger of a job that runs or has run on this host.
+
+        From the folder with its trace buffers.
 
         Args:
             folder: for example /dev/shm/shardmesh-1000-5f3a0c, as `python -m shardmesh ledger`
@@ -119,8 +121,9 @@ class Ledger:
         return tuple(sorted(entries, key=lambda entry: entry.start))
 
     def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
-        """Yield each collective as a dict from rank to its entry, for the ranks that have called
-        it.
+        """Yield each collective as a dict from rank to its entry.
+
+        For the ranks that have called it.
         """
         return collectives_of(self.ranks)
 
@@ -140,8 +143,9 @@ class Ledger:
         trace_export.save_trace(self.ranks, path)
 
     def save_flight_recorder(self, folder: str | Path) -> None:
-        """Write a file per rank in the format of torch's Flight Recorder, for
-        `torchfrtrace <folder>`, and the same as JSON.
+        """Write a file per rank in the format of torch's Flight Recorder, and the same as JSON.
+
+        `torchfrtrace <folder>` reads them.
         """
         flight_recorder.save(self.ranks, folder)
 
@@ -153,8 +157,9 @@ class Ledger:
 
 
 def ledger() -> Ledger:
-    """ledger() -> Ledger of the collectives that this rank has called so far and, on request, of
-    those of the other ranks.
+    """ledger() -> Ledger of the collectives that this rank has called so far.
+
+    On request, also of those of the other ranks.
 
     Call it at any time, also on another thread, or where an error was caught.
     `print(sm.monitor.ledger())` shows the last 20; `.entries` has the last 4096, `.ranks` those of
@@ -257,8 +262,10 @@ def read_buffer(buffer: TraceBuffer) -> RankLedger:
 
 
 def _records(buffer: TraceBuffer) -> list[Record]:
-    """Return the records with a call. Copies of other hosts' buffers lack the oldest ones, as does
-    a buffer without room for more text.
+    """Return the records with a call.
+
+    Copies of other hosts' buffers lack the oldest ones, as does a buffer without room for more
+    text.
     """
     records = list(buffer.records())
     oldest = buffer.words[Header.RECORDS] - RECORDS

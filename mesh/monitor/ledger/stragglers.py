@@ -111,8 +111,9 @@ class StragglerReport:
         )
 
     def report(self) -> str:
-        """Return three tables in milliseconds: each step; who waited for whom in all of them; the
-        lines with the longest waits.
+        """Return three tables in milliseconds.
+
+        Each step; who waited for whom in all of them; the lines with the longest waits.
 
         Of more than 16 ranks, only those that were waited for longest have columns.
         """
@@ -168,8 +169,9 @@ class StragglerReport:
 
 
 def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
-    """Return each rank's wait for the last one to arrive; a rank that left before that (the source
-    of a broadcast) waited until it left.
+    """Return each rank's wait for the last one to arrive.
+
+    A rank that left before that (the source of a broadcast) waited until it left.
     """
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
@@ -203,8 +205,9 @@ def _ms(seconds: float) -> str:
 
 
 def straggler_report() -> StragglerReport:
-    """straggler_report() -> StragglerReport: which rank waited for which in the last collectives,
-    in ms, step by step.
+    """straggler_report() -> StragglerReport: which rank waited for which.
+
+    In the last collectives, in ms, step by step.
 
     In each collective the others wait for the rank that arrives last; a rank waits from its own
     arrival until then. Call `mark_step` at the top of the training loop to separate steps; else

@@ -20,8 +20,9 @@ def save_trace(ranks: Mapping[int, RankLedger], path: str | Path) -> None:
 
 
 def events(ranks: Mapping[int, RankLedger]) -> list[dict[str, Any]]:
-    """Return all ranks' collectives and steps as events of Chrome's trace format; times in
-    microseconds since 1970.
+    """Return all ranks' collectives and steps as events of Chrome's trace format.
+
+    Times are in microseconds since 1970.
     """
     traces = {rank: _RankTrace(its) for rank, its in ranks.items()}
     slices = [event for trace in traces.values() for event in trace.events()]

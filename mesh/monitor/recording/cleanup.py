@@ -28,8 +28,9 @@ _LONGEST_S = 0.5  # per start; the next start continues
 
 
 def sweep(parent: Path) -> None:
-    """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at
-    most about half a second.
+    """Delete the folders of jobs that are over, except for the newest.
+
+    Never raises, and takes at most about half a second.
     """
     kept_folders = 0
     folders = sorted(job_folders(parent), reverse=True)
@@ -54,8 +55,9 @@ def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_jobs_of(pids: Collection[int], environment: Mapping[str, str] = os.environ) -> None:
-    """Delete the folders of jobs whose ranks on this host were all among these processes, which
-    have ended.
+    """Delete the folders of jobs whose ranks on this host were all among these processes.
+
+    The processes have ended.
 
     Args:
         pids: the processes.
@@ -88,8 +90,9 @@ def is_left(folder: Path, changed: float) -> bool:
 
 
 def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
-    """Return whether the processes of a job are gone, as far as can be seen: not those of another
-    container.
+    """Return whether the processes of a job are gone, as far as can be seen.
+
+    Those of another container cannot.
     """
     own = [header for header in headers if is_near(header)]  # not the copies of other hosts'
     return all(is_local(header) and (is_dead(header) or _has_left(header)) for header in own)

@@ -35,8 +35,9 @@ _start_folder = os.getcwd()  # a program may change its folder before it makes i
 
 
 def parent_folder(needed: int = 0) -> Path:
-    """Return the folder in which jobs have their folders: shared memory if it is writable and has
-    room, else the temporary folder.
+    """Return the folder in which jobs have their folders.
+
+    Shared memory if it is writable and has room, else the temporary folder.
 
     Args:
         needed: bytes.
@@ -75,8 +76,9 @@ def folder_prefix() -> str:
 
 
 def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Open a file that only this user can have written; return its descriptor. A link is not
-    followed, a FIFO not waited for.
+    """Open a file that only this user can have written, and return its descriptor.
+
+    A link is not followed, a FIFO not waited for.
 
     Args:
         flags: as those of `os.open`.
@@ -158,8 +160,9 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
-    """Yield (time of the last change, folder) of the user's jobs, without those of others and those
-    that another process deletes.
+    """Yield (time of the last change, folder) of the user's jobs.
+
+    Without those of others and those that another process deletes.
     """
     prefix = folder_prefix()
     try:

@@ -113,8 +113,9 @@ class JobDirectory:
 
     @property
     def file_id(self) -> str:
-        """An identifier that is equal on two ranks exactly if they see the same files, whatever the
-        names of their folders.
+        """An identifier that is equal on two ranks exactly if they see the same files.
+
+        Whatever the names of their folders.
         """
         stat_result = os.fstat(self._alarm_file)
         return f"{stat_result.st_dev}:{stat_result.st_ino}"
@@ -130,7 +131,7 @@ class JobDirectory:
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make this the verdict of the job, unless there is one; return the one that stands."""
-        with self._locked():
+        with self._job_lock():
             if self.alarm[0] == Alarm.NONE:
                 self._write(verdict)
                 self.alarm[0] = Alarm.VERDICT
@@ -147,8 +148,9 @@ class JobDirectory:
         self.alarm[1] = len(encoded)
 
     def _save(self, verdict: Verdict) -> None:
-        """Write the verdict for later readers. Without room, or without the folder, the ranks still
-        have it in the alarm.
+        """Write the verdict for later readers.
+
+        Without room, or without the folder, the ranks still have it in the alarm.
         """
         unfinished = self.folder / f"verdict.{os.getpid()}"
         try:
@@ -166,17 +168,18 @@ class JobDirectory:
         return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]).decode())
 
     def give_up(self) -> bool:
-        """Let the ranks of this host go on without the monitor. Return whether this call decided
-        so; False after a verdict.
+        """Let the ranks of this host go on without the monitor.
+
+        Return whether this call decided so; False after a verdict.
         """
-        with self._locked():
+        with self._job_lock():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
                 self.alarm[0] = Alarm.UNMONITORED
         return is_first
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _job_lock(self) -> Iterator[None]:
         """Lock the job's processes on this host; the lock of a process that dies is released."""
         deadline = time.monotonic() + _TO_LOCK_S
         with self._posting:
@@ -216,8 +219,9 @@ class JobDirectory:
 
 
 def ranks_here(size: int) -> int:
-    """Return how many ranks of a job of this size are on this host, according to the launcher; all
-    if it does not say.
+    """Return how many ranks of a job of this size are on this host.
+
+    According to the launcher; all if it does not say.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return whole_number(told) or size
@@ -238,8 +242,9 @@ def open_buffer(path: Path) -> TraceBuffer | None:
 
 
 def open_header(path: Path) -> TraceBuffer | None:
-    """Map the header alone of the trace buffer in this file, also one that another version of the
-    library has made; None if there is none.
+    """Map the header alone of the trace buffer in this file.
+
+    Also one that another version of the library has made; None if there is none.
 
     Its words up to `Header.PID_SPACE` have the same places in all versions.
     """
@@ -251,8 +256,9 @@ def open_header(path: Path) -> TraceBuffer | None:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """Return the verdict that a job has left; None if it has left none. Raises: OSError, ValueError
-    if the file is damaged.
+    """Return the verdict that a job has left; None if it has left none.
+
+    Raises: OSError, ValueError if the file is damaged.
     """
     try:
         return Verdict.from_json(read_file(folder / "verdict.json", _MOST_VERDICT).decode())
@@ -289,8 +295,9 @@ def boot_id() -> str:
 
 
 def _has_own_proc() -> bool:
-    """Return whether /proc, if there is one, shows the processes of this namespace: one of a parent
-    has other numbers for them.
+    """Return whether /proc, if there is one, shows the processes of this namespace.
+
+    One of a parent has other numbers for them.
     """
     try:
         return os.readlink("/proc/self") == str(os.getpid())
@@ -299,8 +306,9 @@ def _has_own_proc() -> bool:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead
-    ...; None when there is none.
+    """Return (state, start time) of a process as Linux shows them.
+
+    "R", "S", "T" stopped, "Z" dead ...; None when there is none.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

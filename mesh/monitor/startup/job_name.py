@@ -24,7 +24,8 @@ _joined: Counter[str] = Counter()
 
 
 def find_name(store: Any, rank: int) -> tuple[str, str] | None:
-    """Return the name, and the key that is set if the name turns out to be an earlier attempt's;
+    """Return the name, and the key that is set if it turns out to be an earlier attempt's.
+
     None if the store keeps nothing.
 
     Raises: StoreValueError for values that no rank of the job has written.
@@ -57,8 +58,9 @@ def _is_ours(store: Any, record: StoreKeys, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: StoreKeys, info: RankInfo) -> bool:
-    """Return whether a process of this host that used the name has ended. Only torchrun uses a
-    store again.
+    """Return whether a process of this host that used the name has ended.
+
+    Only torchrun uses a store again.
     """
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False

@@ -153,8 +153,9 @@ def machine() -> str:
 
 
 def file_store_fault(store: Any, rank: int) -> str:
-    """Return what is wrong if a file store knows another process as this rank (a killed job's, or a
-    second one); else "".
+    """Return what is wrong if a file store knows another process as this rank, else "".
+
+    A killed job's, or a second one.
     """
     own = own_rank_info(rank, {}, 0, os.environ)
     keys = StoreKeys(store, "shardmesh/file")

@@ -98,8 +98,9 @@ def compare(
 
 
 def _store_of(world: World) -> StoreKeys | None:
-    """Return a part of the default group's store for one world; None without a group, or with
-    torch's fake store.
+    """Return a part of the default group's store for one world.
+
+    None without a group, or with torch's fake store.
     """
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:
@@ -125,7 +126,7 @@ def _compare(world: World, keys: StoreKeys, key: str, call: MeshCall, number: in
     calls = _all_calls(world, keys)
     if all(other.fields == call.fields for other in calls):
         raise keys.bad_value("first", first, "no rank has made such a mesh")
-    verdict = keys.claim("verdict", _diagnosed(calls, number).to_json(), Verdict.from_json)
+    verdict = keys.claim("verdict", _name_outliers(calls, number).to_json(), Verdict.from_json)
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
@@ -140,7 +141,7 @@ def _all_calls(world: World, keys: StoreKeys) -> list[MeshCall]:
         time.sleep(_PAUSE_S)
 
 
-def _diagnosed(calls: list[MeshCall], number: int) -> Verdict:
+def _name_outliers(calls: list[MeshCall], number: int) -> Verdict:
     parties = sorted(parties_by(calls, lambda one: json.dumps(one.fields)), key=len)
     outliers = minority([[one.rank for one in party] for party in parties])
     usual, other = parties[-1][0].fields, parties[0][0].fields

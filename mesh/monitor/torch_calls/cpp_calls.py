@@ -112,8 +112,9 @@ class InnerGroup(_ProcessGroup):
         return out
 
     def _wait_before_backward_ends(self, work: Any) -> None:
-        """Wait before backward ends: DDP waits there for futures, in C++, and a callback that runs
-        before it waits in Python.
+        """Wait before backward ends.
+
+        DDP waits there for futures, in C++, and a callback that runs before it waits in Python.
         """
         try:
             Variable._execution_engine.queue_callback(work.wait)

@@ -20,8 +20,9 @@ _REDUCTIONS = {int(kind): name.lower() for name, kind in _KINDS.items()}
 
 
 def _reduction(options: Any) -> str:
-    """Return the name of a reduction. The hash of a ReduceOp is its number: comparing it or asking
-    its name takes four times as long.
+    """Return the name of a reduction.
+
+    The hash of a ReduceOp is its number: comparing it or asking its name takes four times as long.
     """
     try:
         return _REDUCTIONS.get(hash(options.reduceOp), "?")
@@ -78,8 +79,9 @@ def all_gather_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = No
 
 
 def all_gather_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
-    """Record an all_gather of several tensors; of one, as the functional all_gather calls it, as
-    that of the tensor.
+    """Record an all_gather of several tensors.
+
+    Of one, as the functional all_gather calls it, as that of the tensor.
     """
     if len(ins) == 1:
         return all_gather_flat(recorder, None, ins[0])
@@ -123,8 +125,9 @@ def reduce_scatter_flat(
 def reduce_scatter_coalesced(
     recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM
 ) -> int:
-    """Record a reduce_scatter of several tensors; of one, as the functional reduce_scatter calls
-    it, as that of the tensor.
+    """Record a reduce_scatter of several tensors.
+
+    Of one, as the functional reduce_scatter calls it, as that of the tensor.
     """
     if len(outs) == 1:
         return reduce_scatter_flat(recorder, outs[0], None, options)

@@ -55,8 +55,9 @@ _has_shared = False  # whether `as_ours` has been called
 
 
 def monitor_calls(monitor: Monitor | None) -> None:
-    """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if
-    the settings turn it off.
+    """Monitor the program's calls on torch's groups from now on, until the monitor ends.
+
+    No-op if the settings turn it off.
     """
     if (
         monitor is None
@@ -80,8 +81,9 @@ def stop(monitor: Monitor | None = None) -> None:
 
 
 def refuse_calls() -> None:
-    """Make calls on the groups that exist raise: this process is a forked child of a rank. Groups
-    that it starts itself are its own.
+    """Make calls on the groups that exist raise: this process is a forked child of a rank.
+
+    Groups that it starts itself are its own.
 
     No-op if calls are not monitored.
     """
@@ -100,8 +102,9 @@ def refuse_calls() -> None:
 def _refuse_in_child(
     original: Callable[..., Any], name: str, rank: int, groups: set[int]
 ) -> Callable[..., Any]:
-    """Return a method of ProcessGroup that raises on the rank's groups, which `keep_groups` keeps,
-    so that their ids stay theirs.
+    """Return a method of ProcessGroup that raises on the rank's groups.
+
+    `keep_groups` keeps them, so that their ids stay theirs.
     """
     parent = os.getppid()
 
@@ -301,8 +304,9 @@ def _start_work(
 def _record_refused(
     recorder: TorchRecorder, sequence: int, number: int, error: BaseException
 ) -> None:
-    """Record a call that torch did not start. It is counted, since other ranks may still make the
-    call that was refused here.
+    """Record a call that torch did not start.
+
+    It is counted, since other ranks may still make the call that was refused here.
 
     Raises: WatchError where another rank is the reason.
     """

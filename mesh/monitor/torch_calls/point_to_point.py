@@ -64,8 +64,10 @@ class MessageRecorder(TorchRecorder):
     def wait(
         self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]
     ) -> Any:
-        """Wait as in a collective. Gloo can only wait for messages without interruption, so the
-        other rank must have called first.
+        """Wait as in a collective.
+
+        Gloo can only wait for messages without interruption, so the other rank must have called
+        first.
         """
         monitor = self.monitor
         if monitor is None or not self.on_cpu or self.row is None:
@@ -99,8 +101,9 @@ class MessageRecorder(TorchRecorder):
         return any(buffer is not None and buffer.words[Header.UNMATCHED] for buffer in buffers)
 
     def compare(self, sequence: int) -> None:
-        """Compare a message, if both ranks have called. Raises: WatchError where more is sent than
-        fits, which would abort gloo.
+        """Compare a message, if both ranks have called.
+
+        Raises: WatchError where more is sent than fits, which would abort gloo.
         """
         monitor = self.monitor
         if monitor is None or self._is_unmatched():

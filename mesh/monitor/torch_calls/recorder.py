@@ -114,8 +114,9 @@ class TorchRecorder(Recorder):
         self.leave(number)
 
     def is_open(self, sequence: int) -> bool:
-        """Return whether this rank's part in the call is under way: one that has broadcast need not
-        wait for those who receive.
+        """Return whether this rank's part in the call is under way.
+
+        One that has broadcast need not wait for those who receive.
         """
         latest, work, _, number = self.under_way[sequence & _LAST]
         if latest != sequence:
@@ -182,8 +183,9 @@ class TorchRecorder(Recorder):
     # -- the row -----------------------------------------------------------------------------------
 
     def find_neighbours(self, directory: TraceBuffers) -> None:
-        """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier
-        when this one called.
+        """Find the neighbours' rows, and compare.
+
+        Nothing was known of ranks that arrived earlier when this one called.
         """
         super().find_neighbours(directory)
         monitor = self.monitor

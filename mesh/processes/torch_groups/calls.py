@@ -29,8 +29,9 @@ _NEW_NAMES = hasattr(getattr(dist, "ProcessGroup", None), "all_gather_single")
 
 
 def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
-    """Start an all_gather; return torch's work, None without `async_op`, when it has completed (on
-    CUDA: on the current stream).
+    """Start an all_gather, and return torch's work.
+
+    None without `async_op`, when it has completed (on CUDA: on the current stream).
     """
     call = group.all_gather_single if _NEW_NAMES else group._allgather_base
     return _wait_unless_async(call(out, x, _options("AllgatherOptions", async_op)), async_op)

@@ -28,8 +28,9 @@ def new_group(
     backends: str | None = None,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """Return a new process group; called by these ranks only. NCCL runs on streams of high
-    priority, so that it overlaps with computation.
+    """Return a new process group; called by these ranks only.
+
+    NCCL runs on streams of high priority, so that it overlaps with computation.
 
     Args:
         job: a name of the default group.
@@ -57,8 +58,9 @@ def new_group(
 
 
 def _options(backends: str, timeout: timedelta | None) -> Any:
-    """Return torch's options of NCCL, None for groups without it; torch warns if their timeout is
-    another than the group's.
+    """Return torch's options of NCCL, None for groups without it.
+
+    torch warns if their timeout is another than the group's.
     """
     if "nccl" not in [part.rpartition(":")[2] for part in backends.split(",")]:
         return None
@@ -105,8 +107,9 @@ def _by_device(backends: str) -> dict[str, Any]:
 
 
 def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Add gloo for tensors on the CPU to a process group without it, as torch does for "cpu:gloo"
-    (2.13: _new_process_group_helper).
+    """Add gloo for tensors on the CPU to a process group without it.
+
+    As torch does for "cpu:gloo" (2.13: _new_process_group_helper).
 
     Gloo connects each rank with each other at once. Most groups of a job on GPUs never need it.
 

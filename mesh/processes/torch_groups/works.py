@@ -16,8 +16,9 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 def mark_stream(recorder: Recorder | None, device: torch.device, number: int | None = None) -> None:
-    """Record an event where the current stream waits for a collective, from which the watchdog
-    knows whether it has completed.
+    """Record an event where the current stream waits for a collective.
+
+    From it the watchdog knows whether the collective has completed.
 
     Args:
         number: of its record; None for the last one of the recorder.
@@ -76,8 +77,9 @@ class MonitoredWork(TorchWork):
 
 
 class PolledWork(MonitoredWork):
-    """A collective on an accelerator that the host waits for, as for a barrier: NCCL aborts its
-    communicator if a timed wait expires.
+    """A collective on an accelerator that the host waits for, as for a barrier.
+
+    NCCL aborts its communicator if a timed wait expires.
     """
 
     __slots__ = ()
@@ -87,8 +89,9 @@ class PolledWork(MonitoredWork):
 
 
 class MonitoredMessages(MonitoredWork):
-    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first
-    wait, monitored, for the other ranks.
+    """Point-to-point messages on the CPU.
+
+    gloo's wait for a message blocks the thread, so first wait, monitored, for the other ranks.
     """
 
     __slots__ = ("_places",)

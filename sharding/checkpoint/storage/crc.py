@@ -10,8 +10,9 @@ _ONE = 1 << 31
 
 
 def crc32_combine(first: int, second: int, length: int) -> int:
-    """Return `zlib.crc32(a + b)` from `zlib.crc32(a)`, `zlib.crc32(b)` and `len(b)`, as zlib's
-    function of this name does.
+    """Return `zlib.crc32(a + b)` from `zlib.crc32(a)`, `zlib.crc32(b)` and `len(b)`.
+
+    As zlib's function of this name does.
 
     >>> import zlib
     >>> crc32_combine(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")

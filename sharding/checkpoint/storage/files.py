@@ -211,8 +211,9 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder where its file system has locks, so that sets of files are renamed
-    one after the other.
+    """Hold the lock of a folder where its file system has locks.
+
+    So sets of files are renamed one after the other.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -288,8 +289,9 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_into(path: Path, offset: int, views: Iterable[memoryview]) -> int:
-    """Fill the views, one after the other, with a file's bytes from `offset`; return their number,
-    less at the end of the file.
+    """Fill the views, one after the other, with a file's bytes from `offset`.
+
+    Return their number, less at the end of the file.
 
     Raises:
         OSError: the file is missing, or not a regular file.

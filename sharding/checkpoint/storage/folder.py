@@ -60,8 +60,9 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def complete(folder: Path) -> dict[int, Checkpoint]:
-    """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the
-    new one is renamed.
+    """Return the complete checkpoints by step.
+
+    A checkpoint that is being replaced counts until the new one is renamed.
     """
     checkpoints: dict[int, Checkpoint] = {}
     for step, state, path in sorted(_entries(folder), key=lambda entry: entry[1] == "old"):
@@ -97,8 +98,9 @@ def name(step: int, state: str = "") -> str:
 
 
 def clean_up(folder: Path) -> None:
-    """Clean up before a save, holding the lease: remove unfinished folders, restore a checkpoint
-    that was being replaced.
+    """Clean up before a save, holding the lease.
+
+    Remove unfinished folders, restore a checkpoint that was being replaced.
     """
     for step, state, path in _entries(folder):
         final = folder / name(step)
@@ -109,8 +111,9 @@ def clean_up(folder: Path) -> None:
 
 
 def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
-    """Rename a folder to the name of its step's checkpoint. Return the one that it replaces, if
-    any, renamed for removal.
+    """Rename a folder to the name of its step's checkpoint.
+
+    Return the one that it replaces, if any, renamed for removal.
     """
     folder = unfinished.parent
     final, replaced = folder / name(step), folder / name(step, f"old-{nonce}")

@@ -117,17 +117,16 @@ def _leaf_and_boxes(
         origin, sizes = _size(parts.get("offsets"), budget), _size(parts.get("sizes"), budget)
         if not len(origin) == len(sizes) == len(shape):
             raise Damage(
-                f"{_quoted(name)} has {len(shape)} dims, but a box of {len(origin)} and "
-                f"{len(sizes)}"
+                f"{_quote(name)} has {len(shape)} dims, but a box of {len(origin)} and {len(sizes)}"
             )
         box = tuple((start, start + size) for start, size in zip(origin, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise Damage(
-                f"{_quoted(name)} has the shape {shortened(list(shape))}, but a box "
+                f"{_quote(name)} has the shape {shortened(list(shape))}, but a box "
                 f"{shortened(box)} outside of it"
             )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
-            raise Damage(f"{_quoted(name)} has two boxes at {shortened(origin)}")
+            raise Damage(f"{_quote(name)} has two boxes at {shortened(origin)}")
         if origin not in boxes or box_size(box):
             boxes[origin] = box
     return IndexedLeaf(torch.Size(shape), dtype), boxes
@@ -143,10 +142,10 @@ def _add_piece(
     index, info = _fields(key, "MetadataIndex"), _fields(record, "_StorageInfo")
     name = index.get("fqn")
     if type(name) is not str or name not in leaves:
-        raise Damage(f"it has the bytes of {_quoted(name)}, which it does not describe")
+        raise Damage(f"it has the bytes of {_quote(name)}, which it does not describe")
     if info.get("transform_descriptors"):
         raise Damage(
-            f"{_quoted(name)} is stored transformed ({shortened(info['transform_descriptors'])}): "
+            f"{_quote(name)} is stored transformed ({shortened(info['transform_descriptors'])}): "
             "load it with torch's own tools"
         )
     leaf, box = leaves[name], None
@@ -154,20 +153,20 @@ def _add_piece(
         origin = _size(index.get("offset"), budget)
         if origin not in boxes[name]:
             raise Damage(
-                f"{_quoted(name)} has bytes of a box at {shortened(origin)}, which it does not "
+                f"{_quote(name)} has bytes of a box at {shortened(origin)}, which it does not "
                 f"describe"
             )
         box = boxes[name].pop(origin)
     elif leaf.pieces:
-        raise Damage(f"{_quoted(name)} is a value and has bytes in two places")
+        raise Damage(f"{_quote(name)} is a value and has bytes in two places")
     file = check_file_name(info.get("relative_path"))
     offset = whole_number(info.get("offset"), "an offset")
     length = whole_number(info.get("length"), "a length")
     if not length or offset + length > LARGEST:
-        raise Damage(f"{_quoted(name)} is at {shortened(offset)} with {shortened(length)} bytes")
+        raise Damage(f"{_quote(name)} is at {shortened(offset)} with {shortened(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(
-            f"{_quoted(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, "
+            f"{_quote(name)} has {length} bytes for the box {shortened(box)} of {leaf.dtype}, "
             "which needs more"
         )
     leaf.pieces.append((box, file, offset, length))
@@ -183,7 +182,7 @@ def _check_ranges(leaves: Mapping[str, IndexedLeaf]) -> None:
     for (file, start, stop, name), (other_file, other_start, _, other) in pairwise(ranges):
         if file == other_file and (other_start < stop or start == other_start):
             raise Damage(
-                f"{_quoted(name)} and {_quoted(other)} share bytes of {file}, at {other_start}"
+                f"{_quote(name)} and {_quote(other)} share bytes of {file}, at {other_start}"
             )
 
 
@@ -198,7 +197,7 @@ def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
             or not 0 < len(path) <= DEEPEST
             or not all(type(key) in (str, int) for key in path)
         ):
-            raise Damage(f"the path of {_quoted(name)} is {shortened(path)}, which is none")
+            raise Damage(f"the path of {_quote(name)} is {shortened(path)}, which is none")
         budget.spend(len(path))
         for key in path:
             check_name(str(key))
@@ -229,16 +228,16 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
             place = tuple(edge[end] for edge, end in zip(edges, corner, strict=True))
             corners[place] += -sign if sum(corner) % 2 else sign
     if any(corners.values()):
-        raise Damage(f"the boxes of {_quoted(name)} overlap, or leave elements out")
+        raise Damage(f"the boxes of {_quote(name)} overlap, or leave elements out")
 
 
 def _check_pairs(name: str, boxes: Sequence[Box]) -> None:
     """Check boxes in pairs, where splits along many dims give them too many corners."""
     if len(boxes) ** 2 > _CORNERS:
-        raise Damage(f"{_quoted(name)} has {len(boxes)} boxes, split along too many dims")
+        raise Damage(f"{_quote(name)} has {len(boxes)} boxes, split along too many dims")
     for number, box in enumerate(boxes):
         if any(intersect(box, other) is not None for other in boxes[:number]):
-            raise Damage(f"the boxes of {_quoted(name)} overlap")
+            raise Damage(f"the boxes of {_quote(name)} overlap")
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def check_name(name: Any) -> str:
         Damage: it is not a text that can be printed and sent.
     """
     if type(name) is not str or any("\ud800" <= c <= "\udfff" for c in name):
-        raise Damage(f"a leaf has the name {_quoted(name)}, which is none")
+        raise Damage(f"a leaf has the name {_quote(name)}, which is none")
     return name
 
 
@@ -274,11 +273,11 @@ def check_file_name(file: Any) -> str:
     """
     is_plain = type(file) is str and file.isprintable() and not {"/", "\\"} & {*file}
     if not is_plain or file in ("", ".", "..") or len(file) > 255:
-        raise Damage(f"it names the file {_quoted(file)}, which is not a plain name in the folder")
+        raise Damage(f"it names the file {_quote(file)}, which is not a plain name in the folder")
     return file
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     return shortened(repr(value[:200])) if type(value) is str else shortened(value)
 
 
@@ -287,7 +286,7 @@ def _total(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
     for size in shape:
         elements = min(elements * size, LARGEST) if elements else 0
     if 0 not in shape and elements * dtype.itemsize >= LARGEST:
-        raise Damage(f"{_quoted(name)} has the shape {shortened(list(shape))}, which no tensor has")
+        raise Damage(f"{_quote(name)} has the shape {shortened(list(shape))}, which no tensor has")
 
 
 def _size(value: Any, budget: _Budget) -> tuple[int, ...]:
@@ -337,7 +336,7 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
         if type(key) is not str:
             raise Damage(f"{what} has {shortened(_kind(key))} in the place of a name")
         if key in mapping:
-            raise Damage(f"{what} has {_quoted(key)} twice")
+            raise Damage(f"{what} has {_quote(key)} twice")
         mapping[key] = item
     return mapping
 

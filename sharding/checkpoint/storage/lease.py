@@ -157,8 +157,9 @@ def take_lease(folder: Path, keep: bool) -> Lease:
 
 
 def _is_valid(lease: Lease) -> bool:
-    """Return whether a lease of this process is still valid; False if its file was removed and
-    there is no other owner.
+    """Return whether a lease of this process is still valid.
+
+    False if its file was removed and there is no other owner.
 
     Raises:
         CheckpointError: another job has taken the folder.
@@ -234,8 +235,9 @@ def _file(folder: Path, number: int) -> Path:
 
 
 def _numbers(folder: Path) -> dict[int, bool]:
-    """Return the numbers of owners, and whether each is a file; a folder or a link of that name
-    only takes the number.
+    """Return the numbers of owners, and whether each is a file.
+
+    A folder or a link of that name only takes the number.
     """
     numbers = {}
     for name in os.listdir(folder):

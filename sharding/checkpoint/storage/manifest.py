@@ -114,8 +114,9 @@ def manifest_of(
     structure: Structure,
     files: Mapping[str, tuple[int, list[tuple[int, int, int]]]],
 ) -> bytes:
-    """Return the manifest: the size of each file and `(offset, length, CRC-32)` of its pieces, with
-    a checksum of itself.
+    """Return the manifest: size and pieces of each file, with a checksum of itself.
+
+    Of a piece `(offset, length, CRC-32)`.
     """
     manifest = {
         "format": _FORMAT,

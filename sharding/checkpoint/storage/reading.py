@@ -1,5 +1,6 @@
-"""Reading boxes: each piece of a file is read once per node, by a rank that needs it and sends the
-other ranks their parts.
+"""Reading boxes: each piece of a file is read once per node.
+
+By a rank that needs it and sends the other ranks their parts.
 
     stored  rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
     wanted  ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
@@ -92,8 +93,9 @@ def plan_reads(
     values: Mapping[str, Sequence[int]],
     ranks: Sequence[int],
 ) -> list[PieceRead]:
-    """Return the plan of reads: of tensors by layout (None: whole on each rank), and of `values`
-    with the ranks that need them.
+    """Return the plan of reads.
+
+    Of tensors by layout (None: whole on each rank), and of `values` with the ranks that need them.
     """
     load = dict.fromkeys(ranks, 0)
     boxes = {}
@@ -126,8 +128,9 @@ def _overlaps(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
 def _piece_reads(
     piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]
 ) -> list[PieceRead]:
-    """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if
-    no rank needs it.
+    """Return the read of a piece by the rank that needs it and has the fewest bytes so far.
+
+    The list is empty if no rank needs it.
     """
     if not parts:
         return []

@@ -69,8 +69,9 @@ class Timeline:
         )
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the events in Chrome's trace format: a thread for each lane, and arrows from
-        collectives to what waits for them.
+        """Return the events in Chrome's trace format.
+
+        A thread for each lane, and arrows from collectives to what waits for them.
         """
         threads = {lane: i for i, lane in enumerate(self.lanes)}
         how = "measured" if self.measured else "predicted"
@@ -106,8 +107,9 @@ class Timeline:
         return entries
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the trace for ui.perfetto.dev and chrome://tracing if the path ends in .json, else
-        a picture: .png, .svg, .pdf.
+        """Write the trace as JSON if the path ends in .json, else a picture: .png, .svg, .pdf.
+
+        ui.perfetto.dev and chrome://tracing show the JSON.
 
         Raises: ImportError, ValueError as `picture`.
         """
@@ -300,8 +302,9 @@ def _operator(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
 def _measured_events(
     graph: StepGraph, times: Mapping[fx.Node, tuple[float, float]]
 ) -> Iterator[TimelineEvent]:
-    """Yield events from when each node ran: a collective from its launch, or from the end of that
-    before in its lane, until its wait.
+    """Yield events from when each node ran.
+
+    A collective from its launch, or from the end of that before in its lane, until its wait.
     """
     free: dict[str, float] = {}
     ends = {

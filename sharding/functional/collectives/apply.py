@@ -1,5 +1,6 @@
-"""Apply a collective to a tensor, a sharded tensor, a number, or a tree of them, synchronously or
-asynchronously.
+"""Apply a collective, synchronously or asynchronously.
+
+To a tensor, a sharded tensor, a number, or a tree of them.
 
 A collective consists of its effect on values (an `op`) and its effect on types (a `TypingRule`).
 """
@@ -95,8 +96,9 @@ class TypingRule(NamedTuple):
 def resolve_axes(
     name: AxisName, rule: TypingRule, groups: Groups, equal: bool = False
 ) -> tuple[Axes, TypingRule]:
-    """Return the axes that a collective names, or this rank's group along them, and its typing
-    rule: a result in groups varies.
+    """Return the axes that a collective names, and its typing rule.
+
+    With groups, this rank's group along the axes, and a result that varies.
 
     Args:
         equal: whether groups must be of one size.
@@ -160,8 +162,9 @@ def is_starting() -> bool:
 
 
 def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
-    """async_start(psum, x, axis) -> Pending: launch a collective without waiting; `wait()` returns
-    the result, the same objects at every call.
+    """async_start(psum, x, axis) -> Pending: launch a collective without waiting.
+
+    `wait()` returns the result, the same objects at every call.
 
         coming = sm.async_start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -198,8 +201,9 @@ def map_collective(x: Any, call: CollectiveCall) -> Any:
 
 
 def map_bucketed(x: Any, call: CollectiveCall) -> Any:
-    """Apply an elementwise collective to every tensor of a tree, to all tensors of one dtype at
-    once.
+    """Apply an elementwise collective to every tensor of a tree.
+
+    To all tensors of one dtype at once.
     """
     if isinstance(x, Tensor):
         return _apply_one(x, call)
@@ -272,8 +276,9 @@ def _apply_one(x: Any, call: CollectiveCall) -> Any:
 
 
 def current_checker() -> Any:
-    """Return the type checker; None in a backward pass, which recomputes pieces, except in the
-    backward of a custom function.
+    """Return the type checker, None without one and where backward recomputes a piece.
+
+    In the backward of a custom function there is one.
     """
     env = current_mapped_env()
     if (
@@ -290,8 +295,9 @@ def _tag_after(checker: Any, x: Tensor, call: CollectiveCall) -> Tag:
 
 
 def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
-    """Check that all ranks pass parts of one shape: arguments are uneven, and a collective of
-    unequal parts aborts or hangs.
+    """Check that all ranks pass parts of one shape.
+
+    Arguments are uneven, and a collective of unequal parts aborts or hangs.
 
     Raises: ValueError, on every rank, if they differ.
 
@@ -358,8 +364,9 @@ def _after(out: Tensor, after: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _on_sharded(x: ShardedTensor, call: CollectiveCall) -> Any:
-    """Apply the collective to the local tensor of a `ShardedTensor` on the other axes of
-    the mesh.
+    """Apply the collective to the local tensor of a `ShardedTensor`.
+
+    It lies on the other axes of the mesh.
     """
     layout, local = x._layout, x._local
     prepared = _prepare(local, call)
@@ -396,8 +403,9 @@ def _check_dims(x: ShardedTensor, call: CollectiveCall, prepared: Prepared) -> N
 
 
 def _number(x: Any, call: CollectiveCall) -> Any:
-    """Apply the collective to a number. Raises: TypeError for anything else, or if the collective
-    takes tensors only.
+    """Apply the collective to a number.
+
+    Raises: TypeError for anything else, or if the collective takes tensors only.
     """
     if call.number is None or not isinstance(x, (int, float, complex)):
         raise TypeError(

@@ -23,8 +23,9 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """axis_index(axis) -> S: return this rank's place along the axis, a 0-d int64 tensor; places of
-    a tuple count major to minor.
+    """axis_index(axis) -> S: return this rank's place along the axis, a 0-d int64 tensor.
+
+    Places of a tuple count major to minor.
 
     It is a tensor, so that values computed from it are known to vary. After `int(axis_index(...))`
     every later result of the function counts as varying.
@@ -57,8 +58,9 @@ def _same(x: Tensor, op: Any, grad_dtype: Any, ready: Any) -> Tensor:
 
 
 def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
-    """pcast(x: R | S, axis, to="sharded") -> S, pcast(x: R, axis, to="unreduced") -> U: change the
-    type of a value.
+    """pcast(x, axis, to="sharded" | "unreduced"): change the type of a value.
+
+    pcast(x: R | S, axis, to="sharded") -> S, pcast(x: R, axis, to="unreduced") -> U.
 
     "sharded" ("varying"): the same data, which from now on counts as each rank's own. "unreduced"
     ("pending"): the first rank keeps the data and the others have zeros, so that the sum is the

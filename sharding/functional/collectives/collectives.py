@@ -1,5 +1,6 @@
-"""Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and
-meaning are JAX's.
+"""Collectives by axis name, for use inside a function that `shard_map` maps.
+
+Names, arguments and meaning are JAX's.
 
     S  varies: each rank along the axis has different data    gradient: S
     R  replicated: the same on every rank                     gradient: pending, a share per rank
@@ -65,17 +66,17 @@ _PMAX = TypingRule("pmax", varies=False, linear=False)
 _PMIN = TypingRule("pmin", varies=False, linear=False)
 
 
-def _counted(x: Tensor) -> Any:
+def _counting_cast(x: Tensor) -> Any:
     """Return the cast applied before a sum: booleans are counted, as in torch and JAX."""
     return Tensor.long if x.dtype is torch.bool else None
 
 
 def _reduce(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.cached(ReduceMap), _counted(x))
+    return Prepared(axes.cached(ReduceMap), _counting_cast(x))
 
 
 def _mean(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.cached(ReduceMap), _counted(x), lambda total: total / axes.size)
+    return Prepared(axes.cached(ReduceMap), _counting_cast(x), lambda total: total / axes.size)
 
 
 def _largest(axes: Axes, x: Tensor) -> Prepared:
@@ -94,8 +95,9 @@ def psum(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis, with the result on each of
-    them.
+    """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis.
+
+    Each of them has the result.
 
         rank 0   x = [a]        [a+b]        backward   [g]        [g+h]
         rank 1   x = [b]   ->   [a+b]                   [h]   ->   [g+h]
@@ -176,8 +178,9 @@ def pmin(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis; otherwise
-    as `pmax`.
+    """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis.
+
+    Otherwise as `pmax`.
 
     Communication: all_reduce; backward two.
     """
@@ -203,8 +206,9 @@ def psum_scatter(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): sum over the ranks of the axis, and split
-    the result along a dim.
+    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): sum over the ranks of the axis, and split.
+
+    The result is split along `dim`.
 
         rank 0   x = [a b]        [a+c]        backward   [g]        [g h]
         rank 1   x = [c d]   ->   [b+d]                   [h]   ->   [g h]
@@ -226,13 +230,13 @@ def psum_scatter(
         if tiled:
             return Prepared(
                 axes.cached(ScatterMap, dim, even_lengths(part.shape[dim], axes.size)),
-                _counted(part),
+                _counting_cast(part),
                 dims=(dim,),
             )
         check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
         return Prepared(
             axes.cached(ScatterMap, dim, (1,) * axes.size),
-            _counted(part),
+            _counting_cast(part),
             lambda out: out.squeeze(dim),
             (dim,),
         )
@@ -273,8 +277,9 @@ def all_gather(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """all_gather(x: S(dim), axis, dim) -> R: concatenate or stack the parts of all ranks of the
-    axis.
+    """all_gather(x: S(dim), axis, dim) -> R: concatenate or stack the parts of all ranks.
+
+    The ranks are those of the axis.
 
         rank 0   x = [a]        [a b]        backward   [g h]        [g+i]
         rank 1   x = [b]   ->   [a b]                   [i j]   ->   [h+j]
@@ -351,8 +356,9 @@ def all_to_all(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """all_to_all(x: S(concat), axis, split, concat) -> S(split): split along one dim, send part i
-    to rank i, and concatenate along another.
+    """all_to_all(x: S(concat), axis, split, concat) -> S(split): exchange pieces of parts.
+
+    Split along one dim, send part i to rank i, and concatenate along another.
 
         rank 0   x = [a b]        [a c]        backward: the same, back
         rank 1   x = [c d]   ->   [b d]
@@ -411,8 +417,9 @@ def all_to_all(
 
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
-    """pswapaxes(x: S, axis, dim) -> S: swap the mesh axis and a dim: `all_to_all` with this dim as
-    both, not tiled.
+    """pswapaxes(x: S, axis, dim) -> S: swap the mesh axis and a dim.
+
+    `all_to_all` with this dim as both, not tiled.
 
     Raises: ValueError if the dim is not as long as the axis.
 
@@ -427,8 +434,9 @@ def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepare
 
 
 def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
-    """Return a map that splits one dim into equal parts and concatenates them along another one or
-    the same.
+    """Return a map that splits one dim into equal parts and concatenates them.
+
+    Along another dim or the same.
     """
     shape = (axes.size, part.shape[split] // axes.size)
     return _rows(
@@ -454,8 +462,9 @@ def ppermute(
     forward_dtype: Dtype = None,
     backward_dtype: Dtype = None,
 ) -> Any:
-    """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank; a rank that receives
-    nothing has zeros.
+    """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank.
+
+    A rank that receives nothing has zeros.
 
         perm = [(0, 1)]
         rank 0   x = [a]        [0]        backward   [g]        [h]

@@ -37,8 +37,9 @@ class Extreme:
         return Pending.after(work, lambda: out)
 
     def shares(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the share of the result's gradient for each of this rank's elements: 1 / number of
-        holders, or 0.
+        """Return the share of the result's gradient for each of this rank's elements.
+
+        1 / number of holders, or 0.
         """
         holds = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
         return holds / apply(holds, self.sum)

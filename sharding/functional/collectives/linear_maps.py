@@ -249,8 +249,9 @@ class ReduceToMap(LinearMap):
 
 
 class KeepFirstMap(LinearMap):
-    """Keep the first rank's part, zeros elsewhere: a replicated value as a pending sum, without
-    communication.
+    """Keep the first rank's part, zeros elsewhere.
+
+    A replicated value as a pending sum, without communication.
     """
 
     @property
@@ -311,8 +312,9 @@ class AllToAllRowsMap(LinearMap):
 def split_layout(
     axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Layout:
-    """Return the layout of a tensor split along `dim` over the axes into parts of these lengths;
-    `shape` is that of any part.
+    """Return the layout of a tensor split along `dim` into parts of these lengths.
+
+    It is split over the axes; `shape` is that of any part.
     """
     whole = list(shape)
     whole[dim] = sum(lengths)

@@ -40,8 +40,9 @@ def ragged_all_to_all(
     axis_index_groups: Groups = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: update `output` with the rows that
-    the ranks send here.
+    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: exchange any numbers of rows.
+
+    `output` is updated with the rows that the ranks send here.
 
     Arguments are JAX's; all counts are rows along dim 0, one for each rank of the axis, lists or
     integer tensors. (Or k for each rank: then k slices go to each, those for rank i starting at
@@ -87,7 +88,7 @@ def _sent(
     axes: Axes,
     grad_dtype: torch.dtype | None,
 ) -> Any:
-    routes = _exchange_routes(operand, output, [_listed(c) for c in counts], axes)
+    routes = _exchange_routes(operand, output, [_as_list(c) for c in counts], axes)
     packed = operand.index_select(0, _rows(routes.sends, operand.device))
     places = _rows(routes.receives, operand.device)
     op = _RaggedMap(axes, _sizes(routes.sends), _sizes(routes.receives))
@@ -99,14 +100,15 @@ def _sent(
     return output.index_copy(0, places, apply(packed, op, grad_dtype))
 
 
-def _listed(counts: Counts) -> list[int]:
+def _as_list(counts: Counts) -> list[int]:
     return [int(n) for n in (counts.tolist() if isinstance(counts, Tensor) else counts)]
 
 
 @dataclass
 class _Routes:
-    """Slices of `operand` to send and of `output` to receive, for every rank in the order of the
-    group.
+    """Slices of `operand` to send and of `output` to receive.
+
+    For every rank in the order of the group.
     """
 
     sends: list[Slices]
@@ -147,8 +149,9 @@ def _exchange_routes(
 def _exchange_counts(
     operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
 ) -> list[_Table]:
-    """Return the counts of every rank, by place; lists are cut or filled to the length of the first
-    one.
+    """Return the counts of every rank, by place.
+
+    Lists are cut or filled to the length of the first one.
     """
     n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
     lengths = torch.tensor(
@@ -156,13 +159,13 @@ def _exchange_counts(
         dtype=torch.int64,
         device=_comm_device(operand),
     )
-    heads = _gathered(lengths, axes)
+    heads = _gather_counts(lengths, axes)
     per_rank = max(head[0] for head in heads)
     rows = [k for c in counts for k in [*c, *[0] * n * per_rank][: n * per_rank]]
     flat = torch.tensor(rows, dtype=torch.int64, device=_comm_device(operand))
     bodies = [
         einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist()
-        for body in _gathered(flat, axes)
+        for body in _gather_counts(flat, axes)
     ]
     return [
         _Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)
@@ -173,7 +176,7 @@ def _comm_device(x: Tensor) -> torch.device:
     return torch.device("cpu") if x.is_meta else x.device
 
 
-def _gathered(counts: Tensor, axes: Axes) -> list[list[int]]:
+def _gather_counts(counts: Tensor, axes: Axes) -> list[list[int]]:
     everyone = counts.new_empty(axes.size, len(counts))
     axes.group.all_gather(everyone, counts)
     return [everyone[axes.place_in_group(place)].tolist() for place in range(axes.size)]

@@ -43,9 +43,7 @@ class Batch(NamedTuple):
         )
 
     def check(self, name: str, *specs: Any) -> None:
-        """Raise ValueError if a mapped function's specs name an axis over which examples
-        are split.
-        """
+        """Raise ValueError if a mapped function's specs name an axis that splits examples."""
         named = {
             axis
             for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p)

@@ -39,8 +39,9 @@ from ..mapped_env import MappedEnv, current_mapped_env
 
 
 class custom_vjp:
-    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`: any function of
-    trees, inside and outside of `shard_map`.
+    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`.
+
+    Any function of trees, inside and outside of `shard_map`.
 
     Args:
         fun: the function. It runs where no gradient is needed.
@@ -155,8 +156,9 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 class ReplicatedGrads:
-    """What a tracked call of a mapped function has found out about the gradients of a custom
-    function in it.
+    """Which gradients of a custom function are replicated, as a tracked call has seen.
+
+    The call is one of the mapped function around it.
 
     Attributes:
         axes: by tensor, the axes along which its gradient is replicated and must be turned into a
@@ -168,8 +170,9 @@ class ReplicatedGrads:
 
 
 class _Tree:
-    """A tree whose tensors are elsewhere, as local parts: the arguments, the result, or what `bwd`
-    needs.
+    """A tree whose tensors are elsewhere, as local parts.
+
+    The arguments, the result, or what `bwd` needs.
 
     Attributes:
         leaves: the leaves, with None for tensors.
@@ -266,13 +269,14 @@ class _CustomVJPCall:
         for (name, branch), gradient in zip(branches, gradients, strict=True):
             self._spread(name, branch, gradient, grads)
         return [
-            None if grads[j] is None else self._shared(i, self._checked(i, grads[j]))
+            None if grads[j] is None else self._as_share(i, self._check_gradient(i, grads[j]))
             for i, j in enumerate(self.inputs.at)
         ]
 
     def _branches(self) -> list[tuple[str, Any]]:
-        """Return the name of each argument to differentiate, and its tree with the indices of its
-        leaves.
+        """Return the name of each argument to differentiate, and its tree.
+
+        The tree has the indices of its leaves.
         """
         names = self.custom.names
         numbers = [i for i in range(len(self.args)) if i not in self.custom.nondiff]
@@ -312,7 +316,7 @@ class _CustomVJPCall:
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
-    def _checked(self, i: int, g: Any) -> Tensor:
+    def _check_gradient(self, i: int, g: Any) -> Tensor:
         """Return the gradient of a tensor for autograd: of a sharded one, in the dual layout.
 
         Raises: TypeError or ValueError if it is not a gradient of that tensor.
@@ -346,14 +350,15 @@ class _CustomVJPCall:
             "g.full_tensor()"
         )
 
-    def _shared(self, i: int, g: Tensor) -> Tensor:
+    def _as_share(self, i: int, g: Tensor) -> Tensor:
         """Return a gradient that is replicated as a share of it."""
         axes = () if self.replicated_grads is None else self.replicated_grads.axes.get(i, ())
         return self.as_share(g, axes) if axes else g
 
     def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Return this rank's share of a gradient that is replicated over these axes: the first
-        rank's is all of it, others' are zero.
+        """Return this rank's share of a gradient that is replicated over these axes.
+
+        The first rank's is all of it, others' are zero.
         """
         env: Any = self.env
         return apply(g, KeepFirstMap(env.axes(axes)))
@@ -413,8 +418,9 @@ class _CustomVJP(torch.autograd.Function):
 
 
 def _replicated_grads(env: MappedEnv) -> ReplicatedGrads | None:
-    """Return the findings of the tracked call of the mapped function; None if nothing was
-    tracked.
+    """Return the `ReplicatedGrads` of the tracked call of the mapped function.
+
+    None if nothing was tracked.
     """
     if engine_hooks.current_backward() >= 0:
         return None

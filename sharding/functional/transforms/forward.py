@@ -1,5 +1,6 @@
-"""Directional derivatives: `jvp` in forward mode, and `linearize`, which runs a function once for
-many directions.
+"""Directional derivatives: `jvp` and `linearize`.
+
+`jvp` works in forward mode; `linearize` runs a function once for many directions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from .pullback import detached, differentiating, fresh_leaves
 def jvp(
     f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents), in
-    forward mode.
+    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents).
+
+    In forward mode.
 
     Every operator computes the tangent together with the value. A collective is linear, so it moves
     the tangent as it moves the value. No graph is kept for a backward pass. May be nested, batched
@@ -99,8 +101,9 @@ def _in_forward_mode(
 
 
 def _in_own_memory(part: Tensor) -> Tensor:
-    """Return the part, copied if elements share memory, as in an expanded tensor: torch gives the
-    tangent the same strides.
+    """Return the part, copied if elements share memory, as in an expanded tensor.
+
+    torch gives the tangent the same strides.
     """
     overlaps = torch._debug_has_internal_overlap(innermost(part)) == 1
     return part.clone(memory_format=torch.contiguous_format) if overlaps else part
@@ -143,8 +146,9 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """linearize(f, *primals) -> (f(*primals), f_jvp), where f_jvp(*tangents) is the derivative of f
-    along them.
+    """linearize(f, *primals) -> (f(*primals), f_jvp), a value and a linear function.
+
+    f_jvp(*tangents) is the derivative of f along them.
 
     f runs once; every call of `f_jvp` is one backward pass through the gradient of f, as a function
     of the cotangent.
@@ -185,8 +189,11 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
 
 class _Linear:
-    """The derivative of computed results as a function of the direction: the gradient, with respect
-    to the cotangent, of the gradient, which is linear in the cotangent."""
+    """The derivative of computed results as a function of the direction.
+
+    It is the gradient, with respect to the cotangent, of the gradient, which is linear in the
+    cotangent.
+    """
 
     _options: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
 

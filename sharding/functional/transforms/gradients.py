@@ -1,5 +1,6 @@
-"""`grad`, `value_and_grad`, `vjp` over trees of tensors: on `ShardedTensor`s outside of mapped
-functions, on local parts inside.
+"""`grad`, `value_and_grad`, `vjp` over trees of tensors.
+
+On `ShardedTensor`s outside of mapped functions, on local parts inside.
 
 Each gradient has the layout (inside: the type) of its argument. Pending gradients are reduced once,
 at the end, in one bucket per set of axes and dtype.
@@ -33,8 +34,9 @@ from .pullback import Pullback, detached, differentiating
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an
-    argument).
+    """value_and_grad(f) -> a function that returns the value of f and its gradient.
+
+    The gradient is with respect to an argument.
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
@@ -63,12 +65,12 @@ def value_and_grad(
     @functools.wraps(f)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        return _evaluated(f, argnums, has_aux, args, kwargs)
+        return _evaluate(f, argnums, has_aux, args, kwargs)
 
     return evaluated
 
 
-def _evaluated(
+def _evaluate(
     f: Callable[..., Any],
     argnums: int | Sequence[int],
     has_aux: bool,
@@ -89,14 +91,15 @@ def _evaluated(
     return pullback.value, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
-DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
+DESCRIBERS[_evaluate.__code__] = lambda frame: "value_and_grad"
 
 
 def grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value
-    (with `has_aux`: gradient, aux).
+    """grad(f) -> a function that returns the gradient of f.
+
+    `value_and_grad` without the value (with `has_aux`: gradient, aux).
 
     Communication: as `value_and_grad`.
     """
@@ -113,8 +116,9 @@ def grad(
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns the gradient for each
-    primal.
+    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns gradients.
+
+    One for each primal.
 
     Args:
         f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and

@@ -1,5 +1,6 @@
-"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, from one batch of
-directions (or cotangents).
+"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees.
+
+From one batch of directions (or cotangents).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ Argnums = int | Sequence[int]
 def jacfwd(
     fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode: a batch of one
-    direction per element of the argument.
+    """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode.
+
+    By a batch of one direction per element of the argument.
 
     Args:
         fun: a function of trees of real tensors, which returns a tree (with `has_aux` a pair of
@@ -74,8 +76,9 @@ def jacfwd(
 def jacrev(
     fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode: a batch of one
-    cotangent per element of the result.
+    """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode.
+
+    By a batch of one cotangent per element of the result.
 
     Args and returns: as `jacfwd`, but dims of `x` are split as in the argument, and dims of `y` are
     not split.
@@ -150,8 +153,9 @@ def _check_real(name: str, what: str, leaves: Sequence[Any]) -> None:
 
 
 def _basis(leaves: Sequence[Any]) -> list[Any]:
-    """Return for each leaf a batch of directions, one per element of all leaves: unit ones in its
-    own rows, zeros in the others.
+    """Return for each leaf a batch of directions, one per element of all leaves.
+
+    Unit ones in its own rows, zeros in the others.
     """
     total, first, basis = sum(x.numel() for x in leaves), 0, []
     for x in leaves:
@@ -181,8 +185,9 @@ def _one_hot(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tens
 
 
 def _cut(x: Any, dim: int, leaves: Sequence[Tensor]) -> list[Any]:
-    """Split a batch dim into the parts that belong to the leaves, each with the dims of its leaf in
-    place of it.
+    """Split a batch dim into the parts that belong to the leaves.
+
+    Each has the dims of its leaf in place of it.
     """
     first, parts = 0, []
     for leaf in leaves:

@@ -1,5 +1,6 @@
-"""Trees of tensors as transforms of torch.func take them: flat lists of local parts, and how to
-rebuild the trees.
+"""Trees of tensors as transforms of torch.func take them.
+
+Flat lists of local parts, and how to rebuild the trees.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Run a function once and compute its gradients for any number of seeds: what `grad`, `vjp` and
-their kin are made of.
+"""Run a function once and compute its gradients for any number of seeds.
+
+`grad`, `vjp` and their kin are made of it.
 
     outside of transforms     autograd: the leaves are copies that require grad
     inside of one             `torch.func.vjp`, which can be batched and carry tangents: a tensor
@@ -36,8 +37,9 @@ Run = Callable[[list[Tensor]], tuple[Sequence[Tensor], Any]]
 
 
 class Pullback:
-    """A function that has run once, and its gradients. Both are computed inside of
-    `thread_context.setting(**differentiating(args))`.
+    """A function that has run once, and its gradients.
+
+    Both are computed inside of `thread_context.setting(**differentiating(args))`.
 
     Args:
         run: takes tensors in place of the leaves, and returns the outputs to differentiate and the
@@ -103,7 +105,7 @@ class Pullback:
         with untracked():
             seeds = _seeds(env, types, self.outs, cotangents)
             gradients = self._gradients(seeds, cotangents is not None)
-        return _reduced(env, types, gradients)
+        return _reduce_gradients(env, types, gradients)
 
     def _gradients(self, seeds: Sequence[Any], retain_graph: bool) -> list[Tensor]:
         if self._back is not None:
@@ -146,12 +148,14 @@ def differentiating(args: Any) -> dict[str, Any]:
 
 
 def fresh_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves as new tensors that require grad; where results are to be differentiated
-    again, they stay part of the graph.
+    """Return the leaves as new tensors that require grad.
+
+    Where results are to be differentiated again, they stay part of the graph.
     """
     is_nested = thread_context.grad_is_nested
     return [
-        _copy_with_type(x, _attached if is_nested and x.requires_grad else _fresh) for x in leaves
+        _copy_with_type(x, _alias_in_graph if is_nested and x.requires_grad else _fresh)
+        for x in leaves
     ]
 
 
@@ -160,8 +164,9 @@ def detached(tree: Any) -> Any:
 
 
 def _copy_with_type(x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a new tensor with the same values and type; its gradient is reduced as that type
-    says.
+    """Return a new tensor with the same values and type.
+
+    Its gradient is reduced as that type says.
     """
     env = current_mapped_env()
     if env is None or env.checker is None:
@@ -174,7 +179,7 @@ def _copy_with_type(x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     return fresh
 
 
-def _attached(x: Tensor) -> Tensor:
+def _alias_in_graph(x: Tensor) -> Tensor:
     """Return the tensor as a new one of the same graph."""
     if isinstance(x, ShardedTensor):
         return ShardedTensor._make(x._local.view_as(x._local), x._layout)
@@ -221,14 +226,16 @@ def _grad_types(
     types = tuple(env.checker.tag_of(x).type for x in inputs)
     if is_loss:
         _check_loss_type(tags[0], types)
-    outs_replicated = tuple(_replicated(env, tag.type) for tag in tags)
-    record = GradTypes(outs_replicated, tuple(_replicated(env, type_) for type_ in types), types)
+    outs_replicated = tuple(_replicated_axes(env, tag.type) for tag in tags)
+    record = GradTypes(
+        outs_replicated, tuple(_replicated_axes(env, type_) for type_ in types), types
+    )
     if env.recording:
         env.type_log.append(record)
     return record
 
 
-def _replicated(env: MappedEnv, type_: Type) -> tuple[str, ...]:
+def _replicated_axes(env: MappedEnv, type_: Type) -> tuple[str, ...]:
     return tuple(a for a in env.names if a not in type_.varying and a not in type_.pending)
 
 
@@ -285,7 +292,7 @@ def _seed(loss: Tensor, share: float) -> Any:
     return ShardedTensor._make(backward.seed(loss, None) * share, loss._layout.dual)
 
 
-def _reduced(env: MappedEnv, types: GradTypes, gradients: list[Tensor]) -> list[Tensor]:
+def _reduce_gradients(env: MappedEnv, types: GradTypes, gradients: list[Tensor]) -> list[Tensor]:
     """Return the gradients with those that are pending over manual axes summed, in buckets."""
     if env.checker is not None:
         for g, type_ in zip(gradients, types.types, strict=True):

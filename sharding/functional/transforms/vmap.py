@@ -52,8 +52,9 @@ def vmap(
     *,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """vmap(f) -> f of a batch: `f` receives one example, and every operator works on all of them at
-    once.
+    """vmap(f) -> f of a batch: `f` receives one example.
+
+    Every operator works on all examples at once.
 
     Arguments and results are trees of plain and sharded tensors. Communication inside `f`
     (redistributions, mapped functions, collectives by axis name) is done once for the whole batch.
@@ -245,8 +246,9 @@ class _Run:
     # -- arguments ---------------------------------------------------------------------------------
 
     def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
-        """Return the leaves with the batch dim split as required and no other dim split by its
-        axes; if it is split, plain tensors become `ShardedTensor`s.
+        """Return the leaves with the batch dim split as required.
+
+        No other dim is split by its axes; if it is split, plain tensors become `ShardedTensor`s.
 
         Communication: that of redistributing leaves, in buckets.
         """
@@ -261,7 +263,9 @@ class _Run:
                     moving.append(i)
                     pairs.append((x._layout, dst))
         if moving:
-            parts = _redistributed(self.owner.name, [known_local(out[i]) for i in moving], pairs)
+            parts = _redistribute_parts(
+                self.owner.name, [known_local(out[i]) for i in moving], pairs
+            )
             for i, part, (_, dst) in zip(moving, parts, pairs, strict=True):
                 out[i] = ShardedTensor._make(part, dst)
         return out
@@ -279,8 +283,9 @@ class _Run:
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
-        """Return this rank's part, its mapped dim, and the layout of one example; None for a plain
-        one.
+        """Return this rank's part, its mapped dim, and the layout of one example.
+
+        The layout is None for a plain tensor.
         """
         if not isinstance(x, ShardedTensor):
             return x, axis, None
@@ -352,8 +357,9 @@ class _Run:
     # -- results -----------------------------------------------------------------------------------
 
     def _results(self, out: Any) -> tuple[Any, list[Any]]:
-        """Return the tree of the results, and for each leaf: its batch dim, local part, layout, and
-        the leaf itself.
+        """Return the tree of the results, and four things for each leaf.
+
+        Its batch dim, local part, layout, and the leaf itself.
         """
         leaves, tree = flatten(out)
         name = f"vmap({self.owner.name})"
@@ -425,7 +431,7 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
 
 
-def _redistributed(
+def _redistribute_parts(
     name: str, parts: list[Tensor], pairs: list[tuple[Layout, Layout]]
 ) -> list[Tensor]:
     if len(pairs) == 1:
@@ -444,12 +450,14 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     )
 
 
-DESCRIBERS[_redistributed.__code__] = _describe
+DESCRIBERS[_redistribute_parts.__code__] = _describe
 
 
 class _ClosedOverParams(TorchFunctionMode):
-    """Look for plain tensors that require grad and are not arguments: if examples are split, each
-    rank would compute the gradient of its own examples only."""
+    """Look for plain tensors that require grad and are not arguments.
+
+    If examples are split, each rank would compute the gradient of its own examples only.
+    """
 
     def __init__(self, inside: Sequence[Any]) -> None:
         super().__init__()

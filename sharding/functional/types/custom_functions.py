@@ -60,8 +60,9 @@ class CustomFunctionCalls:
         self.calls: dict[Any, CustomFunctionCall] = {}
 
     def note(self, x: Tensor, tag: Tag) -> Tag:
-        """Return the tag for a result, and remember it by autograd node; without a node it may
-        still get one, so the tag is provisional.
+        """Return the tag for a result, and remember it by autograd node.
+
+        Without a node it may still get one, so the tag is provisional.
         """
         node = x.grad_fn
         if node is None:
@@ -70,8 +71,9 @@ class CustomFunctionCalls:
         return tag
 
     def result(self, node: Any, x: Tensor, tag: Tag | None) -> Tag:
-        """Return the tag of a result of a custom function; `tag` is what its forward gave, if that
-        used tracked operators.
+        """Return the tag of a result of a custom function.
+
+        `tag` is what its forward gave, if that used tracked operators.
         """
         call = self._call_of(node)
         if tag is None:  # the result is one of its arguments, or untracked
@@ -87,8 +89,9 @@ class CustomFunctionCalls:
         return call
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
-        """Return the tag of the value that an edge of the graph leads to; None if it does not
-        require grad.
+        """Return the tag of the value that an edge of the graph leads to.
+
+        None if it does not require grad.
         """
         checker: Any = self.checker()
         if node is None:
@@ -160,13 +163,16 @@ class CustomFunctionCall:
             gradients = list(out) if isinstance(out, tuple) else [out]
             for i, tag in self.ins.items():
                 if i < len(gradients) and isinstance(gradients[i], Tensor):
-                    gradients[i] = self._checked(checker, node, i, tag.type, gradients[i])
+                    gradients[i] = self._check_gradient(checker, node, i, tag.type, gradients[i])
         self.is_checked = True
         return tuple(gradients)
 
-    def _checked(self, checker: Any, node: Any, i: int, argument: Type, gradient: Tensor) -> Tensor:
-        """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the
-        whole gradient on every rank.
+    def _check_gradient(
+        self, checker: Any, node: Any, i: int, argument: Type, gradient: Tensor
+    ) -> Tensor:
+        """Check and return the gradient of an argument.
+
+        As a share if a `custom_vjp` returns the whole gradient on every rank.
         """
         type_, call = checker.tag_of(gradient).type, getattr(node, "call", None)
         replicated_grads = None if call is None else call.replicated_grads

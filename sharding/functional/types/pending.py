@@ -1,5 +1,6 @@
-"""Decide whether an operator keeps a value pending: it must be linear in it, which the operator
-table tells.
+"""Decide whether an operator keeps a value pending.
+
+It must be linear in it, which the operator table tells.
 
 u pending:   2 * u, u + u, u @ w, u.sum()   pending   u * u, relu(u), u + r   not linear: psum first
 """
@@ -68,9 +69,10 @@ def stays_pending(
 def share_of_gradient(
     checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Return the same as `stays_pending` for the backward of a custom function, which as a whole is
-    linear in the gradient: an operator without a rule is taken to be linear, and zeros next to a
-    share are a share of zero.
+    """Return the same as `stays_pending` for the backward of a custom function.
+
+    As a whole that is linear in the gradient: an operator without a rule is taken to be linear, and
+    zeros next to a share are a share of zero.
 
     Raises: ShardingTypeError if the operator is known not to be linear.
     """
@@ -83,8 +85,10 @@ def share_of_gradient(
 
 
 def _as_sharded(checker: TypeChecker, axis: str, zeros: bool, x: Tensor) -> ShardedTensor:
-    """Return a `ShardedTensor` like an operand, pending or replicated over two ranks; with `zeros`,
-    a tensor of zeros counts as pending."""
+    """Return a `ShardedTensor` like an operand, pending or replicated over two ranks.
+
+    With `zeros`, a tensor of zeros counts as pending.
+    """
     type_ = checker.tag_of(x).type
     is_zero = zeros and not x.is_meta and not x.any()
     pends = axis in type_.pending or axis in type_.varying or is_zero

@@ -131,8 +131,9 @@ def _generator_states() -> list[Tensor]:
 
 
 def _check_seed(checker: TypeChecker, func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Check the default seed of backward, which is 1 on every rank: right for the sum of the ranks'
-    losses.
+    """Check the default seed of backward, which is 1 on every rank.
+
+    It is right for the sum of the ranks' losses.
 
     Raises: ShardingTypeError for a replicated loss, whose gradients would be n times too large.
     """

@@ -1,5 +1,6 @@
-"""`TypeChecker`: a torch function mode that tracks the types of values through every operator of a
-mapped function.
+"""`TypeChecker`: a torch function mode that tracks the types of values.
+
+Through every operator of a mapped function.
 
     y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at
                        train.py:12, of argument 0"
@@ -151,13 +152,14 @@ class TypeChecker(TorchFunctionMode):
         """
         tag = getattr(x, "_type_tag", None)
         if tag is None or tag.owner is not self.owner:
-            tag = self._find_tag(x, self._own(tag))
+            tag = self._find_tag(x, self._own_tag(tag))
         written = self.written.get(x) if self.written else None
         return tag if written is None or written.type is tag.type else self.join(tag, written)
 
     def _find_tag(self, x: Tensor, provisional: Tag | None) -> Tag:
-        """Return the tag of a tensor that does not store a final one, and store it where it is
-        that of the tensor for good.
+        """Return the tag of a tensor that does not store a final one.
+
+        Store it where it is that of the tensor for good.
         """
         with untracked():
             transformed, sharded = engine_hooks.is_transformed(x), isinstance(x, ShardedTensor)
@@ -183,8 +185,9 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def _check_constant(self, x: Tensor) -> None:
-        """Raise ShardingTypeError if a tensor that no operator here has made requires grad, and
-        note a constant of a function whose captured tensors are looked for.
+        """Raise ShardingTypeError if a tensor that no operator here has made requires grad.
+
+        Note a constant of a function whose captured tensors are looked for.
         """
         is_outside = x.is_leaf or self.unknown.type is REPLICATED
         needs_grad = x.requires_grad and torch.is_grad_enabled() and is_outside
@@ -194,19 +197,20 @@ class TypeChecker(TorchFunctionMode):
             captures.constants.append(ref(x))
 
     def _is_refused(self, x: Tensor) -> bool:
-        """Return whether a tensor that requires grad, and that no operator here has made, cannot be
-        used as it is.
+        """Return whether a tensor that requires grad cannot be used as it is.
+
+        No operator here has made it.
         """
         return True
 
-    def _own(self, tag: Tag | None) -> Tag | None:
+    def _own_tag(self, tag: Tag | None) -> Tag | None:
         """Return the tag itself, of a provisional one the original, if this checker has set it."""
         tag = tag if tag is None or tag.original is None else tag.original
         return tag if tag is not None and tag.owner is self.owner else None
 
     def has_tag(self, x: Tensor) -> bool:
         """Return whether a tensor is an argument, or the result of an operator that was tracked."""
-        return self._own(getattr(x, "_type_tag", None)) is not None
+        return self._own_tag(getattr(x, "_type_tag", None)) is not None
 
     def argument_tag(self, leaf: Any) -> Tag:
         """Return the tag that an argument has in the outer mapped function, if there is one."""
@@ -227,15 +231,17 @@ class TypeChecker(TorchFunctionMode):
         return Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
 
     def grad_tag(self, type_: Type, names: frozenset[str] | None = None) -> Tag:
-        """Return the tag of the gradient of a value of this type, the dual over `names`, by default
-        over all manual axes.
+        """Return the tag of the gradient of a value of this type.
+
+        The dual over `names`, by default over all manual axes.
         """
         origin = TypeOrigin("the gradient of a value that is not replicated", user_location())
         return self.make_tag(origin, type_.dual_over(self.names if names is None else names))
 
     def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
-        """Return the gradient of a result as a new object with a tag of the dual type; `out` is
-        None for a result that was not used.
+        """Return the gradient of a result as a new object with a tag of the dual type.
+
+        `out` is None for a result that was not used.
         """
         if g is None or g.layout is not torch.strided:
             return g
@@ -253,8 +259,9 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def join(self, one: Tag, other: Tag) -> Tag:
-        """Return the tag of a value that is computed from two; the first that varies gives the
-        origin.
+        """Return the tag of a value that is computed from two.
+
+        The first that varies gives the origin.
         """
         if one.type is REPLICATED:
             return other
@@ -266,8 +273,9 @@ class TypeChecker(TorchFunctionMode):
         return Tag(type_, {**other.origins, **one.origins}, self.owner)
 
     def set_tag(self, result: Any, tag: Tag) -> None:
-        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what
-        the transform unwraps from it.
+        """Set the tag of every tensor of a result.
+
+        Inside a transform of torch.func, also of what the transform unwraps from it.
         """
         if isinstance(result, Tensor):
             result._type_tag = tag  # type: ignore[attr-defined]
@@ -358,8 +366,9 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
-        """Return the joined tag of an operator's operands as that of its results: with its line as
-        the origin where so far that is an argument.
+        """Return the joined tag of an operator's operands as that of its results.
+
+        With its line as the origin where so far that is an argument.
         """
         if tag.type.pending:
             tag = self._pending_tag(func, args, kwargs, tag)
@@ -373,8 +382,9 @@ class TypeChecker(TorchFunctionMode):
         return Tag(tag.type, origins, self.owner)
 
     def _pending_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
-        """Return the tag of a result with a pending operand, which must be pending over each axis
-        in which the operator is linear.
+        """Return the tag of a result with a pending operand.
+
+        It must be pending over each axis in which the operator is linear.
 
         Raises: ShardingTypeError if the operator is not linear, or takes a number that may differ
         between the ranks.
@@ -398,8 +408,9 @@ class TypeChecker(TorchFunctionMode):
     # -- numbers -----------------------------------------------------------------------------------
 
     def record_read(self, func: Any, tag: Tag) -> None:
-        """Record that the program reads a value as a number, which its control flow may
-        depend on.
+        """Record that the program reads a value as a number.
+
+        Its control flow may depend on it.
         """
         location = user_location()
         if tag.type.pending and self.tracks_backward:

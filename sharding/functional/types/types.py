@@ -1,5 +1,6 @@
-"""Types of values inside a mapped function: along each manual axis a value varies, is replicated,
-or is pending.
+"""Types of values inside a mapped function.
+
+Along each manual axis a value varies, is replicated, or is pending.
 
     x: S over dp, R over tp    w: R     x @ w: S over dp (an operator with a varying operand varies)
 
@@ -18,8 +19,9 @@ from ....mesh.comm.call_site import user_line
 
 @dataclass(frozen=True, eq=False)
 class Type:
-    """The axes over which a value varies or is pending. Types are interned: equal ones are one
-    object.
+    """The axes over which a value varies or is pending.
+
+    Types are interned: equal ones are one object.
 
     Attributes:
         varying: the axes along which ranks have different data (S).
@@ -38,8 +40,9 @@ class Type:
         return interned if interned is not None else _types.setdefault(key, Type(*key))
 
     def join(self, other: Type) -> Type:
-        """Return the type of a value computed from both; pending axes need a check of the operator
-        as well (`pending.py`).
+        """Return the type of a value computed from both.
+
+        Pending axes need a check of the operator as well (`pending.py`).
         """
         joined = self._joins.get(other)
         if joined is None:
@@ -118,8 +121,9 @@ class Tag:
         return self._provisional
 
     def since(self, axes: Iterable[str]) -> str:
-        """Return where the value became varying or pending over the first of these axes, for a
-        message.
+        """Return where the value became varying or pending over the first of these axes.
+
+        For a message.
         """
         with_origin = [axis for axis in sorted(axes) if axis in self.origins]
         return f" since {self.origins[with_origin[0]]}" if with_origin else ""

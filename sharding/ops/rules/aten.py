@@ -1,5 +1,6 @@
-"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function
-of its name.
+"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`.
+
+Each runs as the public function of its name.
 
 So the rules of public functions apply to them. The function and the way its arguments are passed
 are derived from names and the operator's schema; `_TRANSLATED` has the few operators without a
@@ -38,8 +39,9 @@ def public_names(name: str) -> tuple[str, ...]:
 
 
 def public_call(op: Any) -> Callable[..., Any] | None:
-    """Return a function of the operator's own arguments that calls the public one; None for other
-    than aten operators.
+    """Return a function of the operator's own arguments that calls the public one.
+
+    None for other than aten operators.
 
     Raises:
         NotImplementedError: no public function does what the operator does.
@@ -57,11 +59,11 @@ def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
         and _public(name) is None
         and _public(name.removesuffix("_")) is None
     ):
-        raise _unknown(op)
+        raise _no_public_function(op)
     return partial(_run_overload, op) if isinstance(op, OpOverload) else partial(_run_packet, op)
 
 
-def _unknown(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
+def _no_public_function(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
     return NotImplementedError(
         f"torch.ops.{op} has no public function of torch that does the same, and ShardedTensors "
         "support only operators with one: call a public function, or call the operator on this "
@@ -86,18 +88,19 @@ def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if public is None:  # `silu_`: values are computed elsewhere and written
         result = _run_public(op, _public(name.removesuffix("_")), named)
         if result.shape != named["self"].shape:
-            raise _unknown(op)
+            raise _no_public_function(op)
         return named["self"].copy_(result)
     result = _run_public(op, public, named)
     if several > 1 and not (isinstance(result, tuple) and len(result) == several):
-        raise _unknown(op)
+        raise _no_public_function(op)
     return result
 
 
 @cache
 def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
-    """Return the public function of this name: one in the operator table, or else one of torch's
-    own in C++ that writes no operand.
+    """Return the public function of this name.
+
+    One in the operator table, or else one of torch's own in C++ that writes no operand.
 
     With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in
     C++ and words in Python.
@@ -127,8 +130,9 @@ def _candidates(name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
-    """Call the public function with an operator's arguments: by name where it is written in Python,
-    since orders differ there.
+    """Call the public function with an operator's arguments.
+
+    By name where it is written in Python, since orders differ there.
 
     Raises:
         NotImplementedError: it has no parameter for an argument.
@@ -138,14 +142,14 @@ def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
     signature = inspect.signature(func)
     first = next(iter(signature.parameters.values()))
     if first.kind is first.VAR_POSITIONAL:
-        raise _unknown(op)
+        raise _no_public_function(op)
     arguments = {first.name if name == "self" else name: value for name, value in named.items()}
     if type(arguments.get("reduction")) is int:
         arguments["reduction"] = _REDUCTIONS[arguments["reduction"]]
     try:
         signature.bind(**arguments)
     except TypeError:
-        raise _unknown(op) from None
+        raise _no_public_function(op) from None
     return func(**arguments)
 
 

@@ -1,5 +1,6 @@
-"""Tests of a rule: every combination of placements in a simulated world, compared with a single
-process.
+"""Tests of a rule: every combination of placements, compared with a single process.
+
+They run in a simulated world.
 
     sample args --> func ------------------------> value, gradients          a single process
          |                                            ||
@@ -64,8 +65,7 @@ class RuleError(Exception):
 
 
 def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any) -> int:
-    """check_rule(func, *sample) -> number of combinations tried: test an operator's rule
-    numerically.
+    """check_rule(func, *sample) -> number of combinations on which a rule was tested.
 
     The operator runs in a simulated world of 2, 3 and 2 x 2 ranks, with every tensor among the
     arguments replicated, split in each dim, and pending as a sum, in every combination (on 2 x 2
@@ -103,8 +103,9 @@ def prove(
     kinds: Sequence[str] = ("sum",),
     most: int | None = None,
 ) -> int:
-    """Run `check_rule` on these meshes and pending kinds, with at most so many combinations on each
-    mesh.
+    """Run `check_rule` on these meshes and pending kinds.
+
+    With at most so many combinations on each mesh.
 
     Gradients are compared where every kind is a sum.
     """

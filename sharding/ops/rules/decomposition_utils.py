@@ -155,8 +155,9 @@ def all_from_parts(
 
 
 def with_elements(x: Tensor) -> Tensor:
-    """Return this rank's part with one zero in every empty dim, for an operator of torch that
-    refuses empty tensors.
+    """Return this rank's part with one zero in every empty dim.
+
+    For an operator of torch that refuses empty tensors.
 
     The caller slices these elements off the result. So an empty part has the same autograd graph as
     those of other ranks, and backward communicates alike on all, to every order.

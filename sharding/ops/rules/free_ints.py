@@ -75,8 +75,9 @@ _OPERATORS = frozenset(
 def shared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with `AnyInt` and `SharedSlice` for what decides nothing; None without
-    any.
+    """Return the arguments with `AnyInt` and `SharedSlice` for what decides nothing.
+
+    None if everything decides.
 
     Calls of the function for which this is equal, with tensors of equal layouts, have one strategy.
 
@@ -192,8 +193,9 @@ def _shared_entry(entry: Any, size: int, split: bool) -> Any:
 
 
 def _shared_entries(layout: Layout, index: Any, writes: bool) -> tuple[Any, ...] | None:
-    """Return an index with an entry for each dim, shared where it may be; None for one with
-    tensors.
+    """Return an index with an entry for each dim, shared where it may be.
+
+    None for one with tensors.
 
     Args:
         writes: ints decide nothing on split dims either.

@@ -54,7 +54,7 @@ _STRIDED: dict[str, Callable[[Any], Any]] = {
 
 
 @handler(*_STRIDED, with_func=True)
-def _strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """Return the tensor for its own size, stride and offset; others are of other ranks' memory."""
     offset = input.storage_offset() if storage_offset is None else storage_offset
     own = tuple(input.shape), tuple(input.stride()), input.storage_offset()

@@ -85,8 +85,9 @@ def einrule(
     additive: Sequence[int] = (),
     **options: Any,
 ) -> Rule:
-    """Return the rule that a pattern gives for these operands; those that are None are left out
-    with their part of the pattern.
+    """Return the rule that a pattern gives for these operands.
+
+    Those that are None are left out with their part of the pattern.
 
     A dim of size one whose factor is larger in another operand is broadcast and never split.
 
@@ -108,7 +109,7 @@ def einrule(
     """
     present = [i for i, x in enumerate(operands) if x is not None]
     tensors = tuple([x for x in operands if x is not None])
-    sides = _expanded(pattern, tuple([None if x is None else x.ndim for x in operands]))
+    sides = _expand_ellipses(pattern, tuple([None if x is None else x.ndim for x in operands]))
     known = _factor_sizes(sides.inputs, tensors, sizes or {})
     position = {old: new for new, old in enumerate(present)}
     return Rule(
@@ -228,7 +229,7 @@ class _Sides(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
+def _expand_ellipses(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
     """Return the pattern with its ellipses written out, without operands that are not given."""
     left, right = _parse(pattern)
     if len(left) != len(ndims):

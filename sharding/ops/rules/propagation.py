@@ -1,5 +1,6 @@
-"""Sharding propagation: from a rule and the layouts of its operands to the cheapest way of running
-the operator.
+"""Sharding propagation: the cheapest way of running an operator.
+
+It follows from a rule and the layouts of the operands.
 
 For each mesh axis separately it lists what the rule allows (leave everything whole; split one
 factor; let pending sums pass through), computes the communication that each choice needs, and takes
@@ -32,8 +33,10 @@ _IMPOSSIBLE = float("inf")
 
 
 class State(NamedTuple):
-    """The state of one operand on one mesh axis: whole, split on a factor (None: a dim that the
-    rule cannot follow), or pending with a kind."""
+    """The state of one operand on one mesh axis.
+
+    Whole, split on a factor (None: a dim that the rule cannot follow), or pending with a kind.
+    """
 
     what: str
     detail: str | None = None
@@ -44,8 +47,9 @@ REPLICATED = State(WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice for one axis: leave everything whole, split factor `detail`, or leave a linear
-    group's sum pending.
+    """The choice for one axis.
+
+    Leave everything whole, split factor `detail`, or leave a linear group's sum pending.
 
     Attributes:
         what: WHOLE, SPLIT or PENDING.
@@ -112,7 +116,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)
-    assignment = _assigned(rule, layouts, fixed)
+    assignment = _assign_axes(rule, layouts, fixed)
     if key and all(
         target is layout for target, layout in zip(assignment.targets, layouts, strict=True)
     ):
@@ -136,7 +140,7 @@ def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
     return operands, rule.inputs, rule.outputs, options
 
 
-def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
+def _assign_axes(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
     mesh = layouts[0].mesh
     states = {
         axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)]
@@ -253,8 +257,9 @@ def _candidates(
 
 
 def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the axes over which a linear operator's result is pending if each of its operands is,
-    over whichever axes.
+    """Return the axes over which a linear operator's result is pending.
+
+    If each of its operands is, over whichever axes.
 
         x pending over a, y over a and b: x + y is pending over a and b, and x is first kept on one
                                           rank of b, which moves nothing

@@ -22,8 +22,9 @@ def register_rule(
     additive: Sequence[int] = (),
     combine: str = "sum",
 ) -> None:
-    """register_rule(func, "... m k, ... k n -> ... m n"): register how an operator may be split;
-    call it on every rank.
+    """register_rule(func, "... m k, ... k n -> ... m n"): register how an operator may be split.
+
+    Call it on every rank.
 
     The names are factors. One that operands and result share may be split over any axis; one that
     the result lacks is reduced, and splitting it leaves the result pending; a `[bracketed]` one

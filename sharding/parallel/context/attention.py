@@ -119,8 +119,9 @@ def context_parallel_attention(
 def _of_plain(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along
-    other axes.
+    """Run on the slice of the mesh with these axes only.
+
+    Nothing is known of plain tensors along other axes.
     """
     axis_mesh, dim = mesh[options.axes], query.ndim - 2
     queries, keys = (
@@ -180,8 +181,9 @@ class _ContextParallelBlock:
 def context_parallel(
     axis: Axis = "cp", *, method: str = "ring", balanced: bool = False
 ) -> Iterator[None]:
-    """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the
-    axis as `context_parallel_attention`.
+    """with context_parallel("cp"): run attention of sequences split over the axis.
+
+    `F.scaled_dot_product_attention` is then `context_parallel_attention`.
 
     A model that calls torch's attention needs no change. Attention whose queries or keys are not
     split over the axis is computed as usual. Activation checkpointing recomputes attention as its

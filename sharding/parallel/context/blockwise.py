@@ -148,7 +148,9 @@ def _grads_by_matmul(
     scale: float,
     diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale,
+    """Return the gradients of query, key and value by matrix products.
+
+    With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale,
     grad_k = d' q scale.
     """
     grad, q, k, v, out = (x.to(_wide(x.dtype)) for x in (grad, q, k, v, out))
@@ -177,8 +179,9 @@ def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
-    """Return the scores of some query rows, grouped as by `_group_heads`, with the keys up to the
-    last that they attend to.
+    """Return the scores of some query rows with the keys up to the last they attend to.
+
+    Rows are grouped as by `_group_heads`.
     """
     scores = _group_heads(q, k) @ k.mT * scale
     if not diagonal:

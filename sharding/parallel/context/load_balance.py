@@ -100,8 +100,9 @@ def contiguous(sizes: Sequence[int]) -> list[Runs]:
 
 @lru_cache(1024)
 def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n
-    pieces of almost equal length.
+    """Return the positions of each rank for a balanced sequence.
+
+    The pieces i and 2n-1-i of 2n pieces of almost equal length.
     """
     count = 2 * ranks
     bounds = list(
@@ -116,7 +117,7 @@ def balanced_sizes(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(sum(stop - start for start, stop in runs) for runs in balanced(length, ranks))
 
 
-def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+def _slice_of_intervals(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     """Return the part from `start` to `stop` of the concatenation of these intervals."""
     intervals = []
     for place, (a, b) in _with_offsets(tuple(order)):
@@ -178,8 +179,9 @@ def balance_sequence(
 def unbalance_sequence(
     x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
 ) -> ShardedTensor:
-    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`,
-    split evenly over the axis.
+    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`.
+
+    It is split evenly over the axis.
 
     Args, Raises, Communication: as for `balance_sequence`.
 
@@ -198,7 +200,7 @@ def _reorder(
 ) -> ShardedTensor:
     known_local(x)
     fetch = IntervalExchange(
-        x._layout, target, dim, lambda start, stop: _between(order, start, stop)
+        x._layout, target, dim, lambda start, stop: _slice_of_intervals(order, start, stop)
     )
     lineage = mixed(seed_of(name), [x])
 

@@ -83,8 +83,9 @@ class Ring:
         yield current
 
     def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending[Tensor]:
-        """Give a block to the next rank; return the one from the rank before, which is here after
-        `hop` hops.
+        """Give a block to the next rank, and return the one from the rank before.
+
+        It is on this rank after `hop` hops.
 
         Args:
             block: flat.

@@ -27,9 +27,10 @@ class _Changed(NamedTuple):
 
 
 class BuffersInUse:
-    """Replaces buffers during a forward: with sharded activations plain ones become replicated, and
-    sharded ones are projected to the mesh of the activations. The replacements share memory, so
-    in-place writes reach the originals.
+    """Replace buffers during a forward.
+
+    With sharded activations plain ones become replicated, and sharded ones are projected to the
+    mesh of the activations. The replacements share memory, so in-place writes reach the originals.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,9 @@ class BuffersInUse:
         """Replace all buffers by sharded tensors on this mesh."""
         self._replace(
             modules,
-            lambda x: _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _replicated(x, mesh),
+            lambda x: (
+                _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _as_replicated(x, mesh)
+            ),
         )
 
     def project(
@@ -74,7 +77,7 @@ class BuffersInUse:
         self._changed = []
 
 
-def _replicated(x: Tensor, mesh: DeviceMesh) -> ShardedTensor:
+def _as_replicated(x: Tensor, mesh: DeviceMesh) -> ShardedTensor:
     return ShardedTensor._make(x, Layout.of(mesh, P(), x.shape, x.dtype))
 
 

@@ -33,8 +33,9 @@ def fully_shard(
     transport: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split
-    over the ranks (FSDP, ZeRO-3).
+    """fully_shard(module, mesh) -> the module, split over the ranks (FSDP, ZeRO-3).
+
+    Its parameters, gradients and optimizer state are split.
 
         sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]   so that nothing is copied for
                                                                       all_gather and reduce_scatter
@@ -158,8 +159,9 @@ def data_parallel(
     transport: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in
-    any stage from DDP to FSDP.
+    """data_parallel(module, mesh, parameter=, gradient=, optimizer=) -> the module.
+
+    In any stage from DDP to FSDP: each keyword names the axes that split these.
 
         DDP      ()    ()    ()      ZeRO-2   ()      "dp"    "dp"        HSDP on a mesh (dp, fsdp):
         ZeRO-1   ()    ()    "dp"    FSDP     "dp"    "dp"    "dp"        "fsdp"   "fsdp"   "fsdp"
@@ -274,8 +276,9 @@ def _axes_in_use(module: nn.Module, ignored: Collection[nn.Parameter]) -> set[st
 
 
 def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:
-    """Return the axes along which plain inputs may differ: those that split parameters, and others
-    without tensor parallelism.
+    """Return the axes along which plain inputs may differ.
+
+    Those that split parameters, and others without tensor parallelism.
     """
     return tuple(axis for axis in mesh.axis_names if axis in stage.optimizer or axis not in used)
 

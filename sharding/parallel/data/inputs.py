@@ -47,8 +47,9 @@ def gradient_scale(
     data_axes: Sequence[str] = (),
     divide_factor: float | None = None,
 ) -> float:
-    """Return the factor of gradients, which are summed over the axes of the activations' mesh and
-    averaged over all others.
+    """Return the factor of gradients.
+
+    They are summed over the axes of the activations' mesh and averaged over all others.
 
     Args:
         whole: the mesh with all axes.

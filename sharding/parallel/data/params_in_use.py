@@ -149,7 +149,7 @@ class ParamsInUse:
         if not self.uses:
             return
         plan = self._plan
-        uses = list({(use.number, id(use.in_use)): use for use in self._written()}.values())
+        uses = list({(use.number, id(use.in_use)): use for use in self._written_uses()}.values())
         uses += self._written_by_data({use.number for use in uses})
         if not uses:
             if not plan.options.stage.parameter and plan.options.policy.param_dtype is None:
@@ -168,7 +168,7 @@ class ParamsInUse:
         if copies:
             self._write_copies(copies)
 
-    def _written(self) -> Iterator[Use]:
+    def _written_uses(self) -> Iterator[Use]:
         """Yield the uses whose value forward has changed.
 
         Raises:

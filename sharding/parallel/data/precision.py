@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32): torch's, with
-    the same meaning.
+    """MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...): torch's, with the same meaning.
+
+    Such as MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).
 
     Parameters, their gradients and the optimizer's state keep the dtype that the module has.
 

@@ -1,5 +1,6 @@
-"""The order in which the units of a model run, so that the next one is gathered while the current
-one computes.
+"""The order in which the units of a model run.
+
+So the next one is gathered while the current one computes.
 
 A forward is expected to have the order of the last one, the first forward that of the modules.
 Backward goes in reverse.

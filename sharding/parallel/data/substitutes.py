@@ -1,5 +1,6 @@
-"""Values that a program has put in place of parameters for one call, as
-`torch.func.functional_call` does.
+"""Values that a program has put in place of parameters for one call.
+
+As `torch.func.functional_call` does.
 
 A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A plain one
 is this rank's. Nothing is kept for the next call.

@@ -1,5 +1,6 @@
-"""A unit: the parameters of a module that are gathered together before its forward and freed after
-it.
+"""A unit: parameters that are gathered together.
+
+They are those of a module, gathered before its forward and freed after it.
 
     gather     all_gather, by the unit that ran before: `prefetch`
     forward    set the unsharded parameters -> module -> set the sharded ones again
@@ -106,8 +107,9 @@ class Unit:
 
     @not_recomputed
     def prefetch(self) -> None:
-        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other
-        values replace all parameters.
+        """Launch the all_gathers for the next forward.
+
+        Communication: as `gather`; none if other values replace all parameters.
         """
         if all(
             owner._parameters.get(name) is not slot.value
@@ -365,8 +367,9 @@ class Unit:
                 bucket.storage.after_backward()
 
     def end_model_backward(self) -> None:
-        """Reduce held gradients that backward did not reach; give unsharded parameters without a
-        gradient zeros, where other ranks may have one.
+        """Reduce held gradients that backward did not reach.
+
+        Give unsharded parameters without a gradient zeros, where other ranks may have one.
 
         Communication: as a backward of the unit, or none.
         """
@@ -474,7 +477,7 @@ class UnitStep:
         if not self.waits_late:
             self._find_leaves(values)
         self.values = tuple(
-            [self._hooked(i, x) if x.requires_grad else x for i, x in enumerate(values)]
+            [self._view_with_hook(i, x) if x.requires_grad else x for i, x in enumerate(values)]
         )
         self.has_graph = torch.is_grad_enabled()
         self._parts = self._entered = ()
@@ -485,7 +488,7 @@ class UnitStep:
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
         self.writer.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
-    def _hooked(self, number: int, value: Tensor) -> Tensor:
+    def _view_with_hook(self, number: int, value: Tensor) -> Tensor:
         """Return a view of a value whose gradient is written to its buffer."""
         view = value.view_as(value)
         node: Any = view.grad_fn
@@ -520,7 +523,7 @@ class UnitStep:
             return None
         self.writer.discard(number)
         self._with_hook.add(number)
-        grad = self._scaled(number, grad)
+        grad = self._scale_gradient(number, grad)
         if (
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()
@@ -529,7 +532,7 @@ class UnitStep:
             return (grad,)
         return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
-    def _scaled(self, number: int, grad: Tensor) -> Tensor:
+    def _scale_gradient(self, number: int, grad: Tensor) -> Tensor:
         return scaled(grad, self._factors[number]) if self._factors else grad
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> tuple[Grads, GradWriter]:
@@ -542,7 +545,9 @@ class UnitStep:
         whole = list(grads)
         for i, grad in enumerate(grads):
             if grad is not None:  # a write in forward replaces the node of a view, and its hook
-                whole[i] = writer.written.get(i, grad) if i in hooked else self._scaled(i, grad)
+                whole[i] = (
+                    writer.written.get(i, grad) if i in hooked else self._scale_gradient(i, grad)
+                )
         return whole, writer
 
     # -- reduce ------------------------------------------------------------------------------------
@@ -695,8 +700,10 @@ class _GatherParams(torch.autograd.Function):
 
 
 def _uses_parameters(module: nn.Module) -> bool:
-    """Return whether a module's own code uses parameters: its own, or those of modules inside of
-    it, as `Experts` does. A recomputation calls it outside of its unit's forward.
+    """Return whether a module's own code uses parameters.
+
+    Its own, or those of modules inside of it, as `Experts` does. A recomputation calls it outside
+    of its unit's forward.
     """
     has_own = any(p is not None for p in module._parameters.values())
     return has_own or getattr(module, "_reads_inner_parameters", False)

@@ -14,6 +14,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import P
 from ...ops.prepared_modules import prepare
+from ...ops.torch_compile import original_of
 from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
@@ -39,8 +40,9 @@ def wrap(
     src: int | None,
     dims: Mapping[int, int] | None = None,
 ) -> nn.Module:
-    """Make units of a module and of its submodules that `units` matches; `dims` has dims to split,
-    by the id of the parameter.
+    """Make units of a module and of its submodules that `units` matches.
+
+    `dims` has dims to split, by the id of the parameter.
     """
     for root in roots_of(module):
         if is_unit_root(root):
@@ -94,7 +96,7 @@ def matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[s
     matches, count = _matcher(_own_blocks(module) if is_auto else units), 0
     compiled: set[nn.Module | None] = set()  # modules inside of wrappers, which become the units
     for name, inner in module.named_modules():
-        original = inner._modules.get("_orig_mod")
+        original = original_of(inner)
         if (
             name
             and inner not in compiled
@@ -140,7 +142,7 @@ def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         blocks = (
-            [block._modules.get("_orig_mod") or block for block in child.children()]
+            [original_of(block) or block for block in child.children()]
             if isinstance(child, nn.ModuleList)
             else []
         )

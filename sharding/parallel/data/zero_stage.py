@@ -1,5 +1,6 @@
-"""Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer
-state.
+"""Stages of data parallelism as one table.
+
+The axes that split parameters, gradients and optimizer state.
 
                parameter   gradient   optimizer   a step of p bytes of parameters on n ranks moves
 DDP            ()          ()         ()          all_reduce p

@@ -18,8 +18,9 @@ from .router import Routing
 
 
 class Experts(nn.Module):
-    """Experts(modules, mesh): modules of one kind as the experts of `moe`, with parameters stacked
-    [e ...] and split over an axis.
+    """Experts(modules, mesh): modules of one kind as the experts of `moe`.
+
+    Their parameters are stacked [e ...] and split over an axis.
 
     Its parameters have the names of one module's under `each`. They are ordinary ShardedTensor
     parameters for optimizers, `fully_shard` and checkpoints. A call is one operator of a graph of

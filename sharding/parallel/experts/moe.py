@@ -39,8 +39,9 @@ def moe(
     axis: str | tuple[str, ...] = "ep",
     capacity: float | None = None,
 ) -> Tensor:
-    """moe(x: S(tokens), routing, expert, params: S(experts)) -> S(tokens): for each token the
-    weighted sum of its experts' outputs.
+    """moe(x: S(tokens), routing, expert, params: S(experts)) -> S(tokens).
+
+    For each token the weighted sum of its experts' outputs.
 
         rank 0   tokens a b   choose experts 1 0      b e | a     experts 0, 1        a' b'
         rank 1   tokens e f   choose experts 0 3 ->     f         experts 2, 3   ->   e' f'
@@ -160,8 +161,9 @@ def _of_plain(
 
 
 def _on_expert_mesh(p: ShardedTensor, expert_mesh: DeviceMesh, cut: Cut) -> ShardedTensor:
-    """Return a parameter on the mesh of the experts' axes. Its gradient is the mean over these and
-    the sum over others.
+    """Return a parameter on the mesh of the experts' axes.
+
+    Its gradient is the mean over these and the sum over others.
     """
     split = p.redistribute(P.of_cuts([[cut]], {}))
     others = P.of_cuts([[cut]], dict.fromkeys(split._layout.replicated_axes, "sum"))

@@ -26,8 +26,9 @@ class Routing(NamedTuple):
 
 
 def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
-    """top_k_routing(logits, k) -> Routing: the k experts with the largest logits per token,
-    weighted by the softmax.
+    """top_k_routing(logits, k) -> Routing: the k experts with the largest logits per token.
+
+    Weighted by the softmax.
 
     Args:
         logits: of all experts [... e], whole in the last dim.
@@ -48,8 +49,9 @@ def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
 
 
 def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
-    """load_balance_loss(logits, experts) -> a scalar, from 1 if all experts get the same share to e
-    if one gets all.
+    """load_balance_loss(logits, experts) -> a scalar between 1 and e.
+
+    1 if all experts get the same share, e if one gets all.
 
     e * sum over experts of (its share of the choices) * (its mean probability): Fedus et al. 2021,
     "Switch Transformers", equations 4 to 6, for any number of choices. Its gradient is through the

@@ -117,8 +117,9 @@ class TokenDispatch:
         return self._order[: sum(self._send_sizes)] if self._drops else self._order
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Send rows, in the order of `slots`; return the rows for this rank's experts, sorted by
-        expert. Communication: one all_to_all.
+        """Send rows, in the order of `slots`, and return those for this rank's experts.
+
+        They are sorted by expert. Communication: one all_to_all.
         """
         arrived = all_to_all_v(rows, self.peers, self._recv_sizes, self._send_sizes)
         return arrived.index_select(0, self._by_expert)
@@ -230,8 +231,9 @@ def _valid_choices(chosen: Tensor, experts: int) -> Tensor:
 
 
 def _count_choices(valid: Tensor, experts: int) -> Tensor:
-    """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry
-    for invalid choices.
+    """Count the choices [run token choice] of each expert: [run choice expert+1].
+
+    The last entry is for invalid choices.
     """
     runs, _, choices = valid.shape
     row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(

@@ -21,6 +21,7 @@ from .actions import Row, Rows
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
+from .initial_values import materialize_stages
 from .live_pipelines import LivePipelines
 from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
@@ -69,8 +70,8 @@ def pipeline(
     stage is not computed, its result comes from there. Parameters of other stages are on "meta".
 
     Args:
-        model: any module, also on "meta" (see `materialize`); or a list of modules, one per stage,
-            each of which takes what the one before returns.
+        model: any module, also on "meta" (see `Pipeline.materialize`); or a list of modules, one
+            per stage, each of which takes what the one before returns.
         mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
             a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
         axis: the axis of the pipeline.
@@ -346,6 +347,30 @@ class Pipeline:
         """
         mesh = self._inner_mesh(mesh)
         shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        return self
+
+    def materialize(self, init: Callable[[nn.Module], object] | None = None) -> Pipeline:
+        """materialize() -> the pipeline, with memory and initial values for tensors on "meta".
+
+            with torch.device("meta"): model = Model()        no memory
+            pipe = pipeline(model, mesh)                      assigns modules to ranks
+            pipe.fully_shard(mesh["fsdp"])                    and rows of their parameters
+            pipe.materialize()                                makes them
+
+        The values are those that `sm.parallel.materialize` gives to the whole model on any mesh, to
+        the bit, for every split and schedule: each rank runs the initialisers of all modules in
+        their order, those of other stages without memory, and so draws the same random numbers.
+
+        Args:
+            init: as in `sm.parallel.materialize`; called for the modules of a copy of the model.
+
+        Raises:
+            ValueError: as `sm.parallel.materialize`, on every rank.
+
+        Communication: none for initialisers that work element by element; of a tied parameter with
+            several copies on a rank, the redistribution to the layouts of the others.
+        """
+        materialize_stages(self._staged, self.whole.tensors, self.schedule.placement, init)
         return self
 
     def _inner_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -119,12 +119,15 @@ class StageTensors:
         self.group: Group = mesh.group(self.axis)
         self.place = mesh.get_local_rank(self.axis)
         self._layouts: dict[Layout, Layout] = {}
-        self._stage_mesh = self._mesh_of(
-            np.take(mesh.ranks, [self.place], mesh.axis_index(self.axis)), mesh.axis_names
-        )
+        self._stage_mesh = self.mesh_of(self.place)
 
     def _mesh_of(self, ranks: np.ndarray, names: Sequence[str]) -> DeviceMesh:
         return DeviceMesh(self.mesh.device_type, ranks, axis_names=tuple(names))
+
+    def mesh_of(self, place: int) -> DeviceMesh:
+        """Return the mesh of the stages at a place along the axis: the pipeline's with size 1."""
+        ranks = np.take(self.mesh.ranks, [place], self.mesh.axis_index(self.axis))
+        return self._mesh_of(ranks, self.mesh.axis_names)
 
     # -- to the tree -------------------------------------------------------------------------------
 
@@ -213,13 +216,13 @@ class StageTensors:
 
     def everywhere(self, x: Any) -> dict[int, Any]:
         """Return the description of a plain tensor, or another value, that every rank has."""
-        axis = self.mesh.axis_index(self.axis)
+        places = range(self.mesh.size(self.axis))
         if not isinstance(x, Tensor):
-            return dict.fromkeys(range(self.mesh.shape[axis]), x)
+            return dict.fromkeys(places, x)
         described: dict[int, Any] = {}
-        for place in range(self.mesh.shape[axis]):
-            mesh = self._mesh_of(np.take(self.mesh.ranks, [place], axis), self.mesh.axis_names)
-            described[place] = TensorMeta.of(Layout.of(mesh, P(), x.shape, x.dtype))
+        for place in places:
+            layout = Layout.of(self.mesh_of(place), P(), x.shape, x.dtype)
+            described[place] = TensorMeta.of(layout)
         return described
 
     def group_of(self, places: Iterable[int]) -> Group:

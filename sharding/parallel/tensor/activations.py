@@ -372,8 +372,10 @@ def _check_has_axis(site: HookSite, name: str, x: ShardedTensor) -> ShardedTenso
 
 
 def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh on which the layout of a plain tensor is unambiguous: a mesh of the axis
-    alone, that of the plan or of the module's parameters."""
+    """Return the mesh on which the layout of a plain tensor is unambiguous.
+
+    A mesh of the axis alone, that of the plan or of the module's parameters.
+    """
     meshes = [site.mesh, *{p.mesh for p in module.parameters() if isinstance(p, ShardedTensor)}]
     return next(
         (m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)),

@@ -131,8 +131,9 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
 
 
 def plan_owner(module: nn.Module) -> nn.Module:
-    """Return the module whose plan `module` has: itself, or the model inside of a wrapper that
-    passes on its attributes, such as a `PeftModel`.
+    """Return the module whose plan `module` has.
+
+    Itself, or the model inside of a wrapper that passes on its attributes, such as a `PeftModel`.
     """
     if _plan_of(module):
         for inner in module.modules():
@@ -220,8 +221,9 @@ def _styles_of_pattern(
     modules: Mapping[str, nn.Module],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return the style of each module and the spec of each parameter that the pattern matches, by
-    path.
+    """Return the styles of modules and the specs of parameters that the pattern matches.
+
+    Both by path.
     """
     styles: dict[str, Any] = {}
     for path, path_in_model in paths.items():
@@ -241,8 +243,10 @@ def _styles_of_pattern(
 
 
 def _split_adapters(style: str, path: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the paths of the LoRA matrices that are split as the layer is: B by rows next to a
-    layer that is split by outputs, A by columns next to one that is split by inputs.
+    """Return the paths of the LoRA matrices that are split as the layer is.
+
+    B by rows next to a layer that is split by outputs, A by columns next to one that is split by
+    inputs.
 
     Those of DoRA, which multiplies them with an identity, stay whole.
     """
@@ -273,8 +277,9 @@ def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> S
 
 
 def _spec_of(style_name: str, ndim: int) -> Any:
-    """Return the placement of a parameter: matrices, or stacks of them, by rows (outputs) or
-    columns; an output bias like the rows.
+    """Return the placement of a parameter.
+
+    Matrices, or stacks of them, by rows (outputs) or columns; an output bias like the rows.
     """
     if style_name in _BY_OUTPUTS:
         return Shard(max(ndim - 2, 0))

@@ -351,7 +351,7 @@ def _layouts(
     """
     placed: dict[int, _PlannedLayout] = {}
     for use in uses:
-        for path, spec in _own(use):
+        for path, spec in _own_layouts(use):
             tensor = tensors[path]
             planned = _PlannedLayout(
                 _layout(mesh, tensor, spec, f"{use.site} at {path!r}", use.site.axis),
@@ -364,7 +364,7 @@ def _layouts(
     return placed
 
 
-def _own(use: _StyleUse) -> Iterator[tuple[str, Any]]:
+def _own_layouts(use: _StyleUse) -> Iterator[tuple[str, Any]]:
     """Yield path and spec of each tensor that a style has a layout for."""
     if use.module is None:
         yield use.site.path, use.style.specs

@@ -137,8 +137,9 @@ class colwise(_StyleWithRepr):
 
 @dataclass(frozen=True, repr=False)
 class rowwise(_StyleWithRepr):
-    """rowwise(out=P()) -> Style: each rank has some of the input features (for an embedding, of the
-    rows); results are summed.
+    """rowwise(out=P()) -> Style: each rank has some of the input features.
+
+    For an embedding, some of the rows. Results are summed.
 
         x [b, k/tp]     weight [n, k/tp]        y [b, n] pending over tp  ->  out
 
@@ -193,8 +194,9 @@ class rowwise(_StyleWithRepr):
 
 @dataclass(frozen=True, repr=False)
 class sequence_parallel(_StyleWithRepr):
-    """sequence_parallel(dim=1) -> Style: each rank computes some positions; for norms, dropout and
-    other position-wise modules.
+    """sequence_parallel(dim=1) -> Style: each rank computes some positions.
+
+    For norms, dropout and other position-wise modules.
 
         x [b, s/tp, d]      parameters whole      y [b, s/tp, d]      nothing moves
         backward: the gradients of the parameters are pending, and reduced once at its end, together

@@ -1,5 +1,6 @@
-"""The styles of `torch.distributed.tensor.parallel`, with the same names and arguments; torch's own
-objects are accepted, too.
+"""The styles of `torch.distributed.tensor.parallel`, with the same names and arguments.
+
+torch's own objects are accepted, too.
 
 With `use_local_output` they take and return plain tensors, so they are for a mesh of one axis:
 
@@ -60,8 +61,9 @@ _TORCH_METHODS = (
 
 
 class ParallelStyle(Style, ABC):
-    """The base class of a program's own styles in torch's form: `parallelize_module` calls `_apply`
-    for each module of the pattern.
+    """The base class of a program's own styles in torch's form.
+
+    `parallelize_module` calls `_apply` for each module of the pattern.
 
     Attributes:
         src_data_rank: that of `parallelize_module`, set before `_apply`; for `distribute_tensor`.
@@ -88,8 +90,9 @@ class ParallelStyle(Style, ABC):
 
 
 def applies_itself(style: Any) -> bool:
-    """Return whether a style is applied by `_apply`: a program's own, or one of these with methods
-    or desired layouts of its own.
+    """Return whether a style is applied by `_apply`.
+
+    A program's own, or one of these with methods or desired layouts of its own.
     """
     if not isinstance(style, ParallelStyle):
         return False
@@ -120,8 +123,9 @@ class _TorchStyle(ParallelStyle):
 
 
 class _LinearStyle(_TorchStyle):
-    """What `ColwiseParallel` and `RowwiseParallel` share: one input, one output, and parameters
-    split along one dim.
+    """What `ColwiseParallel` and `RowwiseParallel` share.
+
+    One input, one output, and parameters split along one dim.
     """
 
     _default_input: tuple[Placement, ...]
@@ -368,8 +372,9 @@ class SequenceParallel(_TorchStyle):
 
 
 class PrepareModuleInput(_TorchStyle):
-    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: given and desired
-    layouts of forward's arguments.
+    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style.
+
+    The layouts that forward's arguments have, and those that they get.
 
     Args:
         input_layouts: one placement, or one for each argument by position, in which a plain one is
@@ -494,8 +499,9 @@ class PrepareModuleInput(_TorchStyle):
 
 
 class PrepareModuleOutput(_TorchStyle):
-    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: given and
-    desired layouts of forward's results.
+    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style.
+
+    The layouts that forward's results have, and those that they get.
 
     Args:
         output_layouts: one placement, or one for each of a tuple of results, in which a plain one
@@ -625,8 +631,9 @@ class PrepareModuleInputOutput(_TorchStyle):
 
 
 def _in_layout(x: Any, mesh: DeviceMesh, layout: Any, desired: Any, use_local: bool) -> Any:
-    """Return a tensor, taken in `layout` if it is plain, in the desired layout; values without a
-    layout are unchanged.
+    """Return a tensor in the desired layout; values without a layout are unchanged.
+
+    A plain tensor is taken in `layout`.
     """
     x = settled(x)
     if layout is None or not isinstance(x, Tensor):

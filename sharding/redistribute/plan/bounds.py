@@ -33,8 +33,9 @@ def rank_bound(src: Layout, dst: Layout) -> int:
 
 
 def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the elements of every rank's box before, after, and in both: int64 arrays that
-    broadcast to the mesh's shape.
+    """Return the elements of every rank's box before, after, and in both.
+
+    int64 arrays that broadcast to the mesh's shape.
     """
     before = after = common = np.ones((), dtype=np.int64)
     for dim in range(len(src.shape)):
@@ -45,8 +46,9 @@ def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the interval of every rank starts and stops along a dim: int64 arrays that
-    broadcast to the mesh's shape.
+    """Return where the interval of every rank starts and stops along a dim.
+
+    int64 arrays that broadcast to the mesh's shape.
     """
     mesh, ndim = layout.mesh, layout.mesh.ndim
     start = np.zeros((1,) * ndim, dtype=np.int64)
@@ -69,8 +71,9 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
-    """Return the fewest bytes that the busiest node must receive: what its ranks hold after and
-    none of them holds before.
+    """Return the fewest bytes that the busiest node must receive.
+
+    What its ranks hold after and none of them holds before.
 
     Ranks that differ along a pending axis hold different values, so each such group counts by
     itself. On a large mesh only a few nodes are counted (see `nodes.counted_nodes`).

@@ -243,8 +243,9 @@ def _moving_steps(
 
 
 def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[Step]:
-    """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas
-    contribute, and hierarchical ones.
+    """Yield steps whose senders are searched rank by rank.
+
+    all_to_all_v to which all replicas contribute, and hierarchical ones.
     """
     crossing = topology.crossing_axes(cur.mesh)
     moving = moving_axes(cur, target)

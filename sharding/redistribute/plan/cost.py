@@ -52,8 +52,9 @@ def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topolog
 
 
 def _shots(size: int, ranks: int, link: Link) -> tuple[float, float]:
-    """Return the times of a one-shot all_reduce (every rank adds up everything) and a two-shot one
-    (reduce_scatter, then all_gather).
+    """Return the times of a one-shot and a two-shot all_reduce.
+
+    In one shot every rank adds up everything; two are a reduce_scatter, then an all_gather.
     """
     crossing = (ranks - 1) * size / link.bandwidth
     return link.latency + crossing, 2 * link.latency + 2 * crossing / ranks

@@ -34,8 +34,9 @@ def with_pending(layout: Layout, changes: Mapping[str, str | None]) -> Layout:
 
 
 def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layout:
-    """Return the layout with dims cut further, as the goal does, as long as the next cut of a dim
-    is by allowed axes.
+    """Return the layout with dims cut further, as the goal does.
+
+    Each dim as long as its next cut is by allowed axes.
     """
     if not allowed:
         return layout
@@ -65,8 +66,9 @@ def sliced_towards(layout: Layout, target: Layout) -> Layout:
 def split_further(
     layout: Layout, axes: Collection[str], avoid: Collection[int] = ()
 ) -> Layout | None:
-    """Return the layout with one dim (none of `avoid`) cut by these axes as well, into equal parts;
-    None if no dim divides.
+    """Return the layout with one dim cut by these axes as well, into equal parts.
+
+    The dim is none of `avoid`. None if no dim divides.
     """
     for dim, size in enumerate(layout.shape):
         cuts = (*layout.spec.cuts[dim], *[Cut((a,)) for a in axes])
@@ -80,8 +82,9 @@ def split_further(
 
 
 def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, str]) -> Layout:
-    """Return the layout with every dim cut only up to the first of these axes, pending as given on
-    axes that split nothing.
+    """Return the layout with every dim cut only up to the first of these axes.
+
+    `pending` is by axes that split nothing.
     """
     cuts = [
         list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim))
@@ -91,8 +94,9 @@ def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, st
 
 
 def before_padding(cur: Layout, goal: Layout) -> Layout:
-    """Return the layout from which a pad leads to the goal: the goal with the axes that become
-    pending split or replicated.
+    """Return the layout from which a pad leads to the goal.
+
+    The goal with the axes that become pending split or replicated.
 
     Such an axis stays split (innermost) if it is split now and padding the shard with the neutral
     element is all that is needed; otherwise it is replicated.
@@ -111,8 +115,9 @@ def before_padding(cur: Layout, goal: Layout) -> Layout:
 
 
 def moving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:
-    """Return the axes along which a rank may have to receive: those that split a dim now, beyond
-    the cuts that both have in common.
+    """Return the axes along which a rank may have to receive.
+
+    Those that split a dim now, beyond the cuts that both layouts have in common.
 
     Along every other axis a rank finds all that it needs at its own coordinate.
     """
@@ -142,8 +147,9 @@ def is_scatter(cur: Layout, target: Layout) -> bool:
 
 
 def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
-    """Return whether both cut the tensor by the same grid of equal boxes, and `axes` hold each box
-    once before and after.
+    """Return whether both cut the tensor by the same grid of equal boxes.
+
+    And `axes` hold each box once before and after.
     """
     if not all(axis in target.dim_of for axis in axes):
         return False

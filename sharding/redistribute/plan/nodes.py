@@ -30,8 +30,9 @@ EXACT_RANKS = 64
 
 
 def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
-    """Return the network bytes of the busiest rank (sent or received, for rings per rail) and the
-    bytes received by the busiest node.
+    """Return the network bytes of the busiest rank, and those that the busiest node receives.
+
+    Of a rank the bytes sent or received, for rings per rail.
     """
     count = _ring if step.op in RING_OPS else _uniform if step.topology is None else _transfers
     if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
@@ -54,8 +55,10 @@ def counted_nodes(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinat
 
 
 def _ring(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Count for a ring: the node receives each element that it lacks once, over the rails of the
-    group's ranks in the node.
+    """Count the transfers of a ring.
+
+    The node receives each element that it lacks once, over the rails of the group's ranks in the
+    node.
     """
     groups: dict[Coordinate, int] = {}
     for rank in ranks:
@@ -103,8 +106,9 @@ def _hierarchical(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -
 
 
 def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Count the elements of each box, for each group with ranks in the node; on a large mesh for
-    one group, multiplied by their number.
+    """Count the elements of each box, for each group with ranks in the node.
+
+    On a large mesh for one group, multiplied by their number.
     """
     nodes = topology.node_ids(step.src.mesh)
     node_ranks = set(ranks)

@@ -201,8 +201,10 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
 
 
 def _quantized_steps(steps: Steps, transport: str) -> Steps:
-    """Return the steps with quantized transfers. A ring would quantize again at every rank, a
-    hierarchical step twice."""
+    """Return the steps with quantized transfers.
+
+    A ring would quantize again at every rank, a hierarchical step twice.
+    """
     return tuple(
         s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
         for s in steps
@@ -273,8 +275,9 @@ def _fitting_sequences(
 
 
 def as_all_to_all(steps: Steps) -> Steps:
-    """Return the steps with collectives that need large buffers replaced by an all_to_all, which
-    can be run in rounds.
+    """Return the steps with an all_to_all in place of collectives that need large buffers.
+
+    It can be run in rounds.
     """
     return tuple(replace(step, op=_IN_ROUNDS.get(step.op, step.op)) for step in steps)
 
@@ -293,8 +296,9 @@ def _with_rounds(steps: Steps, src: Layout, max_bytes: int) -> Steps | None:
 
 
 def _max_rounds(step: Step) -> int:
-    """Return the number of rounds beyond which buffers get no smaller: one element of every box's
-    longest dim at a time.
+    """Return the number of rounds beyond which buffers get no smaller.
+
+    One element of every box's longest dim at a time.
     """
     if step.op in ("all_to_all_v", "hierarchical_all_to_all_v", "all_to_all_reduce"):
         return max(1, *step.src.shape, 1)

@@ -48,8 +48,9 @@ class Transfer(NamedTuple):
 
 
 def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
-    """Return the boxes that the rank at `coordinate` sends and receives, for each collective of the
-    step (hierarchical: two).
+    """Return the boxes that a rank sends and receives, for each collective of the step.
+
+    `coordinate` is that of the rank. A hierarchical step has two collectives.
     """
     if step.topology is None:
         # The group holds every part once (every contribution, for a reduction), so all boxes that
@@ -195,8 +196,9 @@ def _outer(step: Step) -> tuple[str, ...]:
 
 
 def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
-    """Return the routes between nodes (this rank's piece of every box, from and to its counterparts
-    there) and inside the node.
+    """Return the routes between nodes and inside the node.
+
+    Between nodes it is this rank's piece of every box, from and to its counterparts there.
     """
     peers = members_along(step.src, _inner(step), me)
     own_index = peers.index(me)
@@ -235,8 +237,9 @@ def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:
 def hierarchical(
     have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Return transfers between nodes, in which each node receives each element that it lacks once,
-    and inside the nodes.
+    """Return transfers between nodes, and inside the nodes.
+
+    Between nodes each node receives each element that it lacks once.
 
     The tensor is cut into cells by the borders of all boxes, so that each rank holds or wants a
     cell entirely or not at all. A cell that enters a node is divided among the ranks that want it,

@@ -95,8 +95,9 @@ def _ring(step: Step, before: Any, after: Any) -> Any:
 
 
 def traffic(step: Step, topology: Topology) -> Traffic:
-    """Return the traffic of the step, for the busiest rank and node (of a sample, on a mesh of more
-    than `EXACT_RANKS` ranks).
+    """Return the traffic of the step, for the busiest rank and node.
+
+    Of a sample, on a mesh of more than `EXACT_RANKS` ranks.
     """
     if step.is_local:
         return Traffic(0, 0, 0, 0)
@@ -117,8 +118,11 @@ def traffic(step: Step, topology: Topology) -> Traffic:
 
 
 def _is_counted(step: Step, coordinate: Coordinate) -> bool:
-    """Return whether a rank's sends are counted: where routes are searched rank by rank on a large
-    mesh, only those of the first and the last group are."""
+    """Return whether a rank's sends are counted.
+
+    Where routes are searched rank by rank on a large mesh, only those of the first and the last
+    group are.
+    """
     mesh = step.src.mesh
     if step.topology is None or mesh.size() <= EXACT_RANKS:
         return True
@@ -150,8 +154,9 @@ def _received_everywhere(step: Step) -> np.ndarray:
 
 @cached_on_mesh(lambda mesh: mesh, 1)
 def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
-    """Return all ranks of a small mesh; of a large one the corners, the middle and some ranks
-    between, always the same.
+    """Return all ranks of a small mesh, a sample of those of a large one.
+
+    The sample is the corners, the middle and some ranks between, always the same.
     """
     if mesh.size() <= EXACT_RANKS:
         return tuple(product(*map(range, mesh.shape)))

@@ -30,8 +30,9 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """Run `x.backward(...)` or `torch.autograd.backward` on the local graph; sharded and plain
-    tensors may be mixed.
+    """Run `x.backward(...)` or `torch.autograd.backward` on the local graph.
+
+    Sharded and plain tensors may be mixed.
     """
     tensors = [summable(y) for y in _as_list(tensors)]
     output_grads = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
@@ -47,8 +48,9 @@ def backward(
 
 
 def summable(y: Any) -> Any:
-    """Reduce axes that are pending with kinds other than sum: only for sums is the gradient of a
-    contribution that of the result.
+    """Reduce axes that are pending with kinds other than sum.
+
+    Only for sums is the gradient of a contribution that of the result.
     """
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
@@ -179,8 +181,9 @@ def reduce_to_inputs(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> t
 
 
 def _in_graph(x: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Connect the gradient of an empty part to the graph, as on other ranks; some operators of
-    torch compute it without a graph.
+    """Connect the gradient of an empty part to the graph, as on other ranks.
+
+    Some operators of torch compute it without a graph.
     """
     if grad is None or grad.requires_grad or grad.numel() or not isinstance(x, ShardedTensor):
         return grad

@@ -105,8 +105,9 @@ class _GradReducer:
             wait()
 
     def give_up(self) -> None:
-        """Drop gradients that are not in leaves after an exception in `accumulate_grads()`, so that
-        later ones do not include them.
+        """Drop gradients that are not in leaves after an exception in `accumulate_grads()`.
+
+        So later ones do not include them.
         """
         before, self.before = self.before, []
         for _, drop in before:
@@ -146,8 +147,9 @@ def is_accumulating(world: World) -> bool:
 
 
 def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
-    """Register a callback for the end of `accumulate_grads()`, before leaves are reduced; an
-    exception calls `give_up` instead.
+    """Register a callback for the end of `accumulate_grads()`, before leaves are reduced.
+
+    An exception calls `give_up` instead.
     """
     world.state(_GradReducer).before.append((call, give_up))
 
@@ -170,8 +172,9 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
 def start(
     leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag, *, donate: bool = False
 ) -> None:
-    """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are
-    in `.grad` when it ends.
+    """Launch the reduction of leaves' gradients during backward, in place of autograd.
+
+    The sums are in `.grad` when it ends.
 
     Args:
         leaves, grads: the same on all ranks, in the same order.
@@ -221,8 +224,9 @@ def register_leaf(leaf: ShardedTensor) -> None:
 
 
 def _needs_no_reduction(leaf: ShardedTensor) -> bool:
-    """Return True if autograd itself accumulates the gradient in the leaf's own layout: no rank
-    holds a copy of its part.
+    """Return True if autograd itself accumulates the gradient in the leaf's own layout.
+
+    No rank holds a copy of another one's part then.
     """
     return _without_copies(leaf) and leaf.mesh.coordinate is not None
 
@@ -346,8 +350,9 @@ def _start_bucket(
 
 
 def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """Return the origin of a leaf's gradient if that is reduced already, else the gradient; all are
-    summed in one bucket.
+    """Return the origin of a leaf's gradient if that is reduced already, else the gradient.
+
+    All are summed in one bucket.
     """
     origin = origin_of(grad, layout.dual)
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)

@@ -181,7 +181,7 @@ def test_secrets_are_neither_shown_nor_sent(name: str) -> None:
     env = JOB | {name: "hunter2", name.lower(): "hunter2"}
     assert "hunter2" not in str(relevant(env).values())
     assert relevant(env)[name] == HIDDEN
-    assert "hunter2" not in settings(facts(relevant(env))).found
+    assert "hunter2" not in settings(facts(relevant(env))).facts
     assert "hunter2" not in str(what_must_agree(2, "cpu", "gloo", env))
 
 

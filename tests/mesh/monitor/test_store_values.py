@@ -243,7 +243,7 @@ def test_a_list_of_ranks_that_have_not_come_is_not_waited_for() -> None:
     address = job_store.Address("127.0.0.1", 1, False)
     one = rendezvous.StoreRendezvous(store, info, Progress(1, 0.3), address, False)
     with pytest.raises(StoreValueError, match="ranks that have not come"):
-        one._compared(one.store.below("0"))
+        one._differences(one.store.below("0"))
 
 
 def test_all_ranks_raise_the_same() -> None:

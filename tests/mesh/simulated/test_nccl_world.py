@@ -398,7 +398,7 @@ def test_a_missing_wait_in_the_library(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sm.simulate(2)(program)()
-    monkeypatch.setattr(pending, "_finished", lambda work, finish: finish())
+    monkeypatch.setattr(pending, "_wait_and_finish", lambda work, finish: finish())
     with pytest.raises(StreamHazard, match=r"reads the result of .* called at .*/sharding/"):
         sm.simulate(2)(program)()
 

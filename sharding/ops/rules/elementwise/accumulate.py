@@ -1,5 +1,6 @@
-"""Adding in place: `x += y` keeps the layout of x, also where x is pending, and needs no
-communication for that.
+"""Adding in place: `x += y` keeps the layout of x.
+
+Also where x is pending, and without communication for that.
 
     x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
     x += 10                            [11 12] | [3 4]        on the first rank alone
@@ -25,7 +26,7 @@ from .pointwise import broadcast, is_operand
 
 
 @rule("add_", "sub_", "subtract_", "__iadd__", "__isub__", with_func=True)
-def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
+def _accumulate(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
     if not is_operand(input):
         return broadcast(other)
     shifted = _shifts_extreme(layout_of(input), layout_of(other) if is_operand(other) else None)

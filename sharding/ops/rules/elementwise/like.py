@@ -73,16 +73,16 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
         return _like(input, dtype, device, requires_grad, make_part)
 
 
-def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
+def _filler(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
     """Return a function that fills parts with the strides of x, which fused optimizers rely on."""
     return lambda layout, device: torch.full_like(
         x._local, fill_value, dtype=layout.dtype, device=device
     )
 
 
-register_like("zeros_like", lambda x: _filled(x, 0))
-register_like("ones_like", lambda x: _filled(x, 1))
-register_like("full_like", _filled)
+register_like("zeros_like", lambda x: _filler(x, 0))
+register_like("ones_like", lambda x: _filler(x, 1))
+register_like("full_like", _filler)
 register_like(
     "empty_like",
     lambda x: lambda layout, device: torch.empty_like(x._local, dtype=layout.dtype, device=device),

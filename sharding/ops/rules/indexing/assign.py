@@ -44,7 +44,7 @@ def _skip_written(input: Any, index: Any, value: Any) -> Any:
 
 @rule("__setitem__")
 def _setitem(input: Tensor, index: Any, value: Any) -> Rule | None:
-    return _written(input, index, value, _Writer(torch.Tensor.__setitem__, in_place=True))
+    return _rule_of_write(input, index, value, _Writer(torch.Tensor.__setitem__, in_place=True))
 
 
 @rule("index_put", "index_put_", with_func=True)
@@ -52,7 +52,7 @@ def _index_put(
     func: Any, input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Rule | None:
     writer = _Writer(func, func.__name__ == "index_put_", accumulate)
-    return _written(input, tuple(indices), values, writer)
+    return _rule_of_write(input, tuple(indices), values, writer)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _touch(local: Tensor, value: Any) -> None:
         none.zero_()
 
 
-def _written(input: Tensor, index: Any, value: Any, writer: _Writer) -> Rule | None:
+def _rule_of_write(input: Tensor, index: Any, value: Any, writer: _Writer) -> Rule | None:
     """Return the rule of an operator that writes a value at an index."""
     mask = mask_of(index, input.ndim)
     if mask is not None:
@@ -115,7 +115,7 @@ def _written(input: Tensor, index: Any, value: Any, writer: _Writer) -> Rule | N
     taken = f"{before} {picked} {after}".split()
     values = [value] if is_operand(value) else []
     if values:
-        names.append(_aligned(taken, value.ndim))
+        names.append(_pattern_of_value(taken, value.ndim))
     if not writer.accumulate:
         names = [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
     left = left.replace("[", "").replace("]", "")
@@ -126,7 +126,7 @@ def _written(input: Tensor, index: Any, value: Any, writer: _Writer) -> Rule | N
     return einrule(pattern, input, *indices, *values, **options)
 
 
-def _aligned(taken: Sequence[str], ndim: int) -> str:
+def _pattern_of_value(taken: Sequence[str], ndim: int) -> str:
     """Return the pattern of a value that is broadcast to these dims."""
     return " ".join(["1"] * (ndim - len(taken)) + list(taken[max(0, len(taken) - ndim) :]))
 
@@ -189,8 +189,10 @@ def _has_summed_gradient(entries: Sequence[Any], value: Any, after: int) -> bool
 def _local_slices(
     layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
 ) -> tuple[list[Any] | None, Any]:
-    """Return the index with the slices and integers of split dims as those of this rank's part, and
-    the value written there; None for an index of nothing of it.
+    """Return the index and the value that this rank's part is assigned.
+
+    Slices and integers of split dims become those of the part. The index is None if it selects
+    nothing of the part.
     """
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
@@ -200,7 +202,7 @@ def _local_slices(
         entry = entries[number]
         if isinstance(entry, slice) and entry.indices(size) != (0, size, 1):
             entries[number], chosen = _local_slice(entry.indices(size), start, stop)
-            value = _narrowed(value, order[number], chosen)
+            value = _narrow_value(value, order[number], chosen)
         elif type(entry) is int:
             entries[number] = entry % size - start
             if not start <= entry % size < stop:
@@ -233,7 +235,7 @@ def _local_slice(
     return slice(begin, end + 1, step), (low, high)
 
 
-def _narrowed(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
+def _narrow_value(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
     if dim < 0 or value.shape[dim] == 1:
         return value
@@ -336,7 +338,7 @@ def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, writer: _Wr
     names = [" ".join(f"[m{d}]" for d in range(mask.ndim)) if numbered else " ".join(masked)]
     values = [value] if is_operand(value) else []
     if values:
-        names.append(_aligned([*before, "[v]" if numbered else "1", *after], value.ndim))
+        names.append(_pattern_of_value([*before, "[v]" if numbered else "1", *after], value.ndim))
     bind_mask = _bind_numbered if numbered else _bind_mask
     bind = partial(bind_mask, at, mask.ndim, len(after), writer)
     pattern = f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}"

@@ -47,8 +47,9 @@ def selects(entry: Any) -> bool:
 
 
 def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tuple[str, str, str]:
-    """Return the pattern of the operand, and of the result before and after the dims that index
-    tensors make.
+    """Return the patterns of the operand and of the result.
+
+    That of the result is in two parts: before and after the dims that index tensors make.
 
     Dims taken whole keep their split; sliced ones must be whole, and so must those that tensors
     index, unless they are read in parts. Index tensors that are not adjacent put their dims first.

@@ -1,5 +1,6 @@
-"""Local indices: the indices of a dim as indices into this rank's part, for operators that index a
-split dim.
+"""Local indices: the indices of a dim as indices into this rank's part.
+
+For operators that index a split dim.
 
     x over 3 ranks            [a b c | d e | f]
     index, on every rank      [4 0 2 4]

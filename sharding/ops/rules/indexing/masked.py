@@ -1,5 +1,6 @@
-"""Operators with a result shape that depends on values: `nonzero`, `masked_select`, `x[mask]`,
-`unique`.
+"""Operators with a result shape that depends on values.
+
+`nonzero`, `masked_select`, `x[mask]`, `unique`.
 
 Every rank works on its own part, and one small gather collects the lengths of the results. If the
 parts follow each other in row-major order, as they do when only the first dim is split, these are
@@ -118,7 +119,7 @@ def _where(condition: Any, *choices: Any, **named: Any) -> Any:
 @decomposition("masked_select", when=lambda a: is_operand(a.input) and is_operand(a.mask))
 def _masked_select(input: Any, mask: Any) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    return _selected(input.expand(shape), mask.expand(shape))
+    return _select(input.expand(shape), mask.expand(shape))
 
 
 def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
@@ -134,8 +135,8 @@ def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
         entries = index if isinstance(index, tuple) else (index,)
         mask = next(e for e in entries if isinstance(e, Tensor))
         if not at:
-            return _selected(input, mask)
-        return _selected(input.permute(first), mask).permute(back)
+            return _select(input, mask)
+        return _select(input.permute(first), mask).permute(back)
 
     return run
 
@@ -154,11 +155,11 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
     return masks[0], at + (missing - 1 if any(e is Ellipsis for e in entries[:at]) else 0)
 
 
-def _selected(input: Any, mask: Any) -> Any:
+def _select(input: Any, mask: Any) -> Any:
     """Return the elements (or slices of further dims) where the mask is true."""
     check_not_recorded("a selection by a mask", mask)
     if not mask.ndim:
-        return _selected(input.reshape(1), mask.reshape(1))
+        return _select(input.reshape(1), mask.reshape(1))
     x, ndim = split_by_rows(input, mask.ndim), mask.ndim
     rows = reduce_pending(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
     return concatenate_parts(

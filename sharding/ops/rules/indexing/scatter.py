@@ -80,7 +80,7 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
 
 
 @rule(*with_in_place("index_add index_copy index_fill index_reduce"), with_func=True)
-def _indexed(
+def _rule_of_slices(
     func: Any,
     input: Tensor,
     dim: int,
@@ -132,12 +132,12 @@ def _on_part(
     **kwargs: Any,
 ) -> Tensor:
     """Run the operator on this rank's part, with the part of index and source of the same box."""
-    named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
-    result = func(input, dim, _trimmed(index, trims), *[_trimmed(a, trims) for a in args], **named)
+    named = {name: _trim(a, trims) for name, a in kwargs.items()}
+    result = func(input, dim, _trim(index, trims), *[_trim(a, trims) for a in args], **named)
     return input.copy_(result) if copies else result
 
 
-def _trimmed(x: Any, trims: Trims) -> Any:
+def _trim(x: Any, trims: Trims) -> Any:
     if isinstance(x, Tensor) and x.ndim:
         for d, start, stop in trims:
             low, high = min(start, x.shape[d]), min(stop, x.shape[d])
@@ -163,12 +163,12 @@ def _with_one_more(
     """
     local, is_local = part.find(index, part.length)
     if fill is not None:
-        args = tuple(_filled(a, is_local, dim, fill) for a in args)
-        kwargs = {name: _filled(a, is_local, dim, fill) for name, a in kwargs.items()}
+        args = tuple(_fill_nonlocal(a, is_local, dim, fill) for a in args)
+        kwargs = {name: _fill_nonlocal(a, is_local, dim, fill) for name, a in kwargs.items()}
     return func(widened(input, dim), dim, local, *args, **kwargs).narrow(dim, 0, part.length)
 
 
-def _filled(x: Any, is_local: Tensor, dim: int, fill: float) -> Any:
+def _fill_nonlocal(x: Any, is_local: Tensor, dim: int, fill: float) -> Any:
     if not isinstance(x, Tensor):
         return x
     if is_local.ndim == x.ndim:

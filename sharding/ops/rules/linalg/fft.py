@@ -19,20 +19,20 @@ Transform = Callable[..., Tensor]
 rules(
     {
         "fft.fft fft.ifft fft.rfft fft.irfft fft.hfft fft.ihfft"
-        "(input, n=None, dim=-1, norm=None)": lambda a: _transformed(a, a.dim),
+        "(input, n=None, dim=-1, norm=None)": lambda a: _rule(a, a.dim),
         "fft.fft2 fft.ifft2 fft.rfft2 fft.irfft2 fft.hfft2 fft.ihfft2"
-        "(input, s=None, dim=(-2, -1), norm=None)": lambda a: _transformed(a, a.dim),
+        "(input, s=None, dim=(-2, -1), norm=None)": lambda a: _rule(a, a.dim),
         "fft.fftn fft.ifftn fft.rfftn fft.irfftn fft.hfftn fft.ihfftn"
-        "(input, s=None, dim=None, norm=None)": lambda a: _transformed(
+        "(input, s=None, dim=None, norm=None)": lambda a: _rule(
             a, range(-len(a.s), 0) if a.dim is None and a.s is not None else a.dim
         ),
-        "fft.fftshift fft.ifftshift(input, dim=None)": lambda a: _transformed(a, a.dim),
+        "fft.fftshift fft.ifftshift(input, dim=None)": lambda a: _rule(a, a.dim),
     },
     with_func=True,
 )
 
 
-def _transformed(a: Any, dims: Dims) -> Rule:
+def _rule(a: Any, dims: Dims) -> Rule:
     dims = normal_dims(dims, a.input.ndim)
     return along_dims(a.input, dims, "1", linear=((0,),), bind=partial(_bind, a.func))
 

@@ -1,5 +1,6 @@
-"""Products of groups of rows with a matrix for each group: `torch.nn.functional.grouped_mm`, the
-experts of a mixture.
+"""Products of groups of rows with a matrix for each group.
+
+`torch.nn.functional.grouped_mm`, the experts of a mixture.
 
 Offsets say where each group ends along one dim, `j` here. A part of that dim has a part of each
 group, and its offsets are those of the whole, counted from its start and cut to its length. A part
@@ -102,7 +103,7 @@ def _multiply_parts(
     # The first of these groups takes the rows before it, too: as zeros, which leave nothing in its
     # gradient.
     first, last = groups
-    others = ~_between(offs, first, last, mat_b.shape[1] if jagged else mat_a.shape[0])
+    others = ~_mask_of_groups(offs, first, last, mat_b.shape[1] if jagged else mat_a.shape[0])
     if jagged:
         mat_b = mat_b.masked_fill(others, 0)
     else:
@@ -111,7 +112,7 @@ def _multiply_parts(
     return _multiply(mat_a, mat_b, offs[first:last], out_dtype=out_dtype).masked_fill(others, 0)
 
 
-def _between(offs: Tensor, first: int, last: int, count: int) -> Tensor:
+def _mask_of_groups(offs: Tensor, first: int, last: int, count: int) -> Tensor:
     """Return a mask of the rows that are in the groups [first, last)."""
     rows = torch.arange(count, device=offs.device)
     ends = torch.cat([offs.new_zeros(1), offs])

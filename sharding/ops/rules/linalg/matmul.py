@@ -43,19 +43,19 @@ rules(  # summed dims must not be split, since torch's function refuses empty on
 )
 rules(  # added to `input`
     {
-        "addmm addmm_(input, mat1, mat2, *, beta=1, alpha=1)": lambda a: _added(
+        "addmm addmm_(input, mat1, mat2, *, beta=1, alpha=1)": lambda a: _with_input(
             a.input, "m k, k n -> m n"
         ),
-        "addmv addmv_(input, mat, vec, *, beta=1, alpha=1)": lambda a: _added(
+        "addmv addmv_(input, mat, vec, *, beta=1, alpha=1)": lambda a: _with_input(
             a.input, "m k, k -> m"
         ),
-        "baddbmm baddbmm_(input, batch1, batch2, *, beta=1, alpha=1)": lambda a: _added(
+        "baddbmm baddbmm_(input, batch1, batch2, *, beta=1, alpha=1)": lambda a: _with_input(
             a.input, "b m k, b k n -> b m n"
         ),
-        "addbmm addbmm_(input, batch1, batch2, *, beta=1, alpha=1)": lambda a: _added(
+        "addbmm addbmm_(input, batch1, batch2, *, beta=1, alpha=1)": lambda a: _with_input(
             a.input, "b m k, b k n -> m n"
         ),
-        "addr addr_(input, vec1, vec2, *, beta=1, alpha=1)": lambda a: _added(
+        "addr addr_(input, vec1, vec2, *, beta=1, alpha=1)": lambda a: _with_input(
             a.input, "m, n -> m n"
         ),
     },
@@ -93,7 +93,7 @@ def _tensordot(ndim: int, other_ndim: int, dims: Any) -> str:
     return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(rest)}"
 
 
-def _added(input: Tensor, pattern: str) -> str:
+def _with_input(input: Tensor, pattern: str) -> str:
     """Return the pattern with `input` in front, which is broadcast to the dims of the result."""
     dims = pattern.partition("->")[2].split()
     return f"{' '.join(dims[len(dims) - input.ndim :])}, {pattern}"
@@ -145,12 +145,12 @@ def _einsum(equation: str, *operands: Any) -> Rule:
     repeated = {c for part in parts for c in part if c.isalpha() and part.count(c) > 1}
     extra = [t.ndim - len(part.replace("...", "")) for part, t in zip(parts, tensors, strict=True)]
     longest = max((n for n, part in zip(extra, parts, strict=True) if "..." in part), default=0)
-    spelled = [_spelled(part, n, repeated) for part, n in zip(parts, extra, strict=True)]
-    pattern = f"{', '.join(spelled)} -> {_spelled(right, longest, repeated)}"
+    spelled = [_spell_ellipsis(part, n, repeated) for part, n in zip(parts, extra, strict=True)]
+    pattern = f"{', '.join(spelled)} -> {_spell_ellipsis(right, longest, repeated)}"
     return einrule(pattern, *tensors, linear=tuple((i,) for i in range(len(tensors))))
 
 
-def _spelled(part: str, extra: int, whole: set[str]) -> str:
+def _spell_ellipsis(part: str, extra: int, whole: set[str]) -> str:
     """Return `...ij` as `e1 e0 i j`: an ellipsis is `extra` dims, those in `whole` in brackets."""
     before, ellipsis, after = part.partition("...")
     dims = [f"e{i}" for i in reversed(range(extra))] if ellipsis else []

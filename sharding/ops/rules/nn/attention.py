@@ -116,7 +116,7 @@ def _attention(
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     mask = _causal(query, key) if is_causal else attn_mask
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
-    return F.dropout(_safe_softmax(_masked(scores, mask)), dropout_p) @ value
+    return F.dropout(_safe_softmax(_apply_mask(scores, mask)), dropout_p) @ value
 
 
 def _repeat_heads(x: Any, count: int) -> Any:
@@ -132,7 +132,7 @@ def _causal(query: Any, key: Any) -> Any:
     return ShardedTensor.from_local(mask, query.mesh, P())
 
 
-def _masked(scores: Any, mask: Any) -> Any:
+def _apply_mask(scores: Any, mask: Any) -> Any:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
@@ -185,14 +185,14 @@ def _multi_head_attention(
         if use_separate_proj_weight
         else in_proj_weight.chunk(3)
     )
-    q, k, v = _projected((query, key, value), weights, in_proj_bias)
+    q, k, v = _project_inputs((query, key, value), weights, in_proj_bias)
     k, v = _with_position(k, bias_k), _with_position(v, bias_v)
     q, k, v = _heads(q, num_heads), _heads(k, num_heads, static_k), _heads(v, num_heads, static_v)
     if add_zero_attn:
         k, v = _with_zeros(k), _with_zeros(v)
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask_of(q, k, attn_mask, key_padding_mask)
-    attend = _weighted if need_weights else partial(_unweighted, is_causal=hint)
+    attend = _attend_with_weights if need_weights else partial(_attend, is_causal=hint)
     out, attention = attend(q, k, v, mask, dropout_p if training else 0.0)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if attention is not None and average_attn_weights:
@@ -202,19 +202,19 @@ def _multi_head_attention(
     return out.squeeze(1), None if attention is None else attention.squeeze(0)
 
 
-def _projected(inputs: tuple[Any, ...], weights: tuple[Any, ...], bias: Any) -> list[Any]:
+def _project_inputs(inputs: tuple[Any, ...], weights: tuple[Any, ...], bias: Any) -> list[Any]:
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
 
 
-def _weighted(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> tuple[Any, Any]:
+def _attend_with_weights(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> tuple[Any, Any]:
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
-    attention = F.softmax(_masked(scores, mask), -1)
+    attention = F.softmax(_apply_mask(scores, mask), -1)
     attention = F.dropout(attention, dropout_p) if dropout_p else attention
     return attention @ v, attention
 
 
-def _unweighted(
+def _attend(
     q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool
 ) -> tuple[Any, None]:
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), None

@@ -24,8 +24,10 @@ def _is_transposed(func: Any) -> bool:
 
 
 def _rule(a: Any, whole: bool, **options: Any) -> Rule:
-    """Return the rule: input channels are summed over; those of one group stay together unless
-    every rank has whole groups.
+    """Return the rule of a convolution.
+
+    Input channels are summed over; those of one group stay together unless every rank has whole
+    groups.
 
     With `whole` the spatial dims must not be split, else they may be.
     """
@@ -64,8 +66,8 @@ def _of_nothing(
     as on other ranks, and backward communicates alike on all, to every order.
     """
     n, kernel = space_dims(func), weight.shape[2:]
-    single = _sized(input, [1] * (input.ndim - n) + [*kernel]), _sized(weight, [1, 1, *kernel])
-    out = func(*single, None if bias is None else _sized(bias, [1]))
+    single = _resize(input, [1] * (input.ndim - n) + [*kernel]), _resize(weight, [1, 1, *kernel])
+    out = func(*single, None if bias is None else _resize(bias, [1]))
     return _plus(bias, _with_graph_of(out, result), n)
 
 
@@ -73,7 +75,7 @@ def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
     return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * n)
 
 
-def _sized(x: Tensor, sizes: Sequence[int]) -> Tensor:
+def _resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the tensor cut, or padded with zeros, to these sizes.
 
     What is only cut is a view: if autograd saves it, it has the memory of a unit's gathered
@@ -187,7 +189,7 @@ def _tbc_of_nothing(
     result: Layout, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0
 ) -> Tensor:
     sizes = [len(weight), 1, 1]
-    single = torch.conv_tbc(_sized(input, sizes), _sized(weight, sizes), _sized(bias, [1]))
+    single = torch.conv_tbc(_resize(input, sizes), _resize(weight, sizes), _resize(bias, [1]))
     out = _with_graph_of(single, result)
     return out + bias.to(out.dtype)
 

@@ -117,13 +117,13 @@ def _of_logits(
     weights = _weights(labels, weight, ignore_index, peak.dtype)
     hits = _at_labels(x, labels, at, ignore_index, peak)
     if not label_smoothing:
-        return _finished(weights * log_total, weights * hits, weights, at, reduction, x.dtype)
+        return _finish_loss(weights * log_total, weights * hits, weights, at, reduction, x.dtype)
     share, of_all, distances = _over_all_classes(x - peak, weight, at, label_smoothing)
     held = log_total * ((1 - label_smoothing) * weights + share * of_all)
     pending = (1 - label_smoothing) * weights * hits + share * torch.where(
         labels != ignore_index, distances, 0
     )
-    return _finished(held, pending, weights, at, reduction, x.dtype)
+    return _finish_loss(held, pending, weights, at, reduction, x.dtype)
 
 
 def _over_all_classes(
@@ -144,7 +144,7 @@ def _of_log_probabilities(
     labels = _align_labels(x, target, at)
     weights = _weights(labels, weight, ignore_index, accumulator_dtype(x.dtype))
     hits = weights * _at_labels(x, labels, at, ignore_index)
-    return _finished(0, hits, weights, at, reduction, x.dtype)
+    return _finish_loss(0, hits, weights, at, reduction, x.dtype)
 
 
 def _of_probabilities(
@@ -197,8 +197,10 @@ def _hits(
 
 
 def _check_labels(labels: Tensor, is_class: Tensor) -> None:
-    """Check labels on the CPU. Elsewhere reading values would synchronise with the device, and
-    `gather` checks them, as in torch.
+    """Check labels on the CPU.
+
+    Elsewhere reading values would synchronise with the device, and `gather` checks them, as in
+    torch.
 
     Raises:
         IndexError: a label that is no class.
@@ -207,7 +209,7 @@ def _check_labels(labels: Tensor, is_class: Tensor) -> None:
         raise IndexError(f"Target {labels[~is_class][0].item()} is out of bounds.")
 
 
-def _finished(
+def _finish_loss(
     held: Any, pending: Any, weights: Any, at: int, reduction: str, dtype: torch.dtype
 ) -> Any:
     """Return the loss `held - pending`. With the rows reduced first, a single number is pending."""

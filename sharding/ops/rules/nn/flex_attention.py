@@ -216,8 +216,9 @@ def _mask_from(mask_mod: Mod, batch: int, head: int, row: int) -> Mod:
 
 
 class _PartOfAttention:
-    """Attention of this rank's part: batches, heads and rows of the query from where the part
-    begins.
+    """Attention of this rank's part.
+
+    Batches, heads and rows of the query start where the part does.
 
     Args:
         query, key: the layouts of the parts.

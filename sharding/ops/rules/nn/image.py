@@ -49,7 +49,7 @@ def _interpolate(
         input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor
     )
     if mode == "area":
-        return partial(_averaged, list(result.shape[2:]))
+        return partial(_adaptive_average, list(result.shape[2:]))
     scales: Any = [None] * n if scale_factor is None else per_dim(scale_factor, n)
     sizes = result.shape[2:] if scale_factor is None else [None] * n
     taps, kind = (_linear, "linear") if mode in _LINEAR else (_nearest, mode)
@@ -71,7 +71,7 @@ def _interpolate(
 _LINEAR = ("linear", "bilinear", "trilinear")
 
 
-def _averaged(sizes: list[int], input: Any, *args: Any, **kwargs: Any) -> Any:
+def _adaptive_average(sizes: list[int], input: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(F, f"adaptive_avg_pool{len(sizes)}d")(input, sizes)
 
 

@@ -47,7 +47,7 @@ def _of_all(*operands: Tensor) -> Rule:
     return einrule(f"{', '.join(names)} ->", *operands)
 
 
-def _averaged(each: Any, reduction: str) -> Any:
+def _reduce_loss(each: Any, reduction: str) -> Any:
     total = each.sum(dtype=accumulator_dtype(each.dtype))
     return narrowed(total / each.numel() if reduction == "mean" else total, each.dtype)
 
@@ -62,7 +62,7 @@ def _any_split(*args: Any, **kwargs: Any) -> bool:
 def _run(func: Callable[..., Any], *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
     for name in ("size_average", "reduce"):
         kwargs.pop(name, None)
-    return _averaged(func(*args, reduction="none", **kwargs), reduction)
+    return _reduce_loss(func(*args, reduction="none", **kwargs), reduction)
 
 
 def _run_by_weight(
@@ -214,7 +214,9 @@ def _ctc_loss(
     each = F.ctc_loss(
         log_probs, targets, input_lengths, target_lengths, reduction="none", **options
     )
-    return _averaged(each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction)
+    return _reduce_loss(
+        each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction
+    )
 
 
 # -- made of other operators -----------------------------------------------------------------------
@@ -226,7 +228,7 @@ def _ctc_loss(
     "F.triplet_margin_with_distance_loss",
     with_func=True,
 )
-def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _composed_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     legacy = {name: kwargs.get(name) for name in ("size_average", "reduce")}
     check_arguments(kwargs.get("reduction", "mean"), **legacy)
     args = tuple(reduce_pending(x) if isinstance(x, Tensor) else x for x in args)
@@ -257,7 +259,7 @@ _OF_TORCH = {
 
 
 @decomposition(*(f"torch.{name}" for name in _OF_TORCH), with_func=True)
-def _numbered(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _loss_by_number(func: Any, *args: Any, **kwargs: Any) -> Any:
     named = dict(zip(_OF_TORCH[func.__name__].split(), args, strict=False)) | kwargs
     number = named.pop("reduction", 0)  # torch's bindings default to 0
     return getattr(F, func.__name__)(**named, reduction=("none", "mean", "sum")[number])

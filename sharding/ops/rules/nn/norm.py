@@ -1,5 +1,6 @@
-"""Normalisations. Over split dims their mean and variance are small reductions; nothing is
-gathered.
+"""Normalisations.
+
+Over split dims their mean and variance are small reductions; nothing is gathered.
 
 Statistics are those of the whole tensor: batch norm is synchronised over the axes that split the
 batch, and over those that split the image.
@@ -37,13 +38,13 @@ def _check_running(*statistics: Any) -> None:
         )
 
 
-def _scaled(x: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
+def _scale_and_shift(x: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
     """Return `x * weight + bias`, rounded once."""
     x = x if weight is None else x * weight
     return (x if bias is None else x + bias).to(dtype)
 
 
-def _standardised(x: Any, mean: Any, var: Any, eps: float) -> Any:
+def _standardise(x: Any, mean: Any, var: Any, eps: float) -> Any:
     return (x - mean) * (var + eps).rsqrt()
 
 
@@ -69,7 +70,7 @@ def _split_last_dims(a: Any) -> tuple[int, ...] | None:
     return _last_dims(a) if is_split(a.input, _last_dims(a)) else None
 
 
-def _normalised(a: Any, *weights: Tensor | None) -> Rule:
+def _rule(a: Any, *weights: Tensor | None) -> Rule:
     names = " ".join(f"[n{i}]" for i in range(len(a.normalized_shape)))
     left = ", ".join([f"... {names}", *[names] * len(weights)])
     return einrule(f"{left} -> ... {names}", a.input, *weights)
@@ -79,7 +80,7 @@ def _normalised(a: Any, *weights: Tensor | None) -> Rule:
     "layer_norm",
     check=torch.layer_norm,
     prepare=_split_last_dims,
-    rule=lambda a: _normalised(a, a.weight, a.bias),
+    rule=lambda a: _rule(a, a.weight, a.bias),
 )
 def _layer_norm(
     dims: tuple[int, ...],
@@ -92,14 +93,14 @@ def _layer_norm(
 ) -> Any:
     x = _wide(input)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    return _scaled(_standardised(x, mean, var, eps), weight, bias, input.dtype)
+    return _scale_and_shift(_standardise(x, mean, var, eps), weight, bias, input.dtype)
 
 
 @decomposition(
     "rms_norm",
     check=torch.rms_norm,
     prepare=_split_last_dims,
-    rule=lambda a: _normalised(a, a.weight),
+    rule=lambda a: _rule(a, a.weight),
 )
 def _rms_norm(
     dims: tuple[int, ...],
@@ -111,7 +112,7 @@ def _rms_norm(
     x = _wide(input)
     square = reduce_pending((x * x).mean(dims, keepdim=True))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(x * (square + eps).rsqrt(), weight, None, input.dtype)
+    return _scale_and_shift(x * (square + eps).rsqrt(), weight, None, input.dtype)
 
 
 @decomposition(
@@ -170,7 +171,9 @@ def _group_norm(
     x = _wide(input)
     distance = x - _mean_of_groups(x, num_groups)
     normal = distance * (_mean_of_groups(distance * distance, num_groups) + eps).rsqrt()
-    return _scaled(normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype)
+    return _scale_and_shift(
+        normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype
+    )
 
 
 def _mean_of_groups(x: Any, groups: int) -> Any:
@@ -260,8 +263,10 @@ def _by_own_statistics(
     count = math.prod(x.shape[d] for d in dims)
     _update(running_mean, mean, momentum)
     _update(running_var, var * (count / max(count - 1, 1)), momentum)
-    normal = _standardised(x, mean, var, eps)
-    return _scaled(normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype)
+    normal = _standardise(x, mean, var, eps)
+    return _scale_and_shift(
+        normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype
+    )
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:

@@ -29,7 +29,7 @@ from .window import (
 )
 
 
-def _pooled(a: Any, **options: Any) -> Rule:
+def _rule_of_pool(a: Any, **options: Any) -> Rule:
     """Return the rule for whole space."""
     return along_dims(a.input, _space(a.func, a.input), "1", bind=unless_empty(a.func), **options)
 
@@ -62,7 +62,7 @@ def _windows(
 
 
 @decomposition_maker(
-    *names_by_dims("max_pool{}d", "max_pool{}d_with_indices"), with_func=True, rule=_pooled
+    *names_by_dims("max_pool{}d", "max_pool{}d_with_indices"), with_func=True, rule=_rule_of_pool
 )
 def _max(
     func: Parts,
@@ -85,8 +85,9 @@ def _max(
 def _bind_max(
     windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layout], results: Sequence[Layout]
 ) -> Parts:
-    """Return torch's own function, with its own padding (less than any element), on elements that
-    start with a window.
+    """Return torch's own function, with its own padding, on elements that start with a window.
+
+    The padding is less than any element.
 
     Of its results those of this rank's part are kept.
     """
@@ -141,7 +142,7 @@ def _global_indices(
 
 
 @decomposition_maker(
-    *names_by_dims("avg_pool{}d"), with_func=True, rule=lambda a: _pooled(a, linear=((0,),))
+    *names_by_dims("avg_pool{}d"), with_func=True, rule=lambda a: _rule_of_pool(a, linear=((0,),))
 )
 def _avg(
     func: Parts,
@@ -160,11 +161,13 @@ def _avg(
         options.append(divisor_override)
     result = func(input.detach(), kernel_size, *options)
     windows = _windows(func, input, kernel_size, stride, padding)
-    counts = partial(_counted, count_include_pad, per_dim(padding, len(windows)), divisor_override)
+    counts = partial(
+        _count_of_window, count_include_pad, per_dim(padding, len(windows)), divisor_override
+    )
     return _over_space(func, input, result, partial(_bind_avg, windows, counts), linear=((0,),))
 
 
-def _counted(
+def _count_of_window(
     include: bool, padding: Sequence[int], override: int | None, window: Window, dim: int, at: int
 ) -> int:
     """Return the number of elements that count in the mean at one position along a dim."""
@@ -176,7 +179,7 @@ def _counted(
     return min(start + window.size, window.length) - max(start, 0)
 
 
-def _padded(windows: Sequence[Window], src: Layout, dst: Layout) -> Callable[[Tensor], Tensor]:
+def _padded_halo(windows: Sequence[Window], src: Layout, dst: Layout) -> Callable[[Tensor], Tensor]:
     """Return a function that fetches elements, with zeros where windows reach into the padding."""
     first = len(dst.shape) - len(windows)
     halo = Halo(src, dst, {first + d: w.elements for d, w in enumerate(windows)})
@@ -195,7 +198,7 @@ def _bind_avg(
 ) -> Parts:
     """Return the mean over windows, scaled to the elements that count, in torch's precision."""
     n, dtype, (result,) = len(windows), targets[0].dtype, results
-    halo = _padded(windows, targets[0], result)
+    halo = _padded_halo(windows, targets[0], result)
     if 0 in result.local_shape:
         empty = unless_empty(halo)(targets, results)
         return lambda local: empty(halo(local))
@@ -249,7 +252,7 @@ def _adaptive_avg_steps(a: Any) -> Callable[[Any], Any] | None:
     ]
     if not means and windows == [1] * n:
         return None if not any(split) or sizes != list(input.shape[-n:]) else torch.clone
-    return partial(_averaged, n, means, windows, sizes)
+    return partial(_average, n, means, windows, sizes)
 
 
 @decomposition(
@@ -257,13 +260,13 @@ def _adaptive_avg_steps(a: Any) -> Callable[[Any], Any] | None:
     with_func=True,
     check=True,
     prepare=_adaptive_avg_steps,
-    rule=lambda a: _pooled(a, linear=((0,),)),
+    rule=lambda a: _rule_of_pool(a, linear=((0,),)),
 )
 def _adaptive_avg(func: Parts, steps: Callable[[Any], Any], input: Any, output_size: Any) -> Any:
     return steps(input)
 
 
-def _averaged(
+def _average(
     n: int, means: Sequence[int], windows: Sequence[int], sizes: Sequence[int], input: Any
 ) -> Any:
     out = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
@@ -279,7 +282,7 @@ def _averaged(
 @decomposition_maker(
     *names_by_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"),
     with_func=True,
-    rule=_pooled,
+    rule=_rule_of_pool,
 )
 def _adaptive_max(
     func: Parts, input: Tensor, output_size: Any, return_indices: bool = False
@@ -351,7 +354,7 @@ def _unpool(func: Parts, input: Tensor, indices: Tensor, *args: Any, **kwargs: A
     *names_by_dims("lp_pool{}d"),
     with_func=True,
     when=lambda a: is_split(a.input, _space(a.func, a.input)),
-    rule=_pooled,
+    rule=_rule_of_pool,
 )
 def _lp(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Take torch's own steps: powers, a mean over windows, and a root."""

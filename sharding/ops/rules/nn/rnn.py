@@ -20,7 +20,7 @@ SEQUENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
-def _listed(hx: Any) -> list[Any]:
+def _as_list(hx: Any) -> list[Any]:
     return list(hx) if isinstance(hx, (tuple, list)) else [hx]
 
 
@@ -28,7 +28,7 @@ def _listed(hx: Any) -> list[Any]:
 
 
 def _sequence_rule(a: Any) -> Rule:
-    states = _listed(a.hx)
+    states = _as_list(a.hx)
     left = ["b [t] [i]" if a.batch_first else "[t] b [i]"]
     left += [f"[l{n}] b [h{n}]" for n in range(len(states))]
     left += [whole_dims(w, f"w{n}_") for n, w in enumerate(a.params)]
@@ -59,7 +59,7 @@ def _sequence(
     directions, count, ends = 2 if bidirectional else 1, len(params) // num_layers, []
     options = has_biases, 1, 0.0, train, bidirectional, batch_first
     for layer in range(num_layers):
-        states = [state.narrow(0, layer * directions, directions) for state in _listed(hx)]
+        states = [state.narrow(0, layer * directions, directions) for state in _as_list(hx)]
         start = states if isinstance(hx, (tuple, list)) else states[0]
         weights = params[layer * count : (layer + 1) * count]
         input, *end = func(input, start, weights, *options)
@@ -82,7 +82,7 @@ def _on_mesh(func: Any, input: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
     is_padded = "has_biases" in kwargs or (len(args) > 1 and isinstance(args[1], bool))
     if func.__name__ in SEQUENCES and not is_padded:
         raise NotImplementedError(_PACKED.format(func.__name__))
-    states = _listed(hx)
+    states = _as_list(hx)
     plain = [not isinstance(x, ShardedTensor) for x in states]
     if (
         not isinstance(input, ShardedTensor)
@@ -114,7 +114,7 @@ def _pad(*args: Any, **kwargs: Any) -> Any:
 
 
 def _cell_rule(a: Any) -> Rule:
-    states = _listed(a.hx)
+    states = _as_list(a.hx)
     left = ["... [i]", *[f"... [h{n}]" for n in range(len(states))]]
     left += ["[g0] [i]", "[g1] [h0]", "[g0]", "[g1]"]
     operands = (a.input, *states, a.w_ih, a.w_hh, a.b_ih, a.b_hh)
@@ -124,7 +124,7 @@ def _cell_rule(a: Any) -> Rule:
 
 def _has_split_features(a: Any) -> bool:
     weights = [w for w in (a.w_ih, a.w_hh, a.b_ih, a.b_hh) if w is not None]
-    return any(is_split(x, [-1]) for x in (a.input, *_listed(a.hx))) or any(map(is_split, weights))
+    return any(is_split(x, [-1]) for x in (a.input, *_as_list(a.hx))) or any(map(is_split, weights))
 
 
 @decomposition(*CELLS, with_func=True, check=True, when=_has_split_features, rule=_cell_rule)

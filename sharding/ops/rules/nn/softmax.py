@@ -1,5 +1,6 @@
-"""Softmax and related functions. Over a split dim they take two small reductions, the maximum and
-the sum of exponentials.
+"""Softmax and related functions.
+
+Over a split dim they take two small reductions, the maximum and the sum of exponentials.
 
     x over 2 ranks      [1 2 | 3 4]
     maximum              4   | 4          one number for each row is communicated, not the row

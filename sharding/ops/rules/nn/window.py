@@ -1,5 +1,6 @@
-"""Windows that slide along split dims: each rank fetches only the elements that its own part of the
-result is computed from.
+"""Windows that slide along split dims.
+
+Each rank fetches only the elements that its own part of the result is computed from.
 
 x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
 fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1: a halo of one element

@@ -111,7 +111,7 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
                     [_part(x) for x in lists[0] if type(x) is ShardedTensor]
                 )
             return result if result is None else lists[0]
-        return type(result)(map(_wrapped, result, zip(*lists, strict=True)))
+        return type(result)(map(_wrap_result, result, zip(*lists, strict=True)))
 
     return run
 
@@ -128,7 +128,7 @@ def check_writable(tensors: Sequence[Any]) -> None:
     check_bases(x for x in tensors if isinstance(x, ShardedTensor))
 
 
-def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
+def _wrap_result(local: Tensor, row: Sequence[Any]) -> Any:
     """Return a result in the layout of the operands at its index."""
     like = next((x for x in row if isinstance(x, ShardedTensor)), None)
     if like is None:

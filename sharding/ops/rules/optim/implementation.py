@@ -1,5 +1,6 @@
-"""The implementation that torch's optimizers use for sharded parameters, where the user has chosen
-none.
+"""The implementation that torch's optimizers use for sharded parameters.
+
+Where the user has chosen none.
 
     device            plain parameters     sharded parameters
     accelerators      foreach              foreach
@@ -52,7 +53,7 @@ def _install() -> None:
         module = importlib.import_module(f"torch.optim.{name}")
         for step in steps:
             if hasattr(module, step):
-                setattr(module, step, _noted(getattr(module, step)))
+                setattr(module, step, _note_while_running(getattr(module, step)))
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ _ELEMENTWISE = {
 }
 
 
-def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+def _note_while_running(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return an elementwise step that the thread's context knows of while it runs."""
     kind = "fused" if step.__name__.startswith("_fused") else "foreach"
 
@@ -120,8 +121,9 @@ def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
-    """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is
-    "meta", which torch would hold against a `step` on a GPU.
+    """Group lists of tensors by the device and dtype of this rank's parts.
+
+    The device of the wrapper is "meta", which torch would hold against a `step` on a GPU.
 
     To an elementwise step of torch's own, return the parts themselves if their layouts are alike:
     the step then costs the host what one of plain tensors does.

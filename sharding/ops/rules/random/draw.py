@@ -1,5 +1,7 @@
-"""Random tensors: random values shaped like an old tensor, in-place fills, and distributions with
-parameters per element.
+"""Random tensors.
+
+Random values shaped like an old tensor, in-place fills, and distributions with parameters per
+element.
 
 Every call takes one random tensor from the stream (`sharding.tensor.random`), whatever it does with
 it, so that the next call has the same position in the stream on every mesh. A drawn value depends
@@ -30,14 +32,16 @@ from ..elementwise.like import register_like
 from ..registry import RANDOM, decomposition, functions, handler
 
 
-def _drawn(draw: Callable[..., Tensor], *values: float) -> Callable[[Layout, torch.device], Tensor]:
+def _drawer(
+    draw: Callable[..., Tensor], *values: float
+) -> Callable[[Layout, torch.device], Tensor]:
     return lambda layout, device: draw(layout, *values).to(device)
 
 
-register_like("rand_like", lambda x: _drawn(random.uniform))
-register_like("randn_like", lambda x: _drawn(random.normal))
+register_like("rand_like", lambda x: _drawer(random.uniform))
+register_like("randn_like", lambda x: _drawer(random.normal))
 register_like(
-    "randint_like", lambda x, *bounds, **named: _drawn(random.integers, *_bounds(*bounds, **named))
+    "randint_like", lambda x, *bounds, **named: _drawer(random.integers, *_bounds(*bounds, **named))
 )
 
 
@@ -173,7 +177,7 @@ def _nothing_of(local: Tensor) -> Tensor:
     return local.masked_fill(torch.ones((), dtype=torch.bool, device=local.device), 0)
 
 
-def _aligned(*tensors: Any) -> list[Any]:
+def _align(*tensors: Any) -> list[Any]:
     """Return the operands broadcast against each other, laid out as the first of the full shape."""
     tensors = tuple(map(reduce_pending, tensors))
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
@@ -260,7 +264,7 @@ def _binomial_applies(a: Any) -> bool:
 @decomposition("binomial", when=_binomial_applies)
 def _binomial(count: Any, prob: Any, generator: Any = None) -> Any:
     _no_generator(generator)
-    count, prob = _aligned(count.detach(), prob)
+    count, prob = _align(count.detach(), prob)
     return _draw(count._layout, distributions.binomial, count, prob)
 
 
@@ -275,7 +279,7 @@ def _normal_applies(a: Any) -> bool:
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw a standard normal tensor, and scale and shift it by the parameters of each element."""
     _no_generator(generator)
-    tensors = _aligned(*[x for x in (mean, std) if isinstance(x, Tensor)])
+    tensors = _align(*[x for x in (mean, std) if isinstance(x, Tensor)])
     layout = tensors[0]._layout
     centered = random.normal(layout)
 
@@ -325,11 +329,11 @@ def _multinomial(
     layout = with_dim(x._layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
     units = random.units(layout if replacement else x._layout)
     return from_parts(
-        layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x
+        layout, partial(_choose, units=units, count=num_samples, replacement=replacement), x
     )
 
 
-def _chosen(weights: Tensor, units: distributions.Units, count: int, replacement: bool) -> Tensor:
+def _choose(weights: Tensor, units: distributions.Units, count: int, replacement: bool) -> Tensor:
     _demand(
         (weights >= 0) & weights.isfinite(),
         "multinomial: expected finite weights of at least 0, and this rank holds others",
@@ -390,14 +394,14 @@ def _rrelu(
     x = reduce_pending(input)
     slopes = random.uniform(x._layout, lower, upper)
     if not in_place:
-        return from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
+        return from_parts(x._layout, lambda local: local * _rectify(local.detach(), slopes), x)
     if x.mesh.coordinate is not None:
-        x._local.mul_(_rectified(x._local.detach(), slopes))
+        x._local.mul_(_rectify(x._local.detach(), slopes))
         x._sync_requires_grad()
     return input
 
 
-def _rectified(local: Tensor, slopes: Tensor) -> Tensor:
+def _rectify(local: Tensor, slopes: Tensor) -> Tensor:
     """Return the factor of each element."""
     return torch.where(local <= 0, slopes, 1)
 

@@ -1,5 +1,6 @@
-"""Dropout of every kind. What is kept is drawn by global position: equal on replicas, and the same
-on any mesh.
+"""Dropout of every kind.
+
+What is kept is drawn by global position: equal on replicas, and the same on any mesh.
 
 A call takes one random tensor from the stream (`sharding.tensor.random`): of the input's shape or,
 where whole channels are dropped, of its first dims. Plain dropout is linear in its input and keeps

@@ -24,7 +24,7 @@ from ..registry import decomposition, rule
 
 
 @rule("searchsorted")
-def _searchsorted(
+def _rule_of_searchsorted(
     sorted_sequence: Tensor, input: Any = None, *, sorter: Tensor | None = None, **options: Any
 ) -> Rule | None:
     values = options.get("self", input)
@@ -74,7 +74,7 @@ def _isin(
 # -- histograms ------------------------------------------------------------------------------------
 
 
-def _summed(x: Any, local: Tensor) -> Any:
+def _as_pending_sum(x: Any, local: Tensor) -> Any:
     """Return this rank's counts of its part of x as a pending sum over the axes that split x."""
     check_inside(x.mesh)
     return wrap(
@@ -90,8 +90,9 @@ def _summed(x: Any, local: Tensor) -> Any:
     ),
 )
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Reduce the largest number, which gives the length of the result; then every rank counts its
-    own part.
+    """Reduce the largest number, then count this rank's part.
+
+    The largest number gives the length of the result.
 
     Raises:
         RuntimeError: a negative number, on every rank alike.
@@ -111,7 +112,7 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     # torch ignores the weights of an empty part
     if local_weights is not None and not x._local.numel():
         counts = counts.to(torch.float32 if local_weights.dtype is torch.float32 else torch.float64)
-    return _summed(x, counts)
+    return _as_pending_sum(x, counts)
 
 
 def _is_within(x: Any, low: int, high: int) -> bool:
@@ -134,7 +135,7 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
         min, max = _limits("histc", "min= and max=", x)
     if min == max:
         min, max = min - 1, max + 1
-    return _summed(x, torch.histc(x._local, bins, min, max))
+    return _as_pending_sum(x, torch.histc(x._local, bins, min, max))
 
 
 def _limits(name: str, argument: str, x: Any) -> Sequence[float]:
@@ -167,7 +168,7 @@ def _histogram(
     )
     local = torch.histogram(x._local, bins, range=(low, high), weight=local_weight)
     edges = replicated(local.bin_edges, x)
-    counts = _summed(x, local.hist)
+    counts = _as_pending_sum(x, local.hist)
     if density:
         counts = reduce_pending(counts)
         counts = counts / (counts.sum() * edges.diff())

@@ -48,10 +48,10 @@ def _neutral(dtype: torch.dtype, highest: bool) -> float:
 def _amax(
     extreme: Extreme, dims: tuple[int, ...], input: Any, dim: Dims = (), keepdim: bool = False
 ) -> Any:
-    return _reduced(extreme, dims, keepdim, input)
+    return _reduce(extreme, dims, keepdim, input)
 
 
-def _reduced(
+def _reduce(
     extreme: Extreme, dims: tuple[int, ...], keepdim: bool, input: Any, nan_is_equal: bool = False
 ) -> Any:
     x = reduce_pending(input)
@@ -67,7 +67,7 @@ def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
     with torch.no_grad():
         extreme(input)
     return (
-        partial(_reduced, extreme, tuple(range(input.ndim)), False, nan_is_equal=True)
+        partial(_reduce, extreme, tuple(range(input.ndim)), False, nan_is_equal=True)
         if is_split(input)
         else extreme
     )

@@ -1,5 +1,6 @@
-"""Running sums, products and extremes along a split dim: only one total of each part is
-communicated.
+"""Running sums, products and extremes along a split dim.
+
+Only one total of each part is communicated.
 
     x over 3 ranks     [1 2 3 | 4 5 6 | 7 8 9]
     totals             [6     | 15    | 24   ]      gathered: one element of the dim from each rank
@@ -69,7 +70,7 @@ class _Parts:
         return scanned.narrow(self.dim, self.before, part.shape[self.dim])
 
 
-def _scanned(parts: _Parts, scan: Any, dtype: torch.dtype | None, part: Tensor) -> Tensor:
+def _scan_part(parts: _Parts, scan: Any, dtype: torch.dtype | None, part: Tensor) -> Tensor:
     """Return this rank's part of the scan, in torch's dtype (under autocast, too) and precision."""
     result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
     wide = part.to(accumulator_dtype(result))
@@ -96,7 +97,7 @@ def _scan(scan: Any, input: Tensor, dim: int, *, dtype: torch.dtype | None = Non
     layout = layout_of(input)
     is_linear = scan.__name__ == "cumsum" and layout.only_sums and result.dtype is input.dtype
     source = layout if is_linear else without_pending(layout)
-    local = partial(_scanned, _Parts(source, dim % input.ndim), scan, dtype)
+    local = partial(_scan_part, _Parts(source, dim % input.ndim), scan, dtype)
     target = source.replace(dtype=result.dtype)
     return lambda input, *_, **__: from_parts(
         target, local, input if is_linear else reduce_pending(input)
@@ -118,14 +119,14 @@ def _scan_extremes(scan: Any, input: Tensor, dim: int) -> Callable[..., Any] | N
     return lambda input, *_, **__: container(all_from_parts(layouts, local, reduce_pending(input)))
 
 
-def _located(scan: Callable[..., Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _scan_or_operand(scan: Callable[..., Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the scan; of no elements the operand, as torch's result would not be in the graph."""
     return scan(x, dim) if x.numel() else (x, torch.zeros_like(x, dtype=torch.int64))
 
 
 def _extremes(scan: Callable[..., Any], parts: _Parts, start: int, part: Tensor) -> list[Tensor]:
     dim, length = parts.dim, part.shape[parts.dim]
-    values, indices = _located(scan, part, dim)
+    values, indices = _scan_or_operand(scan, part, dim)
     last = min(length, 1)
     values, indices = parts.gather(
         values.narrow(dim, length - last, last), indices.narrow(dim, length - last, last) + start
@@ -134,5 +135,5 @@ def _extremes(scan: Callable[..., Any], parts: _Parts, start: int, part: Tensor)
         [-1 if d == dim else 1 for d in range(part.ndim)]
     )
     everywhere = torch.cat([indices, own.expand(part.shape)], dim)
-    values, chosen = _located(scan, torch.cat([values, part], dim), dim)
+    values, chosen = _scan_or_operand(scan, torch.cat([values, part], dim), dim)
     return [parts.own(values, part), everywhere.gather(dim, parts.own(chosen, part))]

@@ -1,5 +1,6 @@
-"""Operators that select elements along a dim: extremes with their indices, the k largest, sorted
-orders.
+"""Operators that select elements along a dim.
+
+Extremes with their indices, the k largest, sorted orders.
 
 Over a split dim every rank proposes a few of its elements, with their indices in the whole dim.
 These are gathered, and the result is selected among them:
@@ -77,8 +78,9 @@ def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple
 def _together(
     dim: int, values: ShardedTensor, indices: ShardedTensor
 ) -> tuple[ShardedTensor, ShardedTensor]:
-    """Return `unshard` of both along `dim`, which have one layout; with the gradient of
-    `unshard(values)`.
+    """Return `unshard` of both along `dim`, which have one layout.
+
+    With the gradient of `unshard(values)`.
 
     Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
     """

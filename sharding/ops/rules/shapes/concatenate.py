@@ -102,7 +102,7 @@ def at_least(x: Any, ndim: int) -> Any:
     return x.unsqueeze(-1) if x.ndim == 2 else x[None, :, None] if ndim == 3 else x[None]
 
 
-def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
+def _as_list(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
 
 
@@ -114,7 +114,7 @@ def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
     with_func=True,
 )
 def _atleast(func: Any, *tensors: Any) -> Any:
-    several, ndim = _listed(tensors), int(func.__name__[len("atleast_")])
+    several, ndim = _as_list(tensors), int(func.__name__[len("atleast_")])
     results = tuple(at_least(x, ndim) for x in several)
     return results if several is not tensors or len(results) != 1 else results[0]
 
@@ -262,7 +262,7 @@ def _mirrored_pad(
         size = layout.shape[d]
         target = evenly_split(layout, d, before + size + after)
         fetches.append(
-            IntervalExchange(layout, target, d, partial(_padded, mode, before, size, after))
+            IntervalExchange(layout, target, d, partial(_pad_sources, mode, before, size, after))
         )
         layout = target
 
@@ -270,7 +270,9 @@ def _mirrored_pad(
     return (lambda input, *_, **__: F.pad(padded(input), rest, mode)) if any(rest) else padded
 
 
-def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int) -> list[Interval]:
+def _pad_sources(
+    mode: str, before: int, size: int, after: int, start: int, stop: int
+) -> list[Interval]:
     """Return the source indices of the border one by one, and those between as one interval."""
     low, high = (min(max(n, start), stop) for n in (max(before, 0), before + size))
     left, right = (
@@ -287,7 +289,7 @@ def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int
 # -- writing into a copy ---------------------------------------------------------------------------
 
 
-def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
+def _replace_indices(input: Any, src: Any, dim: int, chosen: range) -> Any:
     """Replace chosen indices of a dim by `src`, which is moved to the ranks that have them."""
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
         input, src = reduce_pending(input), reduce_pending(src)
@@ -313,14 +315,14 @@ def _slice_scatter(
     input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     dim %= input.ndim
-    return _scattered(input, src, dim, range(input.shape[dim])[start:end:step])
+    return _replace_indices(input, src, dim, range(input.shape[dim])[start:end:step])
 
 
 @decomposition("select_scatter", check=torch.select_scatter)
 def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
     dim %= input.ndim
     index %= input.shape[dim]
-    return _scattered(input, src.unsqueeze(dim), dim, range(index, index + 1))
+    return _replace_indices(input, src.unsqueeze(dim), dim, range(index, index + 1))
 
 
 @decomposition("diagonal_scatter", check=torch.diagonal_scatter)
@@ -341,10 +343,10 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
 @decomposition_maker("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]
 def _meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
     container = type(torch.meshgrid(*tensors, indexing=indexing or "ij"))
-    swapped = indexing == "xy" and len(_listed(tensors)) > 1
+    swapped = indexing == "xy" and len(_as_list(tensors)) > 1
 
     def run(*tensors: Any, indexing: str | None = None) -> Any:
-        vectors = list(_listed(tensors))
+        vectors = list(_as_list(tensors))
         order = [1, 0, *range(2, len(vectors))] if swapped else list(range(len(vectors)))
         shape = [vectors[i].numel() for i in order]
         sides = [

@@ -1,5 +1,6 @@
-"""Reshapes of dims that are cut into uneven parts: where every part is whole rows of the new shape,
-nothing moves.
+"""Reshapes of dims that are cut into uneven parts.
+
+Where every part is whole rows of the new shape, nothing moves.
 
     x [b, 40] in parts of 12 12 12 4     x.view(b, 10, 4)   [b, 10, 4] in parts of 3 3 3 1: heads,
                                                             over more ranks than divide them

@@ -101,7 +101,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Decomposition | None:
         amounts[d % max(input.ndim, 1)] += shift
     layout, split = layout_of(input), _split_dims(input, list(amounts))
     fetches = [
-        IntervalExchange(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d]))
+        IntervalExchange(layout, layout, d, partial(_roll_sources, layout.shape[d], amounts[d]))
         for d in split
     ]
     rest = [d for d in amounts if d not in split]
@@ -109,14 +109,14 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Decomposition | None:
     return sequential(layout, *fetches, *others) if split else None
 
 
-def _rolled(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
+def _roll_sources(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
     return _cyclic(size, start - shift, stop - shift)
 
 
 # -- repeating -------------------------------------------------------------------------------------
 
 
-def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
+def _decompose_repeat(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
     """Return the decomposition; a part longer than the dim fetches the dim once and repeats it."""
     new = len(counts) - input.ndim
     split = _split_dims(input, [d for d in range(input.ndim) if counts[new + d] != 1])
@@ -127,7 +127,7 @@ def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
         size, target = layout.shape[d], evenly_split(layout, d, layout.shape[d] * counts[new + d])
         steps += (
             IntervalExchange(layout, target, d, partial(_repetition, size)),
-            partial(_unrolled, d, size, *target.box[d]),
+            partial(_unroll, d, size, *target.box[d]),
         )
         layout = target
     rest = [1 if d - new in split else n for d, n in enumerate(counts)]
@@ -141,7 +141,7 @@ def _repetition(size: int, start: int, stop: int) -> Any:
     return [(0, size)] if stop - start > size else _cyclic(size, start, stop)
 
 
-def _unrolled(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tensor:
+def _unroll(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tensor:
     """Repeat the dim to the length of this rank's part, where that is longer than the dim."""
     if stop - start <= size:
         return part
@@ -169,7 +169,7 @@ def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list
     "tile", check=lambda input, *sizes, **kwargs: input.tile(*sizes, **kwargs), rule=_repeat_rule
 )
 def _repeat(input: Tensor, *sizes: Any, **kwargs: Any) -> Decomposition | None:
-    return _repeated(input, _counts(input, sizes, kwargs))
+    return _decompose_repeat(input, _counts(input, sizes, kwargs))
 
 
 def _repeat_interleave_rule(a: Any) -> Rule | None:

@@ -108,7 +108,7 @@ def _local_slice(chosen: range | None, start: int, stop: int) -> slice:
     return slice(own.start - start, own.stop - start, own.step) if own else slice(0, 0)
 
 
-def _moved(piece: Piece, local: Tensor) -> Tensor:
+def _move_piece(piece: Piece, local: Tensor) -> Tensor:
     """Return this rank's part of the result, marked as a copy if anything moved."""
     part = piece.part(local)
     return (
@@ -135,7 +135,8 @@ def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None
     """Return the decomposition of `x[entries]`, one for each dim; None if no split dim is cut."""
     dim_entries = [e for e in entries if e is not None]
     ranges = {
-        d: _chosen(e, n) for d, (e, n) in enumerate(zip(dim_entries, input.shape, strict=True))
+        d: _positions_of_entry(e, n)
+        for d, (e, n) in enumerate(zip(dim_entries, input.shape, strict=True))
     }
     ranges = {
         d: chosen
@@ -146,15 +147,15 @@ def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None
         return None
     piece = Piece(layout_of(input), ranges)
     last = tuple(None if e is None else 0 if type(e) is int else slice(None) for e in entries)
-    result = _reshaped(piece.moved, last)
-    return lambda x: from_parts(result, lambda local: _moved(piece, local)[last], x)
+    result = _layout_after_dims(piece.moved, last)
+    return lambda x: from_parts(result, lambda local: _move_piece(piece, local)[last], x)
 
 
-def _chosen(entry: Any, size: int) -> range:
+def _positions_of_entry(entry: Any, size: int) -> range:
     return range(size)[entry] if isinstance(entry, slice) else range(entry % size, entry % size + 1)
 
 
-def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
+def _layout_after_dims(layout: Layout, last: Sequence[Any]) -> Layout:
     """Return the layout after dims are dropped (0) and added (None)."""
     stays = [isinstance(e, slice) for e in last if e is not None]
     cuts, sizes = compress(layout.spec.cuts, stays), compress(layout.shape, stays)
@@ -305,7 +306,7 @@ def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
         return None
     pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
     dropped = [0 if d == at else slice(None) for d in range(input.ndim)]
-    layouts = [_reshaped(piece.moved, dropped) for piece in pieces]
+    layouts = [_layout_after_dims(piece.moved, dropped) for piece in pieces]
     return lambda input, *_, **__: tuple(
         all_from_parts(layouts, partial(_rows_moved, pieces, tuple(dropped)), input)
     )

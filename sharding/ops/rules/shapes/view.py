@@ -28,7 +28,7 @@ rules(
 rules(
     {
         "resolve_conj resolve_neg(input)": "... -> ...",
-        "transpose swapaxes swapdims(input, *args, **kwargs)": lambda a: _swapped(
+        "transpose swapaxes swapdims(input, *args, **kwargs)": lambda a: _swap(
             a.input, *a.args, *a.kwargs.values()
         ),
         "t adjoint(input)": lambda a: _last_two(a.input),
@@ -63,8 +63,9 @@ decomposition("expand_as")(lambda input, other: input.expand(other.shape))
 def factor_shapes(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and
-    `a b c`.
+    """Factor two shapes of equal size into common factors.
+
+    (8, 3) and (2, 4, 3) into `(a b) c` and `a b c`.
 
     Returns:
         the dims before, the dims after, the size of each factor, and the factors that must be whole
@@ -199,7 +200,7 @@ def permuted(input: Tensor, order: Sequence[int]) -> Rule:
     return einrule(f"{dim_names(input.ndim)} -> {right}", input, linear=((0,),), transparent=True)
 
 
-def _swapped(input: Tensor, dim0: int, dim1: int) -> Rule:
+def _swap(input: Tensor, dim0: int, dim1: int) -> Rule:
     order = list(range(input.ndim))
     if order:
         order[dim0], order[dim1] = order[dim1], order[dim0]
@@ -207,14 +208,14 @@ def _swapped(input: Tensor, dim0: int, dim1: int) -> Rule:
 
 
 def _last_two(input: Tensor) -> Rule:
-    return _swapped(input, -2, -1) if input.ndim > 1 else permuted(input, range(input.ndim))
+    return _swap(input, -2, -1) if input.ndim > 1 else permuted(input, range(input.ndim))
 
 
 rule(also=(Tensor.mT.__get__, Tensor.mH.__get__), view=True)(_last_two)  # type: ignore[attr-defined]
 
 
 @rule(also=(Tensor.T.__get__, Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
-def _reversed(input: Tensor) -> Rule:
+def _reverse(input: Tensor) -> Rule:
     return permuted(input, list(reversed(range(input.ndim))))
 
 

@@ -1,5 +1,6 @@
-"""Buffers for gradients: each is written into the buffer of its collective, when it is computed or
-when all of the unit are.
+"""Buffers for gradients: each is written into the buffer of its collective.
+
+When it is computed, or when all of the unit are.
 
 backward  grad of w_2 -> [      | w_2 |     ]   the gradients of one block, in the order of backward
           grad of w_1 -> [ w_1  | w_2 |     ]

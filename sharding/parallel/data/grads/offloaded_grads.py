@@ -1,5 +1,6 @@
-"""Gradients of parameters on the host: copied while backward continues, and added to `.grad` at its
-end.
+"""Gradients of parameters on the host.
+
+Copied while backward continues, and added to `.grad` at its end.
 
 device   backward 3 | backward 2 | backward 1 |
 copies                grads 3      grads 2      grads 1

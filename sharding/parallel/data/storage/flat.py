@@ -1,5 +1,6 @@
-"""Parameters in one flat buffer: gathered together, their gradients reduced together, without
-packing.
+"""Parameters in one flat buffer.
+
+They are gathered together, and their gradients reduced together, without packing.
 
     rank 0   shard [piece]  \\  gather   whole [pieces * piece] = | w_1 | w_2 | ...  views, in use
     rank 1   shard [piece]  /            gradients in the same places -- reduce --> shard of them
@@ -164,8 +165,9 @@ class FlatBucket:
     def start_gather(
         self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
     ) -> Pending[Tensor]:
-        """Launch the all_gather from a buffer split over the axes `before` to one split over
-        `after`.
+        """Launch the all_gather between two splits of a buffer.
+
+        From one over the axes `before` to one over `after`.
 
         Communication: one all_gather.
         """

@@ -1,5 +1,6 @@
-"""The positions of tensors in one buffer that is split into equal pieces, with every boundary
-between two rows of a tensor.
+"""The positions of tensors in one buffer that is split into equal pieces.
+
+Every boundary is between two rows of a tensor.
 
     3 tensors, 2 pieces     | a a a | b b b   b b b | c |
                             |  piece of rank 0      .      piece of rank 1  |
@@ -58,8 +59,9 @@ class FlatLayout:
 
 @lru_cache(1024)
 def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int) -> FlatLayout:
-    """Return the layout with the shortest pieces found for tensors of these lengths, one after the
-    other, with aligned starts.
+    """Return the layout with the shortest pieces for tensors of these lengths.
+
+    The tensors follow each other, with aligned starts; the search is not exhaustive.
 
     Args:
         lengths: elements in each tensor.
@@ -83,8 +85,9 @@ def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int
 def _make(
     lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: int, longest: float
 ) -> FlatLayout | None:
-    """Return the layout with the shortest pieces whose starts are multiples of `align`; None if
-    there is none of at most this length.
+    """Return the layout with the shortest pieces whose starts are multiples of `align`.
+
+    None if there is none of at most this length.
     """
     least = tuple(max(row, 1) for row in rows)
     for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is split
@@ -101,14 +104,14 @@ def _candidates(
     lengths: Sequence[int], rows: Sequence[int], parts: int, align: int
 ) -> Iterator[int]:
     """Yield lengths of a piece, short ones first; the last one fits everything."""
-    total = sum(_rounded(length, align) for length in lengths)
-    shortest = _rounded(-(-sum(lengths) // parts), align)
+    total = sum(_round_up(length, align) for length in lengths)
+    shortest = _round_up(-(-sum(lengths) // parts), align)
     step = math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align)
-    start = _rounded(shortest, step)
+    start = _round_up(shortest, step)
     yield shortest
     yield from range(start, start + _TRIES * step, step)
     if all(row >= length for length, row in zip(lengths, rows, strict=True)):
-        yield from range(start + _TRIES * step, total, max(step, _rounded(total // _TRIES, align)))
+        yield from range(start + _TRIES * step, total, max(step, _round_up(total // _TRIES, align)))
         yield total
 
 
@@ -119,7 +122,7 @@ def _starts(
     end, offsets = 0, []
     for length, row in zip(lengths, rows, strict=True):
         start = _start(
-            _rounded(end, align) if length else end, length, row, piece, piece * parts, align
+            _round_up(end, align) if length else end, length, row, piece, piece * parts, align
         )
         if start is None:
             return None
@@ -129,8 +132,9 @@ def _starts(
 
 
 def _start(end: int, length: int, row: int, piece: int, total: int, align: int) -> int | None:
-    """Return the first start from `end` on, a multiple of `align`, with each boundary between two
-    rows; None if there is none.
+    """Return the first start from `end` on with each boundary between two rows.
+
+    A multiple of `align`. None if there is none.
     """
     start = end
     while start + length <= total:
@@ -144,5 +148,5 @@ def _start(end: int, length: int, row: int, piece: int, total: int, align: int) 
     return None
 
 
-def _rounded(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple

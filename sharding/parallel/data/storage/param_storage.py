@@ -229,8 +229,9 @@ class ParamStorage:
 
 
 def _version(x: ShardedTensor, moves: int) -> Version:
-    """Return the version token of a parameter: storage address, autograd version, uses of `.data`,
-    object id.
+    """Return the version token of a parameter.
+
+    Storage address, autograd version, uses of `.data`, object id.
 
     A write or a replacement changes it on all ranks, also on those with an empty part. Inference
     tensors have no version and count as written every time.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from .run import AfterUnit, StageRun, shared_tensors
 from .signature import flags_of, set_flags, signature_of
 from .skeleton import on_meta
 from .split import Split, choose_boundaries, unit_costs
-from .units import ModuleTree, blocks, join, module_tree
+from .units import ModuleTree, Place, blocks, join, module_tree, places_of
 
 _SIGNATURES = 128  # of which the dependencies are kept
 
@@ -78,6 +79,8 @@ class StagedModel:
         stages: the stages of this rank, by number.
         after_unit: called in the forward of a stage when a unit has returned, with the number of
             the call in the model's forward; None for nothing.
+        on_meta: the first places of the tensors that the model had on "meta", until
+            `Pipeline.materialize`.
         tied: the parameters that two or more stages hold, by their name in the model, with these
             stages. Each has a copy, and the gradient is the sum of theirs.
 
@@ -126,6 +129,8 @@ class StagedModel:
         self._boundaries: list[Boundary] = choose_boundaries(split, model, costs, num_stages)
         self._tree = self._tree_of(recording)
         first = first_places(model)
+        self._first_places = {place: first[id(x)] for place, x in places_of(model)}
+        self.on_meta = frozenset(first[id(x)] for _, x in places_of(model) if x.is_meta)
         self._own_places = own_places(self._tree, first)
         if recording is None:
             ownership = owned_by_order(self._tree, self._boundaries, num_stages, first)
@@ -145,6 +150,20 @@ class StagedModel:
     def model(self) -> nn.Module:
         """The whole model; units of other ranks' stages are on "meta"."""
         return self._model
+
+    def copy_on_meta(self) -> nn.Module:
+        """Return a copy of the whole model on "meta", as it was before it was split."""
+        return copy.deepcopy(self._skeleton)
+
+    def first_place(self, place: Place) -> Place:
+        """Return the first place of the tensor at a place of the model."""
+        return self._first_places[place]
+
+    def holders(self, place: Place) -> Collection[int] | None:
+        """Return the stages that hold the tensor at a place of the model; None for what every rank
+        has, such as buffers outside of units.
+        """
+        return self._ownership.tensors.get(self.first_place(place))
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Return what the dependencies of stages depend on: shapes and dtypes of inputs, their

@@ -50,13 +50,13 @@ HEALTHY = {
         MPI | SLURM | ADDRESS | {"SLURM_STEP_NUM_TASKS": "3", "OMP_NUM_THREADS": "4"}
     ),
     "one GPU for each rank": facts(
-        {**JOB, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "1"}, found=(GPU,)
+        {**JOB, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "1"}, usable=(GPU,)
     ),
     "four GPUs": facts(
         {**JOB, "OMP_NUM_THREADS": "1"},
         build="CUDA 12.8",
         driver=True,
-        found=(GPU,) * 4,
+        usable=(GPU,) * 4,
         nccl="2.27.3",
     ),
     "Debian's name for itself": facts(own=("127.0.1.1",), local=frozenset({"127.0.1.1"})),
@@ -74,7 +74,9 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_host_passes_all_checks(name):
     assert {
-        check: found for check, found in findings(HEALTHY[name]).items() if found.status != "ok"
+        check: finding
+        for check, finding in findings(HEALTHY[name]).items()
+        if finding.status != "ok"
     } == {}
 
 
@@ -93,7 +95,7 @@ FAULTY = [
     ("torch lacks gloo", facts(gloo=False), "backends", "fault", "gloo", "pip install"),
     (
         "GPUs without NCCL",
-        facts(found=(GPU,), nccl=False),
+        facts(usable=(GPU,), nccl=False),
         "backends",
         "fault",
         "NCCL",
@@ -101,7 +103,7 @@ FAULTY = [
     ),
     (
         "GPUs without triton",
-        facts(found=(GPU,), triton=""),
+        facts(usable=(GPU,), triton=""),
         "triton",
         "warning",
         "not installed",
@@ -146,7 +148,7 @@ FAULTY = [
     ),
     (
         "an unknown GPU of several",
-        facts(BY_HAND | {"CUDA_VISIBLE_DEVICES": "0,1"}, found=(GPU,) * 2),
+        facts(BY_HAND | {"CUDA_VISIBLE_DEVICES": "0,1"}, usable=(GPU,) * 2),
         "own device",
         "warning",
         "2 cuda devices (CUDA_VISIBLE_DEVICES='0,1'), so it is unknown",
@@ -154,7 +156,7 @@ FAULTY = [
     ),
     (
         "fewer GPUs than ranks",
-        facts(JOB, found=(GPU, GPU)),
+        facts(JOB, usable=(GPU, GPU)),
         "devices",
         "warning",
         "2 devices for 4 ranks",
@@ -162,7 +164,7 @@ FAULTY = [
     ),
     (
         "a full GPU",
-        facts(found=(GPU, replace(GPU, free=GIB))),
+        facts(usable=(GPU, replace(GPU, free=GIB))),
         "devices",
         "warning",
         "device 1 (1 GiB of 80 GiB free)",
@@ -170,7 +172,7 @@ FAULTY = [
     ),
     (
         "GPUs apart",
-        facts(found=(GPU, GPU), no_peers=((0, 1),)),
+        facts(usable=(GPU, GPU), no_peers=((0, 1),)),
         "peer access",
         "warning",
         "1 of 2 pairs",
@@ -242,7 +244,7 @@ FAULTY = [
     ),
     (
         "docker's shared memory, with GPUs",
-        facts(JOB, shared=Space("/dev/shm", 64 << 20, 64 << 20), found=(GPU,) * 4),
+        facts(JOB, shared=Space("/dev/shm", 64 << 20, 64 << 20), usable=(GPU,) * 4),
         "shared memory",
         "fault",
         "4 ranks need about",
@@ -357,7 +359,7 @@ FAULTY = [
     ),
     (
         "too few GPUs for this rank",
-        facts(JOB | {"LOCAL_RANK": "3"}, found=(GPU,) * 2),
+        facts(JOB | {"LOCAL_RANK": "3"}, usable=(GPU,) * 2),
         "own device",
         "warning",
         "sees 2 cuda",
@@ -566,7 +568,7 @@ FAULTY = [
 def test_faults_are_named_with_a_fix(have, check, status, found, fix):
     said = findings(have)[check]
     assert said.status == status, said
-    assert found in said.found
+    assert found in said.facts
     assert fix in said.fix
 
 
@@ -601,33 +603,33 @@ def test_ranks_with_different_faults_are_listed_separately():
 
 
 def test_hosts_and_clocks():
-    assert hosts(["a", "b", "a", "b"]).found == "a: ranks 0, 2; b: ranks 1, 3"
+    assert hosts(["a", "b", "a", "b"]).facts == "a: ranks 0, 2; b: ranks 1, 3"
     assert clocks([0.0, 0.002, -0.003]).status == "ok"
-    assert clocks([0.0, 0.002, -4.0]).found == "the clock of rank 2 is 4 s behind that of rank 0"
+    assert clocks([0.0, 0.002, -4.0]).facts == "the clock of rank 2 is 4 s behind that of rank 0"
 
 
 def test_the_device_of_a_rank_is_told():
     one, other = replace(GPU, identity="GPU-a"), replace(GPU, identity="GPU-b")
-    here = facts(JOB | {"CUDA_VISIBLE_DEVICES": "2,3"}, found=(one, other))
+    here = facts(JOB | {"CUDA_VISIBLE_DEVICES": "2,3"}, usable=(one, other))
     assert (
-        findings(here)["own device"].found
+        findings(here)["own device"].facts
         == "cuda:1 (GPU-b): LOCAL_RANK=1, 2 cuda devices (CUDA_VISIBLE_DEVICES='2,3')"
     )
     assert (
-        findings(facts(found=(GPU,)))["own device"].found == "cuda:0: no LOCAL_RANK, 1 cuda device"
+        findings(facts(usable=(GPU,)))["own device"].facts == "cuda:0: no LOCAL_RANK, 1 cuda device"
     )
 
 
 def test_ranks_that_share_a_device_are_named():
     first, second = replace(GPU, identity="GPU-a"), replace(GPU, identity="GPU-b")
-    each = [facts({**JOB, "LOCAL_RANK": str(r)}, found=(first, second)) for r in range(2)]
+    each = [facts({**JOB, "LOCAL_RANK": str(r)}, usable=(first, second)) for r in range(2)]
     assert device_of_each_rank(each, "cuda") == ok("rank 0: cuda:0; rank 1: cuda:1")
     one = [
-        facts({**JOB, "LOCAL_RANK": str(r), "CUDA_VISIBLE_DEVICES": "0"}, found=(first,))
+        facts({**JOB, "LOCAL_RANK": str(r), "CUDA_VISIBLE_DEVICES": "0"}, usable=(first,))
         for r in range(2)
     ]
     said = device_of_each_rank(one, "cuda")
-    assert (said.status, said.found) == (
+    assert (said.status, said.facts) == (
         "fault",
         "ranks 0, 1 use GPU-a of node1: NCCL needs one device for each rank",
     )
@@ -647,7 +649,7 @@ def test_ranks_that_share_a_device_are_named():
     ],
 )
 def test_collectives_are_tried_on_gpus_where_each_rank_has_one(env, count, expected):
-    assert _mesh_of_size(None, 4, facts(env, found=(GPU,) * count)).device_type == expected
+    assert _mesh_of_size(None, 4, facts(env, usable=(GPU,) * count)).device_type == expected
 
 
 def row(op: str = "all_reduce", gigabytes: float = 10.0, correct: bool = True) -> Bandwidth:
@@ -657,7 +659,7 @@ def row(op: str = "all_reduce", gigabytes: float = 10.0, correct: bool = True) -
 def test_wrong_results_fail():
     assert collectives([row(), row("all_to_all")]).status == "ok"
     assert (
-        collectives([row(), row("all_to_all", correct=False)]).found
+        collectives([row(), row("all_to_all", correct=False)]).facts
         == "wrong results: all_to_all along dp"
     )
 

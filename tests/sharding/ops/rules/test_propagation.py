@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.ops.rules.notation import einrule
-from shardmesh.sharding.ops.rules.propagation import CannotKeep, _assigned, assign
+from shardmesh.sharding.ops.rules.propagation import CannotKeep, _assign_axes, assign
 from shardmesh.sharding.ops.rules.shapes.view import reshape_rule
 from tests.sharding.strategies import specs
 
@@ -239,4 +239,4 @@ def test_choices_without_communication_are_cached_for_all_shapes(data):
         sm.Layout.of(MESH2, data.draw(specs(("a", "b"), len(shape), ("sum",))), shape)
         for shape in dims
     ]
-    assert assign(rule, layouts) == _assigned(rule, layouts, None)
+    assert assign(rule, layouts) == _assign_axes(rule, layouts, None)

@@ -156,7 +156,7 @@ def test_rule(
             if _runs_gathered(label, c):
                 patch.setattr(strategy, "_warned", {func})
             else:
-                patch.setattr(strategy, "_gathered", _refuse)
+                patch.setattr(strategy, "_gathering_strategy", _refuse)
             ran = sum(
                 prove(func, c.args, c.kwargs, meshes=[mesh], most=math.ceil(most * times))
                 for mesh, most in tried

@@ -40,7 +40,7 @@ def never_gathered(monkeypatch):
     def refuse(func, *_):
         raise AssertionError(f"{func} ran gathered")
 
-    monkeypatch.setattr(strategy, "_gathered", refuse)
+    monkeypatch.setattr(strategy, "_gathering_strategy", refuse)
 
 
 @pytest.mark.parametrize("name", VALUES)
