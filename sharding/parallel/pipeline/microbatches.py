@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
+from .stage_meshes import Rows
 
 
 @dataclass
@@ -75,6 +76,31 @@ def microbatches_of(
             )
         )
     return microbatches
+
+
+def with_own_rows(batch: Microbatch, rows: Rows) -> Microbatch:
+    """Return what a data rank has of a microbatch that all ranks have whole.
+
+    Raises:
+        ValueError: a number of rows that cannot be split among all stages' data ranks; a tensor
+            with neither these rows nor one in its first dim; a sharded one.
+    """
+    values = (*batch.args, batch.kwargs, batch.target)
+    count = _rows(values) or 1
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim == 0 or (x.shape[0] == 1 and count != 1):
+            return x
+        if isinstance(x, ShardedTensor) or x.shape[0] != count or count % rows.of:
+            raise ValueError(
+                f"with stage_meshes, a microbatch is of plain tensors with a multiple of {rows.of} "
+                f"rows, since stages split rows among their data ranks; got {x.shape[0]} rows of "
+                f"{count}"
+            )
+        return rows.take(x, 0)
+
+    args, kwargs, target = pytree.tree_map(own, (batch.args, batch.kwargs, batch.target))
+    return Microbatch(args, kwargs, target)
 
 
 def _rows(values: Iterable[Any]) -> int | None:

@@ -17,7 +17,7 @@ from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
 from ..data.wrap import Units
-from .actions import Row
+from .actions import Row, Rows
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
@@ -29,6 +29,8 @@ from .microbatches import Microbatch, microbatches_of
 from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
+from .stage_meshes import StageMeshes, make_stage_meshes
+from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
 from .stages.precision import merged, precision_of
 from .stages.stage import Stage
@@ -56,6 +58,8 @@ def pipeline(
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     gather: Gather = "microbatch",
     static_shapes: bool = False,
+    stage_meshes: Sequence[Mapping[str, int]] | None = None,
+    data_axes: str | Sequence[str] = "dp",
 ) -> Pipeline:
     """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
     each other.
@@ -83,6 +87,11 @@ def pipeline(
             is set up, or once a "step", which keeps parameters and gradients of the rank's stages
             whole for the step.
         static_shapes: raise an error if the shapes of a microbatch change.
+        stage_meshes: for each rank along the axis, the axes of its stages' own mesh with their
+            sizes, where they differ: [{"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]. The product of the
+            sizes is that of the mesh's other axes. See `Pipeline.stage_mesh`. Every rank passes the
+            whole batch, and has the rows of its data rank.
+        data_axes: with `stage_meshes`, the axes over which the rows of a microbatch are split.
 
     Raises:
         ValueError: an axis that the mesh lacks; stages that do not cover the model, or another
@@ -110,9 +119,12 @@ def pipeline(
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
     if split is None and isinstance(model, nn.Module):
         split = "even"
+    meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
     names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)
-    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes, names)
+    return Pipeline(
+        staged, mesh, axis, schedules, microbatches, gather, static_shapes, names, meshes
+    )
 
 
 class _Schedules:
@@ -191,6 +203,7 @@ class Pipeline:
         gather: Gather,
         static_shapes: bool,
         tied_names: Mapping[str, str],
+        stage_meshes: StageMeshes | None = None,
     ) -> None:
         self.mesh = mesh
         self.axis = axis
@@ -198,7 +211,9 @@ class Pipeline:
         self._staged = staged
         self._schedules = schedules
         self._group = mesh.group(axis)
-        self._transport = Transport(self._group, mesh)
+        self._stage_meshes = stage_meshes
+        self._rows = None if stage_meshes is None else RowsOfStages(staged, stage_meshes)
+        self._transport = Transport(self._group, mesh, stage_meshes)
         self._gather: Gather = gather
         self._static_shapes = static_shapes
         self._signature: Hashable | None = None
@@ -228,6 +243,13 @@ class Pipeline:
     @property
     def model(self) -> nn.Module:
         return self._staged.model
+
+    @property
+    def stage_mesh(self) -> DeviceMesh:
+        """The mesh of this rank's stages: the pipeline's without its own axis, or what
+        `stage_meshes` gives.
+        """
+        return self._inner_mesh(None)
 
     # -- the modules -------------------------------------------------------------------------------
 
@@ -360,6 +382,8 @@ class Pipeline:
         Raises:
             ValueError: it has the pipeline's axis, or there is no other axis.
         """
+        if mesh is None and self._stage_meshes is not None:
+            return self._stage_meshes.mesh
         if mesh is None:
             names = tuple(name for name in self.mesh.axis_names if name != self.axis)
             if not names:
@@ -436,7 +460,7 @@ class Pipeline:
             run = self._start("step", batches, targets, loss)
             row = schedule.rows[self._group.rank]
             gathers = StepGathers(self.stages, row, self._gather)
-            self._transport.begin(schedule.rows, run.signatures)
+            self._begin_transport(schedule.rows, run)
             with gathers.whole_step():
                 self._execute(run, row, gathers)
         return self._whole_loss(run)
@@ -505,10 +529,12 @@ class Pipeline:
         """
         if self._has_tied:
             self.whole.refresh_copies()
-        self._check_same(kind, len(batches), targets is not None, loss is not None)
+        if self._rows is not None:
+            batches = [self._rows.own(batch) for batch in batches]
+        data = self._data_ranks(batches)
+        self._check_same(kind, len(batches), targets is not None, loss is not None, data)
         signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
         self._check_static(signatures)
-        data = self._data_ranks(batches)
         scales: list[Scales] = []
         if loss is not None and targets is not None:
             scales = self._scales(loss, batches, data)
@@ -540,7 +566,9 @@ class Pipeline:
                 )
             self._signature = signature
 
-    def _check_same(self, kind: str, count: int, has_targets: bool, has_loss: bool) -> None:
+    def _check_same(
+        self, kind: str, count: int, has_targets: bool, has_loss: bool, data: DataRanks
+    ) -> None:
         """Compare the ranks' calls, and tell each other the precision of stages; once for each kind
         of call.
 
@@ -551,11 +579,11 @@ class Pipeline:
             return
         last = self._staged.num_stages - 1
         precision = precision_of(self.stages.values())
-        told = gather_facts(
-            self._group,
-            (kind, count, has_loss, has_targets, last in self.stages, precision),
-            tag=_FACTS,
-        )
+        is_averaged = True
+        if self._stage_meshes is not None:
+            is_averaged = data.size == self._stage_meshes.data_size(self._stage_meshes.place)
+        facts = kind, count, has_loss, has_targets, last in self.stages, is_averaged, precision
+        told = gather_facts(self._group, facts, tag=_FACTS)
         calls = {rank: facts[:3] for rank, facts in told.items()}
         if len(set(calls.values())) > 1:
             text = ", ".join(
@@ -563,7 +591,14 @@ class Pipeline:
                 for rank, (called, number, *_) in calls.items()
             )
             raise ValueError(f"pipeline: ranks differ: {text}")
-        for rank, (_, _, loss, targets, is_last, _) in told.items():
+        for rank, (called, _, loss, targets, is_last, averages, _) in told.items():
+            if called == "step" and not averages:
+                place = self._group.ranks.index(rank)
+                raise ValueError(
+                    f"pipeline: stage_meshes[{place}] splits rows over data_axes, but no layer of "
+                    "its stages averages gradients over these: call pipe.fully_shard or "
+                    "pipe.data_parallel with them"
+                )
             if is_last and loss and not targets:
                 raise ValueError(
                     f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
@@ -613,10 +648,14 @@ class Pipeline:
         finally:
             self._run = None
 
+    def _begin_transport(self, rows: Rows, run: StepRun) -> None:
+        rows_of = None if self._rows is None else self._rows.dims
+        self._transport.begin(rows, run.signatures, rows_of)
+
     def _run_forward_only(self, run: StepRun) -> None:
         placement = self._schedules.of(self.microbatches).placement
         rows = forward_rows(placement, len(run.signatures))
-        self._transport.begin(rows, run.signatures)
+        self._begin_transport(rows, run)
         self._execute(run, rows[self._group.rank])
 
     def _whole_loss(self, run: StepRun) -> Tensor:
