@@ -311,8 +311,9 @@ class AbstractMesh:
         return self if above is None else above.mesh.root
 
     def unflatten(self, axis: str | int, sizes: Sequence[int], names: Sequence[str]) -> Self:
-        """Return the mesh with one axis, by name or position, split into several, major to minor:
-        the inverse of `flatten`.
+        """Return the mesh with one axis split into several, the inverse of `flatten`.
+
+        The axis is a name or a position; the new ones are major to minor.
 
         Axes of size 1 may be added anywhere. Slices of several unflattened views of one mesh can be
         put together by `DeviceMesh.concatenate`.

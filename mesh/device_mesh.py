@@ -300,8 +300,9 @@ class DeviceMesh(AbstractMesh):
         *,
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis, by name or position, split into several, major to minor:
-        the inverse of `flatten`.
+        """Return the mesh with one axis split into several, the inverse of `flatten`.
+
+        The axis is a name or a position; the new ones are major to minor.
 
             world [0 1 2 3]    world.unflatten("world", (2, 2), ("dp", "tp"))    [0 1]
                                                                                  [2 3]

@@ -133,9 +133,7 @@ class CommReport:
             advice = "Choose shardings that need less" if operator is None else operator.advice
             raise CommBudgetError(
                 f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of "
-                f"which {used} are used. Nothing was sent. "
-                f"{advice}, "
-                f"or allow {unit}={used + more}."
+                f"which {used} are used. Nothing was sent. {advice}, or allow {unit}={used + more}."
             )
 
     def report(self) -> str:

@@ -87,7 +87,7 @@ def reached_preemption(step: int) -> bool:
     return agreement.reached(world.rank, operator.index(step))
 
 
-# --------------------------------------------------------------------------------------- agreements
+# -- agreements ------------------------------------------------------------------------------------
 
 
 class _LocalAgreement:
@@ -159,9 +159,8 @@ class _StoreAgreement:
     def _run(self) -> None:
         try:
             noticed = self._wait_for_notice()
-        except (
-            Exception
-        ) as error:  # the process of the store has ended, as it may at the end of a job
+        except Exception as error:
+            # the process of the store has ended, as it may at the end of a job
             _log.info(
                 "rank %d no longer checks for a preemption notice of other ranks: %s",
                 self._rank,
@@ -300,7 +299,7 @@ def forget(world: World) -> None:
         agreement.stop()
 
 
-# ------------------------------------------------------------------------------------------ notices
+# -- notices ---------------------------------------------------------------------------------------
 
 _notice = ""  # the reason that this process has to stop, if it has
 _is_listening = False  # whether SIGTERM counts as a notice

@@ -192,7 +192,7 @@ def _pause_monitor(world: World) -> Any:
     return nullcontext() if monitor is None else monitor.paused()
 
 
-# ------------------------------------------------------------------------------------------ regions
+# -- regions ---------------------------------------------------------------------------------------
 
 _warned: set[tuple[str, int]] = set()
 

@@ -663,13 +663,9 @@ def _pairs(name: str, actual: Any, desired: Any) -> list[tuple[AxisLayout, AxisL
 
 
 def _as_sequence(layouts: Any) -> tuple[Any, ...]:
-    return (
-        ()
-        if layouts is None
-        else tuple(layouts)
-        if isinstance(layouts, (tuple, list))
-        else (layouts,)
-    )
+    if layouts is None:
+        return ()
+    return tuple(layouts) if isinstance(layouts, (tuple, list)) else (layouts,)
 
 
 # -- torch's own objects ---------------------------------------------------------------------------

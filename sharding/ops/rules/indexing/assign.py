@@ -25,8 +25,8 @@ from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axe
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, handler, rule
-from .index import expanded, index_names, patterns, selects
-from .local_indices import Part, widened
+from .index import expand_index, index_names, patterns, selects
+from .local_indices import Part, pad_by_one
 from .masked import mask_of
 
 
@@ -107,7 +107,7 @@ def _rule_of_write(input: Tensor, index: Any, value: Any, writer: _Writer) -> Ru
     mask = mask_of(index, input.ndim)
     if mask is not None:
         return _written_where(input, *mask, value, writer)
-    entries = expanded(index, input.ndim)
+    entries = expand_index(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) and e.ndim == 0 for e in entries):
         return None
     left, before, after = patterns(input, entries)
@@ -161,7 +161,7 @@ def _write_entries(
     if parts and (_needs_static_shapes() or _has_summed_gradient(entries, values, after)):
         wide = result
         for d in indexed:
-            wide = widened(wide, d)
+            wide = pad_by_one(wide, d)
         for n, part in parts.items():
             entries[n] = part.find(entries[n], part.length)[0]
         writer.write(wide, tuple(entries), values)
@@ -194,7 +194,7 @@ def _local_slices(
     Slices and integers of split dims become those of the part. The index is None if it selects
     nothing of the part.
     """
-    entries = expanded(index, local.ndim, local.device) or []
+    entries = expand_index(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
     order, _ = _result_dims(entries)
     for dim in split:
@@ -275,7 +275,7 @@ def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
     input, index, value = a.input, a.index, a.value
     if not (is_operand(value) and is_operand(input)) or mask_of(index, input.ndim) is not None:
         return None
-    entries = expanded(index, input.ndim)
+    entries = expand_index(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
         return None
     input[index] = value  # raises torch's own error first
