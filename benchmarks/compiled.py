@@ -135,19 +135,25 @@ def host_time(rounds: int) -> dict[str, float]:
         for _ in range(3):
             step()
     found = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
-    found["sm.jit that does nothing, 200 parameters"] = call_overhead(rounds)
-    return found
+    return found | call_overhead(rounds)
 
 
 def _same(y: Tensor) -> Tensor:
     return y
 
 
-def call_overhead(rounds: int) -> float:
-    """Return the microseconds of a call of an empty function with 200 parameters."""
+def call_overhead(rounds: int) -> dict[str, float]:
+    """Return the microseconds of a call of an empty function with 200 parameters, with and without
+    the comparison of its state.
+    """
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(100)])
-    f = sm.jit(lambda module: None, backend="eager")
-    return interleaved({"empty": lambda: f(model)}, rounds=rounds)["empty"].best * 1e6
+    calls: dict[str, Call] = {}
+    for check_state in (True, False):
+        f = sm.jit(lambda module: None, backend="eager", check_state=check_state)
+        name = "sm.jit that does nothing, 200 parameters"
+        calls[name if check_state else f"{name}, check_state=False"] = _bound(f, model)
+        f(model)
+    return {name: times.best * 1e6 for name, times in interleaved(calls, rounds=rounds).items()}
 
 
 def _bound(step: Callable[[Any], Any], x: Any) -> Call:

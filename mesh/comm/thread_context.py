@@ -100,6 +100,8 @@ class FunctionState(NamedTuple):
     world: World | None
     implicit_replication: bool
     plain_attention: Replacement | None
+    parts: Replacement | None
+    graphs_before: int | None
 
 
 class ThreadContext(threading.local):
@@ -114,6 +116,9 @@ class ThreadContext(threading.local):
             `sm.ops.implicit_replication`.
         plain_attention: the block that runs torch's attention of plain tensors, see
             `compat.context_parallel`; None outside.
+        parts: the graphs that calls of modules run, see `jit/parts.py`; None where all run eagerly.
+        graphs_before: in a recomputation, the number of the first graph that its forward could not
+            run yet (`ops/recomputation.py`); None outside.
 
         recorder: what records the graph that is being made; collectives and random numbers are
             shown to it.
@@ -148,6 +153,8 @@ class ThreadContext(threading.local):
     world: World | None = None
     implicit_replication: bool = False
     plain_attention: Replacement | None = None
+    parts: Replacement | None = None
+    graphs_before: int | None = None
 
     recorder: GraphRecorder | None = None
     axis_env: Any = None
@@ -199,7 +206,13 @@ class ThreadContext(threading.local):
 
     def function_state(self) -> FunctionState:
         """Return the state in which a function runs now, for `running_as`."""
-        return FunctionState(self.world, self.implicit_replication, self.plain_attention)
+        return FunctionState(
+            self.world,
+            self.implicit_replication,
+            self.plain_attention,
+            self.parts,
+            self.graphs_before,
+        )
 
     @contextmanager
     def running_as(self, state: FunctionState) -> Iterator[None]:
@@ -212,12 +225,14 @@ class ThreadContext(threading.local):
             self._set(before)
 
     def _set(self, state: FunctionState) -> None:
-        before = self.plain_attention
-        if state.plain_attention is not None:
-            state.plain_attention.install()
-        self.world, self.implicit_replication, self.plain_attention = state
-        if before is not None:
-            before.uninstall()
+        before = self.function_state()
+        for replacement in (state.plain_attention, state.parts):
+            if replacement is not None:
+                replacement.install()
+        self.__dict__.update(state._asdict())
+        for replacement in (before.plain_attention, before.parts):
+            if replacement is not None:
+                replacement.uninstall()
 
 
 thread_context = ThreadContext()

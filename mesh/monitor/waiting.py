@@ -24,7 +24,7 @@ from ..comm.recording.trace_buffer import Header
 from ..errors import WatchError
 from ..settings import monotonic_ns
 from .diagnosis import diagnose
-from .diagnosis.members import Member, agree, member, read_members
+from .diagnosis.members import agree, member, read_members
 from .job import Job
 from .recording.job_directory import Alarm, is_near
 
@@ -32,6 +32,8 @@ _SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
 _LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
 _SPINS = 20  # checks without sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
+_LONGEST_NAP_FOR_MESSAGE_S = 5e-4  # a stage of a pipeline computes nothing until its message comes
+_DIAGNOSE_EVERY_NS = 10_000_000  # the longest time between two diagnoses of one wait
 TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SHORT = timedelta(milliseconds=1)
 _IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
@@ -53,7 +55,8 @@ class Waiting:
         Before a group's first collective, for which torch connects them, and in "strict" mode.
         """
 
-        def done(members: list[Member]) -> bool:
+        def have_all_come() -> bool:
+            members = read_members(self._job.directory, recorder, sequence)
             late = [
                 m
                 for m in members
@@ -61,7 +64,7 @@ class Waiting:
             ]
             return not late and agree(members)
 
-        self._wait_for(recorder, sequence, done)
+        self.wait_until(recorder, sequence, have_all_come)
         if sequence == 0 and self._job.is_on:
             recorder.find_neighbours(self._job.directory)
 
@@ -87,14 +90,14 @@ class Waiting:
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
-        def done(_: Any) -> bool:
+        def have_called() -> bool:
             peers = [member(self._job.directory, recorder.key, r, sequence) for r in ranks]
             return all(
                 m.came is not False or (m.buffer is not None and not is_near(m.buffer))
                 for m in peers
             )
 
-        self._wait_for(recorder, sequence, done)
+        self.wait_until(recorder, sequence, have_called, longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S)
         wrong = diagnose.wrong_route(self._job, recorder, sequence) if self._job.is_on else None
         if wrong is not None:
             raise self._job.failed(wrong)
@@ -116,35 +119,37 @@ class Waiting:
                 raise self._job.failed(wrong)
             time.sleep(_NAP_S)
 
-    def _wait_for(
-        self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
-    ) -> None:
-        self.wait_until(
-            recorder, sequence, lambda: done(read_members(self._job.directory, recorder, sequence))
-        )
-
     def wait_until(
         self,
         recorder: Recorder,
         sequence: int,
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
+        longest_nap_s: float = _LONGEST_NAP_S,
     ) -> bool:
-        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError."""
+        """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError.
+
+        Args:
+            longest_nap_s: by so much the return may be late. Naps begin at 0.1 ms and grow.
+        """
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
                 return True
         nap = _NAP_S
+        diagnosed = since
         with self._blocked(recorder, sequence, since):
             while not is_done():
-                if monotonic_ns() - since > limit_ns or not self._diagnose(
-                    recorder, sequence, since
-                ):
+                now = monotonic_ns()
+                if now - since > limit_ns:
                     return False
+                if now - diagnosed >= min(diagnosed - since, _DIAGNOSE_EVERY_NS):
+                    if not self._diagnose(recorder, sequence, since):
+                        return False
+                    diagnosed = now
                 time.sleep(nap)
                 # leave the processors to the ranks that are waited for
-                nap = min(1.5 * nap, _LONGEST_NAP_S)
+                nap = min(1.5 * nap, longest_nap_s)
         return True
 
     # -- for torch's works -------------------------------------------------------------------------

@@ -55,13 +55,21 @@ class _OriginRecord(NamedTuple):
     versions: tuple[int, int]
 
 
-def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -> Origin:
-    """Return the origin of a gradient laid out as `layout`; the gradient itself if it has none."""
+def noted_origin(grad: Tensor) -> tuple[Layout, Origin] | None:
+    """Return the layout of a gradient and its origin, as recorded; None if it has none."""
     record: _OriginRecord | None = getattr(grad, "_origin", None)
     if record is None or (grad._version, record.origin.tensor._version) != record.versions:
+        return None
+    return record.layout, record.origin
+
+
+def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -> Origin:
+    """Return the origin of a gradient laid out as `layout`; the gradient itself if it has none."""
+    noted = noted_origin(grad)
+    if noted is None:
         return Origin(grad, layout, grad_layout)
-    origin, dtype = record.origin, layout.dtype
-    if record.layout is not layout.replace(dtype=record.layout.dtype):
+    (noted_layout, origin), dtype = noted, layout.dtype
+    if noted_layout is not layout.replace(dtype=noted_layout.dtype):
         return Origin(grad, layout, grad_layout)
     return (
         origin

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
 
 from ...mesh.comm.world import World
+from ..ops.recomputation import next_graph_number
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import unflatten
 from .backends.segments import Backend
@@ -42,6 +43,13 @@ class Entry:
         reason: why it was recorded although there were others; None for the first one.
         runner: its compiled graph; None before the first call.
         calls: how often that has run.
+        number: see `ops/recomputation.py`.
+
+    Args:
+        guard: the Python state that the function reaches.
+        leaves: those of the arguments.
+        signatures: of the gradients before the call.
+        check_state: whether later calls compare that state.
     """
 
     def __init__(
@@ -51,11 +59,13 @@ class Entry:
         leaves: Sequence[Any],
         signatures: list[Any],
         reason: str | None,
+        check_state: bool = True,
     ) -> None:
         self.recording, self.reason, self.calls = recording, reason, 0
+        self.number = next_graph_number()
         self.prologue = Prologue(recording.program.reads)
         self.runner: Runner | None = None
-        self.guard, self._signatures = guard, signatures
+        self.guard, self._signatures, self._checks_state = guard, signatures, check_state
         self._overlap = self._overlaps(leaves)
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
@@ -87,7 +97,7 @@ class Entry:
 
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
-        change = self.guard.change()
+        change = self.guard.change() if self._checks_state else None
         for condition in self.recording.conditions:
             change = change or condition.change()
         if change is not None:

@@ -84,6 +84,7 @@ class JitFunction:
             self._compile = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._fullgraph: bool = options["fullgraph"]
+        self._check_state: bool = options["check_state"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, Recordings]] = (
             weakref.WeakKeyDictionary()
         )
@@ -293,7 +294,9 @@ class JitFunction:
             entries.meshes, entries.device = ranks, meshes[0].device
         for read in program.reads if program.is_own else ():
             forget_lineages(read.graph)
-        entries.append(Entry(recording, guard, leaves, before, texts_of(reasons) or None))
+        entries.append(
+            Entry(recording, guard, leaves, before, texts_of(reasons) or None, self._check_state)
+        )
         for entry in entries if program.is_own else ():
             entry.forget_lineages()
         if not world.rank:
@@ -331,11 +334,17 @@ class JitFunction:
                 self._name,
                 self._fullgraph,
                 self._f,
+                self._check_state,
             )
 
     def _break(self, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
-        parts = Parts(snapshot.modules, lambda: self.backend, not world.rank)
+        parts = Parts(
+            snapshot.modules,
+            lambda: self.backend,
+            not world.rank,
+            check_state=self._check_state,
+        )
         self._parts[world] = parts
         if not world.rank:
             names = ", ".join(function.name for function in parts.joined.values())
@@ -374,8 +383,13 @@ class JitModule(nn.Module):
             return self._orig_mod(*args, **kwargs)
         parts = self._parts.get(world)
         if parts is None:
-            fullgraph = self._options["fullgraph"]
-            parts = Parts([self._orig_mod], self._backend, not world.rank, fullgraph)
+            parts = Parts(
+                [self._orig_mod],
+                self._backend,
+                not world.rank,
+                self._options["fullgraph"],
+                self._options["check_state"],
+            )
             self._parts[world] = parts
             world.dependents.add(self)
         with parts.running():
@@ -418,6 +432,7 @@ def jit(
     cudagraphs: bool = False,
     fullgraph: bool = False,
     strict: bool = False,
+    check_state: bool = True,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
     together.
@@ -448,6 +463,9 @@ def jit(
             parts from then on: its modules' calls are graphs, what is between them is eager.
         strict: whether a call raises whose values, of tensors that installed packages read, have no
             recording when there are many; otherwise it runs eagerly. An option for functions.
+        check_state: whether each call compares the Python state that `f` can reach with that of the
+            recording. False is a promise that nothing besides the arguments changes: a call after
+            `model.eval()`, or after a closure variable was assigned, runs the old graph, silently.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
@@ -479,6 +497,7 @@ def jit(
         "cudagraphs": cudagraphs,
         "fullgraph": fullgraph,
         "strict": strict,
+        "check_state": check_state,
     }
     if f is None:
         return functools.partial(jit, **options)

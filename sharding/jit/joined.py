@@ -11,7 +11,9 @@
 
 Inputs are the arguments, and the parameters and buffers of the modules that f calls, which are read
 anew in every call: under `fully_shard` each call has other tensors. Gradients of parameters leave
-through the node, so that autograd adds them to `.grad`, and calls hooks, as in eager code.
+through the node, so that autograd adds them to `.grad`, and calls hooks, as in eager code. With
+gradients come and go their origins (`grad_origin.py`), so that a program has the collectives of
+eager code, as has what follows it.
 
 The programs have the collectives of the function in the function's order: no pass changes them, so
 each rank may record in a call of its own. What an installed package reads of a tensor selects the
@@ -32,11 +34,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..autograd.first_derivative import without_derivative
+from ..autograd.grad_origin import Origin, note_origin, noted_origin
 from ..functional.transforms.parts import with_part
+from ..layout.layout import Layout
+from ..redistribute.linear import redistribute_linear
+from ..tensor.saved_wrapper import wrapper_to_save
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten, unflatten
 from .backends.segments import Backend
@@ -73,6 +80,7 @@ class JoinedFunction:
         name: of the function, for people.
         fullgraph: whether what a graph cannot repeat is an error.
         root: the object whose state the function depends on; the function itself by default.
+        check_state: whether calls compare that state.
 
     Attributes:
         entries: for each signature the recordings, the newest last.
@@ -87,9 +95,11 @@ class JoinedFunction:
         name: str,
         fullgraph: bool = False,
         root: Any = None,
+        check_state: bool = True,
     ) -> None:
+        first_block.begin()  # recomputations know which graphs their forwards could run
         self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
-        self._root = f if root is None else root
+        self._root, self.check_state = (f if root is None else root), check_state
         self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
         self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
@@ -108,6 +118,8 @@ class JoinedFunction:
         selected = entries.select(leaves)
         if selected.entry is not None:
             return selected.entry.run([*leaves, *selected.carried], world, self._backend())
+        if thread_context.graphs_before is not None:
+            return self._f(*args, **kwargs)  # a recomputation; its forward was eager, too
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
         if len(self.recordings) >= _RECORDINGS:
@@ -305,6 +317,10 @@ class _RecordedCall:
         for i, g in enumerate(grads):
             if g is not None:
                 builder.know(g, builder.placeholder(f"gradient_{i}"))
+                noted = noted_origin(g)
+                if noted is not None:
+                    _, origin = noted
+                    builder.know(origin.tensor, builder.placeholder(f"origin_{i}"))
         before = self._look()  # hooks of backward may change Python state
         self._saved.load()
         try:
@@ -398,7 +414,7 @@ def _entry(
     middle = nodes.index(call.end_of_forward)
     of_backward = nodes[middle + 1 :]
     of_forward = set(nodes[:middle])
-    seeds = {f"gradient_{i}": i for i in range(len(grads))}
+    seeds = {f"{what}_{i}" for i in range(len(grads)) for what in ("gradient", "origin")}
     needed: dict[fx.Node, None] = {}
     if any(isinstance(node.target, Draw) for node in of_backward):
         raise JitError("its backward draws random numbers")
@@ -411,8 +427,14 @@ def _entry(
         if g is not None and node is None:
             raise JitError("a gradient was made without an operator of torch")
         of_gradients.append(node)
-        if node is not None and node in of_forward:
-            needed[node] = None
+    origins = []
+    for i, g in enumerate(gradients):
+        noted = None if g is None else noted_origin(g)
+        node = None if noted is None else builder.node_of(noted[1].tensor)
+        if node is not None:
+            origins.append((i, _OriginKind.of(gradients[i])))
+            of_gradients.append(node)
+    needed |= {node: None for node in of_gradients if node in of_forward}
     graph, copies = fx.Graph(), {}
     saved = [x for x in needed if not (x.op == "placeholder" and x.target in seeds)]
     for x in [*saved, *(n for n in nodes if n.op == "placeholder" and n.target in seeds)]:
@@ -437,7 +459,7 @@ def _entry(
     reads = [node for node in recording.program.graph.nodes if is_movable(node)]
     program = hoist_reads(recording.program, (), agreed=False, collectives=False)
     _check_reads([node for node in reads if node in program.graph.nodes])
-    return JoinedEntry(call, recording._replace(program=program), graph, saved, grads)
+    return JoinedEntry(call, recording._replace(program=program), graph, saved, grads, origins)
 
 
 class _ReadInside(JitError):
@@ -467,8 +489,9 @@ class JoinedEntry(Entry):
         graph: fx.Graph,
         saved: Sequence[fx.Node],
         grads: Sequence[Tensor | None],
+        origins: list[tuple[int, _OriginKind]],
     ) -> None:
-        super().__init__(recording, call.guard, call.leaves, [], None)
+        super().__init__(recording, call.guard, call.leaves, [], None, call.function.check_state)
         recording.program.name = call.function.name
         self.backward_program: Any = None
         self.backward_runner: Runner | None = None
@@ -479,11 +502,13 @@ class JoinedEntry(Entry):
         self._with_history = call.differentiable if grads else []
         self._had_grads = [g is not None for g in grads]
         self._kinds = [_Kind.of(x) for x in call.outputs] if grads else []
+        self._origins = list(map(_OriginKind.of, grads))
+        self._origins_of_gradients = origins
         if grads:
-            names = [
-                *(node.name for node in saved),
-                *(f"gradient {i}" for i, g in enumerate(grads) if g is not None),
-            ]
+            names = [node.name for node in saved]
+            for i, (had, kind) in enumerate(zip(self._had_grads, self._origins, strict=True)):
+                names += [f"gradient {i}"] if had else []
+                names += [f"origin of gradient {i}"] if kind is not None else []
             self.backward_program = Program(
                 graph,
                 [],
@@ -521,17 +546,59 @@ class JoinedEntry(Entry):
                     f"result {i} of {self.recording.program.name} under sm.jit got a gradient, and "
                     "had none when its backward was recorded; call the module itself for this loss"
                 )
-        seeds = [
-            kind.zeros() if g is None else g
-            for g, kind, had in zip(
-                _seeds(grads, self._kinds), self._kinds, self._had_grads, strict=True
-            )
-            if had
-        ]
-        inputs = [*saved, *seeds]
+        inputs = list(saved)
+        seeds = zip(
+            _seeds(grads, self._kinds), self._kinds, self._had_grads, self._origins, strict=True
+        )
+        for g, kind, had, origin in seeds:
+            if had:
+                g = kind.zeros() if g is None else g
+                inputs.append(g)
+                inputs += [] if origin is None else [origin.tensor_of(g)]
         if self.backward_runner is None:
             self.backward_runner = backend(self.backward_program, inputs)
-        return list(run_plainly(self.backward_runner, inputs))
+        outputs = list(run_plainly(self.backward_runner, inputs))
+        count = len(outputs) - len(self._origins_of_gradients)
+        gradients = outputs[:count]
+        for (i, kind), x in zip(self._origins_of_gradients, outputs[count:], strict=True):
+            gradients[i] = kind.noted(gradients[i], x)
+        return gradients
+
+
+class _OriginKind(NamedTuple):
+    """The layouts of a gradient with an origin, and of that.
+
+    Attributes:
+        layout: of the gradient.
+        of_origin, grad_layout: as in `Origin`.
+        kind: of the origin's tensor.
+    """
+
+    layout: Layout
+    of_origin: Layout
+    grad_layout: Layout | None
+    kind: _Kind
+
+    @classmethod
+    def of(cls, g: Tensor | None) -> _OriginKind | None:
+        noted = None if g is None else noted_origin(g)
+        if noted is None:
+            return None
+        layout, (x, of_origin, grad_layout) = noted
+        return cls(layout, of_origin, grad_layout, _Kind.of(x))
+
+    def tensor_of(self, g: Tensor) -> Tensor:
+        """Return the origin's tensor; the gradient redistributed if it has no such origin, as that
+        of another loss than was recorded.
+        """
+        noted = noted_origin(g)
+        if noted is not None and self == type(self).of(g):
+            return noted[1].tensor
+        return _dense_like(redistribute_linear(g, self.layout, self.of_origin), self.kind)
+
+    def noted(self, g: Tensor, x: Tensor) -> Tensor:
+        """Return a gradient whose origin is this tensor."""
+        return note_origin(g, self.layout, Origin(x, self.of_origin, self.grad_layout))
 
 
 class _Kind(NamedTuple):
@@ -563,9 +630,19 @@ def _seeds(grads: Sequence[Tensor | None], outputs: Sequence[_Kind]) -> list[Ten
 
 
 def _as_strided_like(g: Tensor, kind: _Kind) -> Tensor:
-    if g.stride() == kind.strides and g.dtype is kind.dtype:
-        return g
-    return torch.empty_strided(g.shape, kind.strides, dtype=kind.dtype, device=g.device).copy_(g)
+    """Return a gradient in these strides, and its origin densely."""
+    x, noted = _dense_like(g, kind), noted_origin(g)
+    if noted is None:
+        return x
+    layout, origin = noted
+    tensor = _dense_like(origin.tensor, _Kind.of(origin.tensor))
+    return note_origin(x, layout, origin._replace(tensor=tensor))
+
+
+def _dense_like(x: Tensor, kind: _Kind) -> Tensor:
+    if x.stride() == kind.strides and x.dtype is kind.dtype:
+        return x
+    return torch.empty_strided(x.shape, kind.strides, dtype=kind.dtype, device=x.device).copy_(x)
 
 
 class _Join(torch.autograd.Function):
@@ -718,7 +795,7 @@ class _SavedTensors:
             x = self._unpack(token.packed) if token.value is None else token.value
         if token.node is not None:
             self._recorder.builder.know(x, token.node)
-        return x
+        return wrapper_to_save(x) if isinstance(x, ShardedTensor) else x
 
 
 class _Token:

@@ -22,6 +22,7 @@ from types import MethodType
 
 from torch import nn
 
+from ...mesh.comm.thread_context import thread_context
 from ..ops.torch_compile import compiled_call, set_compiled_call
 from .backends.segments import Backend
 from .joined import JoinedEntry, JoinedFunction
@@ -37,6 +38,7 @@ class Parts:
         backend: returns what compiles the graphs.
         is_shown: whether breaks are logged: on one rank.
         fullgraph: whether a break in a module is an error.
+        check_state: whether calls compare the Python state that the modules reach.
 
     Attributes:
         joined: the modules and the programs of their calls.
@@ -48,9 +50,12 @@ class Parts:
         backend: Callable[[], Backend],
         is_shown: bool,
         fullgraph: bool = False,
+        check_state: bool = True,
     ) -> None:
         self._backend, self._is_shown, self._fullgraph = backend, is_shown, fullgraph
+        self._check_state = check_state
         self.joined: dict[nn.Module, JoinedFunction] = {}
+        self._users, self._installed = 0, []
         for module in _outermost(modules):
             self._add([module] if _is_whole(module) else _inside(module))
 
@@ -58,7 +63,12 @@ class Parts:
         for module in modules:
             call = MethodType(type(module)._call_impl, module)
             self.joined[module] = JoinedFunction(
-                call, [module], self._backend, type(module).__name__, self._fullgraph
+                call,
+                [module],
+                self._backend,
+                type(module).__name__,
+                self._fullgraph,
+                check_state=self._check_state,
             )
 
     def entries(self) -> list[JoinedEntry]:
@@ -67,23 +77,34 @@ class Parts:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In the block calls of the modules are graphs."""
-        installed = [
-            (module, function)
-            for module, function in self.joined.items()
-            if compiled_call(module) is None
-        ]
-        for module, function in installed:
-            set_compiled_call(module, function)
+        """In the block calls of the modules are graphs, and in recomputations of what it runs."""
+        state = thread_context.function_state()._replace(parts=self)
         try:
-            yield
+            with thread_context.running_as(state):
+                yield
         finally:
-            for module, _ in installed:
-                set_compiled_call(module, None)
             self._split()
 
+    def install(self) -> None:
+        """Let calls of the modules be graphs, but for those that other code has replaced."""
+        self._users += 1
+        if self._users > 1:
+            return
+        self._installed = [module for module in self.joined if compiled_call(module) is None]
+        for module in self._installed:
+            set_compiled_call(module, self.joined[module])
+
+    def uninstall(self) -> None:
+        """End what one `install` began."""
+        self._users -= 1
+        if self._users == 0:
+            for module in self._installed:
+                set_compiled_call(module, None)
+
     def _split(self) -> None:
-        """Replace modules that break by those inside of them."""
+        """Replace modules that break by those inside of them, unless calls are running."""
+        if self._users:
+            return
         for module, function in list(self.joined.items()):
             if function.broken is not None:
                 del self.joined[module]

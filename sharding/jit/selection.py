@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...mesh.comm.thread_context import thread_context
 from .backends.repeats import key_of
 from .program import Read, compile_eagerly, is_same_value, run_plainly
 
@@ -75,9 +76,14 @@ def _source_key(source: Callable[[Sequence[Any]], Any]) -> Any:
 
 
 class Entry(Protocol):
-    """A recording, as far as it is selected here; that of `entry.py`."""
+    """A recording, as far as it is selected here; that of `entry.py`.
+
+    Attributes:
+        number: that of its graph, see `ops/recomputation.py`.
+    """
 
     prologue: Prologue
+    number: int
 
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return which state has changed since, None if none has."""
@@ -123,10 +129,14 @@ class Recordings(list[Any]):
         self.device = torch.device("cpu")
 
     def select(self, leaves: Sequence[Any]) -> Selected:
-        """Return the newest recording that holds for a call."""
+        """Return the newest recording that holds for a call; in a recomputation, of those that its
+        forward knew.
+        """
         known: dict[str, Sequence[Any]] = {}
-        why, count = "", 0
+        why, count, before = "", 0, thread_context.graphs_before
         for entry in reversed(self):
+            if before is not None and entry.number > before:
+                continue
             change = entry.change(leaves)
             if change is None:
                 count += 1

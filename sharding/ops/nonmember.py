@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ...mesh.comm.thread_context import thread_context
 from ..autograd.engine_hooks import transforming
@@ -56,11 +57,11 @@ def run(
             lambda t: first._local.view_as(first._local).to(t.dtype),
         )
     if not _in_graph(operands):
-        return (
-            first
-            if strategy.in_place
-            else _wrap_results(strategy, _example(strategy), first, _part_on(first))
-        )
+        if not strategy.in_place:
+            return _wrap_results(strategy, _example(strategy), first, _part_on(first))
+        if not first._local.is_inference():
+            increment_version(first._local)
+        return first
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)

@@ -11,11 +11,15 @@ Whichever thread runs it, and in whatever block.
 torch restores random numbers, autocast and the default device itself. Both forms of checkpoint keep
 the function that they run again when they start; it is replaced there by one that restores. This
 reaches every caller of torch's, such as `CheckpointWrapper` and `sm.remat`.
+
+A graph of `sm.jit` saves other tensors than eager code, and checkpoint compares them. So graphs are
+numbered, and a recomputation runs those that there were in its forward.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +30,13 @@ from ...mesh.comm.first_use import first_block, first_leaf
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.current_mesh import mesh_context
 
+_numbers = itertools.count()
+
+
+def next_graph_number() -> int:
+    """Return a number above those of all graphs, and of all forwards, so far."""
+    return next(_numbers)
+
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f` that runs in the present state.
@@ -35,6 +46,8 @@ def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
     The state of the thread that calls it is restored afterwards, also after an exception.
     """
     state = thread_context.function_state()
+    if state.graphs_before is None:
+        state = state._replace(graphs_before=next_graph_number())
     meshes = mesh_context.get()
     attention = current_world().attention
 

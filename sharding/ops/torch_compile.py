@@ -27,10 +27,10 @@ from ...mesh.comm.call_site import _OURS
 F = TypeVar("F", bound=Callable[..., Any])
 _ADVICE = (
     "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a "
-    "graph breaks here. Leave out fullgraph=True; or compile modules that see plain tensors, such "
-    "as the blocks under fully_shard; or compile the whole step, with its collectives and the "
-    "optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call "
-    "sm.ops.flex_attention"
+    "graph breaks here. In place of torch.compile(block, fullgraph=True) write sm.jit(block), "
+    "whose calls are graphs with their collectives, or sm.jit(step) for a whole step. Or leave out "
+    "fullgraph=True; or compile modules that see plain tensors, such as the blocks under "
+    "fully_shard. For torch's flex_attention, which compiles itself, call sm.ops.flex_attention"
 )
 _RULES = "torch._dynamo.trace_rules"
 ORIGINAL = "_orig_mod"  # where `torch.compile(module)` and `sm.jit(module)` keep the module

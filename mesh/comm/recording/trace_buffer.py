@@ -145,6 +145,10 @@ class TraceBuffer:
                 self._texts[value] = offset
         return offset
 
+    def set_doing(self, state: str) -> None:
+        """Publish what the rank is in the middle of, for verdicts and the ledger; "" if nothing."""
+        self.words[Header.DOING] = self.text(state) if state else 0
+
     def note_line(self, line: int) -> None:
         """Record that a line, given by its hash, has created a sharded tensor."""
         word, bit = divmod(line % LINE_BITS, 64)

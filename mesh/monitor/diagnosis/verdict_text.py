@@ -463,11 +463,19 @@ def _observation(rank: int, record: Record | None) -> Observation:
 
 def _last_seen(rank: int, buffer: TraceBuffer | None) -> Observation:
     record = None if buffer is None else buffer.last
+    doing = _doing(buffer)
     if record is None:
-        return Observation(rank, "has called no collective", "")
-    return Observation(
-        rank, f"last {'called' if record.end else 'entered'} {call_text(record.call)}", record.place
-    )
+        return Observation(rank, f"{doing}has called no collective", "")
+    last = f"last {'called' if record.end else 'entered'} {call_text(record.call)}"
+    return Observation(rank, doing + last, record.place)
+
+
+def _doing(buffer: TraceBuffer | None) -> str:
+    """Return what a rank has published to be in the middle of, as the begin of a line."""
+    if buffer is None or buffer.words[Header.STATE] == RankState.LOST:  # then it is why
+        return ""
+    doing = buffer.read_text(buffer.words[Header.DOING])
+    return f"{doing}; " if doing else ""
 
 
 def _blamed_first(seen: Sequence[Observation], blamed: Sequence[int]) -> list[Observation]:

@@ -49,16 +49,41 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
         >>> sm.parallel.materialize(model)
         >>> sm.checkpoint.load_safetensors("llama/", like=model)       # or keep the initial values
     """
+    if any(_is_meta(x) for inner in module.modules() for x in _tensors(inner)):
+        units = units_in(module)
+        write_initial_values(module, _mesh_of(module), units, init)
+        for unit in units:
+            unit.plan.flatten_parameters()
+    return module
+
+
+def write_initial_values(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    units: Sequence[Unit],
+    init: Callable[[nn.Module], object] | None,
+) -> None:
+    """Replace the tensors on "meta" of a module, and write their initial values: see `materialize`.
+
+    Args:
+        module: in it, a `ShardedTensor` on a mesh that this rank is no part of stands for a tensor
+            of other ranks. It is initialised as well, without memory, so that random numbers are
+            those of the whole module.
+        mesh: of plain tensors, which are equal on its ranks.
+        units: of the parameters, which say on which devices these are.
+        init: as in `materialize`.
+
+    Raises:
+        ValueError: as `materialize`.
+    """
     owners = {
         name: inner
         for name, inner in _post_order(module, "")
         if any(_is_meta(x) for x in _tensors(inner))
     }
-    if not owners:
-        return module
-    mesh, steps = _mesh_of(module), _steps(module, owners, init)
+    steps = _steps(module, owners, init)
     with torch.no_grad():
-        memory = _Memory(mesh, units_in(module))
+        memory = _Memory(mesh, units)
         for inner in owners.values():
             memory.allocate(inner)
         before = {name: _versions(inner) for name, inner in owners.items()}
@@ -69,9 +94,6 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
         for inner in owners.values():
             memory.restore_plain_params(inner)
         memory.restore_plain_buffers()
-    for unit in units_in(module):
-        unit.plan.flatten_parameters()
-    return module
 
 
 def _post_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -21,6 +21,7 @@ CommunicationKind: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _COMMUNICATION = re.compile(r"([0-9]{1,9})((?:SEND|RECV)_[FB])([0-9]{1,9})")
+_NAMES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
@@ -39,6 +40,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def description(self) -> str:
+        """The action in words, as in "the forward of stage 2, microbatch 5"."""
+        return f"the {_NAMES[self.kind]} of stage {self.stage}, microbatch {self.microbatch}"
 
     @property
     def result(self) -> Action:

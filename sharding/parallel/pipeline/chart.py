@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ....mesh.text import table_lines
 from ..figure import drawn
 from .actions import Action, Overlap
-from .event import Event, Events
+from .event import Event, Events, ShardCommunication
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,8 @@ COLOURS = {
     "I": "#58b0a7",
     "W": "#a8c66c",
     "FB": "#8f7fb8",
+    "G": "#d0a54a",
+    "R": "#c67c5c",
     OPTIMIZER: "#707070",
 }
 LEGEND = {
@@ -33,6 +35,8 @@ LEGEND = {
     "I": "backward for inputs",
     "W": "backward for weights",
     "FB": "forward and backward together",
+    "G": "gather parameters",
+    "R": "reduce gradients",
 }
 
 
@@ -91,6 +95,8 @@ def _label(event: Event, with_stage: bool) -> str:
     cell = event.cell
     if cell is None:
         return "step"
+    if isinstance(cell, ShardCommunication):
+        return str(cell) if with_stage else cell.kind
     if isinstance(cell, Overlap):
         return (
             f"{_action_label(cell.forward, with_stage)}&{_action_label(cell.backward, with_stage)}"
@@ -150,11 +156,11 @@ def _stages(row: tuple[Event, ...]) -> list[int]:
 def _kind(event: Event) -> str:
     if event.cell is None:
         return OPTIMIZER
-    return event.cell.kind if isinstance(event.cell, Action) else "FB"
+    return "FB" if isinstance(event.cell, Overlap) else event.cell.kind
 
 
 def _draw_event(axes: Axes, event: Event, rank: int, first_stage: int, makespan: float) -> None:
-    later = isinstance(event.cell, Action) and event.cell.stage != first_stage
+    later = isinstance(event.cell, Action | ShardCommunication) and event.cell.stage != first_stage
     duration = event.end - event.start
     axes.broken_barh(
         [(event.start, duration)],

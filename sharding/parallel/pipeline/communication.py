@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from .actions import Action, Cell, Communication, Rows, actions_of, stages_of
+from .actions import Action, Cell, Communication, Overlap, Rows, actions_of, stages_of
 from .proof import prove
 from .simulation import Costs, simulate
 
@@ -41,7 +41,7 @@ def with_communication(rows: Rows) -> Instructions:
     sequence: list[tuple[float, int, int, Cell]] = []
     for rank, row in enumerate(timeline.events):
         for event in row:
-            if event.cell is not None:
+            if isinstance(event.cell, Action | Overlap):
                 sequence.append((event.start, actions_second, rank, event.cell))
                 sequence.append((event.end, transfers_first, rank, event.cell))
     instructions: list[list[Instruction]] = [[] for _ in rows]

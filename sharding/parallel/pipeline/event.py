@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from .actions import Cell
+
+
+class ShardCommunication(NamedTuple):
+    """What `fully_shard` does for all parameters of a stage.
+
+    Attributes:
+        stage: the stage.
+        kind: "G" gathers its parameters, "R" reduces its gradients.
+    """
+
+    stage: int
+    kind: Literal["G", "R"]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -13,12 +28,13 @@ class Event:
     """A time in which a rank is busy.
 
     Attributes:
-        cell: the action or overlap; None for a step of the optimizer.
+        cell: the action or overlap; or what `fully_shard` does for a stage; None for a step of the
+            optimizer.
         start: when it starts; the first action of the schedule starts at 0.
         end: when it ends.
     """
 
-    cell: Cell | None
+    cell: Cell | ShardCommunication | None
     start: float
     end: float
 

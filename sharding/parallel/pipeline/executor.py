@@ -7,8 +7,8 @@ backward   take gradients, run the graph, pass on the gradients of the stage's i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
+from ....mesh.comm.world import World
+from ....mesh.errors import WatchError
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, actions_in
 from .gathering import StepGathers
@@ -77,6 +79,7 @@ class StepRun:
         scales: for each microbatch the factors of its losses; empty if there are no targets.
         data: the ranks with other rows of the same batch.
         random: the random numbers of the step; None to draw from the generators as they are.
+        world: this rank's.
 
     Attributes:
         total: this rank's part of the loss, detached.
@@ -94,6 +97,7 @@ class StepRun:
         scales: Sequence[Scales],
         data: DataRanks,
         random: StepRandom | None,
+        world: World,
     ) -> None:
         self._stages = stages
         self._last_stage = last_stage
@@ -101,6 +105,7 @@ class StepRun:
         self.signatures = signatures
         self.data = data
         self._random = random
+        self._world = world
         self._transport = transport
         self._loss = loss
         self._scales = scales
@@ -123,14 +128,30 @@ class StepRun:
         for action in actions_in(row):
             if gathers is not None:
                 gathers.before(action)
-            match action.kind:
-                case "F":
-                    self._forward(action, (action.stage, action.microbatch) in in_two_parts)
-                case "B" | "I":
-                    self._backward(action)
-                case "W":
-                    self._backward_weight(action)
+            with self._published(action):
+                match action.kind:
+                    case "F":
+                        self._forward(action, (action.stage, action.microbatch) in in_two_parts)
+                    case "B" | "I":
+                        self._backward(action)
+                    case "W":
+                        self._backward_weight(action)
         self._transport.finish()
+
+    @contextmanager
+    def _published(self, action: Action) -> Iterator[None]:
+        """Let the monitor's verdicts, and errors of the model, say that this action was running."""
+        buffer = self._world.trace_buffer
+        buffer.set_doing(f"in {action.description}")
+        try:
+            yield
+        except WatchError:  # which says what each rank did
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {action.description}, of a pipeline")
+            raise
+        finally:
+            buffer.set_doing("")
 
     def add_loss(self, value: Tensor) -> None:
         """Add a loss of the stage and microbatch that run."""
@@ -150,13 +171,17 @@ class StepRun:
         inputs: list[Tensor] = []
         if stage:
             inputs = self._transport.take_activations(stage, number, signature)
+        carried = inputs
+        if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
+            # autocast caches the casts of leaves, and adds up their gradients in the lower dtype
+            carried = [x.view_as(x) if x.requires_grad else x for x in inputs]
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
         seeded = nullcontext() if self._random is None else self._random.microbatch(number)
         self._current = running, number
         try:
             with seeded, recording:
-                result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
+                result = self._stages[stage](tuple(carried), microbatch.args, microbatch.kwargs)
                 if stage == self._last_stage:
                     self._finish_forward(running, number, result)
         finally:
@@ -182,9 +207,11 @@ class StepRun:
         self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
-        """Add a loss, scaled, to those of the step and to the roots of backward."""
+        """Add a loss, scaled, to those of the step and to the roots of backward. One that counts
+        nothing is 0, also if it is a mean over nothing, which is NaN.
+        """
         whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
-        value = whole.reshape(()) * scale.to(whole.dtype)
+        value = whole.reshape(()).where(scale != 0, 0) * scale.to(whole.dtype)
         detached = value.detach()
         self.total = detached if self.total is None else self.total + detached
         if value.requires_grad:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
+from .stage_meshes import Rows
 
 
 @dataclass
@@ -48,8 +49,8 @@ def microbatches_of(
         default_count: the number of microbatches if nothing is a list.
 
     Raises:
-        ValueError: lists of different lengths; fewer rows than microbatches; a tensor with neither
-            the batch's rows nor one in its first dim.
+        ValueError: lists of different lengths; fewer rows than microbatches, but not none; a tensor
+            with neither the batch's rows nor one in its first dim.
     """
     named = {"inputs": inputs, **kwargs, "targets": targets}
     counts = {name: len(value) for name, value in named.items() if isinstance(value, list)}
@@ -61,7 +62,7 @@ def microbatches_of(
     if count < 1:
         raise ValueError("there is no microbatch: a list is empty")
     rows = _rows(named.values())
-    if rows is not None and rows < count:
+    if rows and rows < count:  # a rank that has run out of batches has no rows at all
         raise ValueError(f"{rows} rows cannot be split into {count} microbatches")
     parts = {name: _split(name, value, count, rows) for name, value in named.items()}
     microbatches: list[Microbatch] = []
@@ -75,6 +76,31 @@ def microbatches_of(
             )
         )
     return microbatches
+
+
+def with_own_rows(batch: Microbatch, rows: Rows) -> Microbatch:
+    """Return what a data rank has of a microbatch that all ranks have whole.
+
+    Raises:
+        ValueError: a number of rows that cannot be split among all stages' data ranks; a tensor
+            with neither these rows nor one in its first dim; a sharded one.
+    """
+    values = (*batch.args, batch.kwargs, batch.target)
+    count = _rows(values) or 1
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim == 0 or (x.shape[0] == 1 and count != 1):
+            return x
+        if isinstance(x, ShardedTensor) or x.shape[0] != count or count % rows.of:
+            raise ValueError(
+                f"with stage_meshes, a microbatch is of plain tensors with a multiple of {rows.of} "
+                f"rows, since stages split rows among their data ranks; got {x.shape[0]} rows of "
+                f"{count}"
+            )
+        return rows.take(x, 0)
+
+    args, kwargs, target = pytree.tree_map(own, (batch.args, batch.kwargs, batch.target))
+    return Microbatch(args, kwargs, target)
 
 
 def _rows(values: Iterable[Any]) -> int | None:
@@ -117,7 +143,8 @@ def _split_leaf(name: str, leaf: Any, count: int, rows: int | None) -> list[Any]
 
 def _split_sharded(name: str, x: ShardedTensor, count: int) -> list[ShardedTensor]:
     """Split each rank's rows: nothing is moved, and the rows of a microbatch are not neighbours."""
-    ranks = x.mesh.size(x.spec.dims[0]) if x.spec.dims else 1
+    axes = x.spec.dims[0] if x.spec.dims else ()
+    ranks = x.mesh.size(axes) if axes else 1
     if ranks > 1 and x.shape[0] % (ranks * count):
         raise ValueError(
             f"{name} has {x.shape[0]} rows over {ranks} ranks, which are not split evenly into "

@@ -17,10 +17,11 @@ from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
 from ..data.wrap import Units
-from .actions import Row
+from .actions import Row, Rows
 from .executor import DataRanks, StepRun
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
+from .initial_values import materialize_stages
 from .live_pipelines import LivePipelines
 from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
@@ -28,7 +29,10 @@ from .microbatches import Microbatch, microbatches_of
 from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
+from .stage_meshes import StageMeshes, make_stage_meshes
+from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
+from .stages.precision import merged, precision_of
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
 from .state import WholeModel
@@ -54,6 +58,8 @@ def pipeline(
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     gather: Gather = "microbatch",
     static_shapes: bool = False,
+    stage_meshes: Sequence[Mapping[str, int]] | None = None,
+    data_axes: str | Sequence[str] = "dp",
 ) -> Pipeline:
     """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
     each other.
@@ -65,8 +71,8 @@ def pipeline(
     stage is not computed, its result comes from there. Parameters of other stages are on "meta".
 
     Args:
-        model: any module, also on "meta" (see `materialize`); or a list of modules, one per stage,
-            each of which takes what the one before returns.
+        model: any module, also on "meta" (see `Pipeline.materialize`); or a list of modules, one
+            per stage, each of which takes what the one before returns.
         mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
             a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
         axis: the axis of the pipeline.
@@ -81,6 +87,11 @@ def pipeline(
             is set up, or once a "step", which keeps parameters and gradients of the rank's stages
             whole for the step.
         static_shapes: raise an error if the shapes of a microbatch change.
+        stage_meshes: for each rank along the axis, the axes of its stages' own mesh with their
+            sizes, where they differ: [{"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]. The product of the
+            sizes is that of the mesh's other axes. See `Pipeline.stage_mesh`. Every rank passes the
+            whole batch, and has the rows of its data rank.
+        data_axes: with `stage_meshes`, the axes over which the rows of a microbatch are split.
 
     Raises:
         ValueError: an axis that the mesh lacks; stages that do not cover the model, or another
@@ -108,9 +119,12 @@ def pipeline(
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
     if split is None and isinstance(model, nn.Module):
         split = "even"
+    meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
     names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)
-    return Pipeline(staged, mesh, axis, schedules, microbatches, gather, static_shapes, names)
+    return Pipeline(
+        staged, mesh, axis, schedules, microbatches, gather, static_shapes, names, meshes
+    )
 
 
 class _Schedules:
@@ -189,6 +203,7 @@ class Pipeline:
         gather: Gather,
         static_shapes: bool,
         tied_names: Mapping[str, str],
+        stage_meshes: StageMeshes | None = None,
     ) -> None:
         self.mesh = mesh
         self.axis = axis
@@ -196,7 +211,9 @@ class Pipeline:
         self._staged = staged
         self._schedules = schedules
         self._group = mesh.group(axis)
-        self._transport = Transport(self._group, mesh)
+        self._stage_meshes = stage_meshes
+        self._rows = None if stage_meshes is None else RowsOfStages(staged, stage_meshes)
+        self._transport = Transport(self._group, mesh, stage_meshes)
         self._gather: Gather = gather
         self._static_shapes = static_shapes
         self._signature: Hashable | None = None
@@ -226,6 +243,13 @@ class Pipeline:
     @property
     def model(self) -> nn.Module:
         return self._staged.model
+
+    @property
+    def stage_mesh(self) -> DeviceMesh:
+        """The mesh of this rank's stages: the pipeline's without its own axis, or what
+        `stage_meshes` gives.
+        """
+        return self._inner_mesh(None)
 
     # -- the modules -------------------------------------------------------------------------------
 
@@ -313,7 +337,8 @@ class Pipeline:
         Communication: as `sm.parallel.fully_shard`, over this rank's slice of the mesh.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, False, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, False, options)
         return self
 
     def data_parallel(
@@ -323,7 +348,32 @@ class Pipeline:
         communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, True, options)
+        return self
+
+    def materialize(self, init: Callable[[nn.Module], object] | None = None) -> Pipeline:
+        """materialize() -> the pipeline, with memory and initial values for tensors on "meta".
+
+            with torch.device("meta"): model = Model()        no memory
+            pipe = pipeline(model, mesh)                      assigns modules to ranks
+            pipe.fully_shard(mesh["fsdp"])                    and rows of their parameters
+            pipe.materialize()                                makes them
+
+        The values are those that `sm.parallel.materialize` gives to the whole model on any mesh, to
+        the bit, for every split and schedule: each rank runs the initialisers of all modules in
+        their order, those of other stages without memory, and so draws the same random numbers.
+
+        Args:
+            init: as in `sm.parallel.materialize`; called for the modules of a copy of the model.
+
+        Raises:
+            ValueError: as `sm.parallel.materialize`, on every rank.
+
+        Communication: none for initialisers that work element by element; of a tied parameter with
+            several copies on a rank, the redistribution to the layouts of the others.
+        """
+        materialize_stages(self._staged, self.whole.tensors, self.schedule.placement, init)
         return self
 
     def _inner_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -332,6 +382,8 @@ class Pipeline:
         Raises:
             ValueError: it has the pipeline's axis, or there is no other axis.
         """
+        if mesh is None and self._stage_meshes is not None:
+            return self._stage_meshes.mesh
         if mesh is None:
             names = tuple(name for name in self.mesh.axis_names if name != self.axis)
             if not names:
@@ -408,7 +460,7 @@ class Pipeline:
             run = self._start("step", batches, targets, loss)
             row = schedule.rows[self._group.rank]
             gathers = StepGathers(self.stages, row, self._gather)
-            self._transport.begin(schedule.rows, run.signatures)
+            self._begin_transport(schedule.rows, run)
             with gathers.whole_step():
                 self._execute(run, row, gathers)
         return self._whole_loss(run)
@@ -477,10 +529,12 @@ class Pipeline:
         """
         if self._has_tied:
             self.whole.refresh_copies()
+        if self._rows is not None:
+            batches = [self._rows.own(batch) for batch in batches]
+        data = self._data_ranks(batches)
+        self._check_same(kind, len(batches), targets is not None, loss is not None, data)
         signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
         self._check_static(signatures)
-        self._check_same(kind, len(batches), targets is not None, loss is not None)
-        data = self._data_ranks(batches)
         scales: list[Scales] = []
         if loss is not None and targets is not None:
             scales = self._scales(loss, batches, data)
@@ -494,6 +548,7 @@ class Pipeline:
             scales,
             data,
             self._random(),
+            self.mesh.world,
         )
 
     def _random(self) -> StepRandom | None:
@@ -511,8 +566,11 @@ class Pipeline:
                 )
             self._signature = signature
 
-    def _check_same(self, kind: str, count: int, has_targets: bool, has_loss: bool) -> None:
-        """Compare the ranks' calls, once for each kind of call.
+    def _check_same(
+        self, kind: str, count: int, has_targets: bool, has_loss: bool, data: DataRanks
+    ) -> None:
+        """Compare the ranks' calls, and tell each other the precision of stages; once for each kind
+        of call.
 
         Raises:
             ValueError: on every rank, if they differ, or the last stage has no targets.
@@ -520,22 +578,33 @@ class Pipeline:
         if (kind, count) in self._checked:
             return
         last = self._staged.num_stages - 1
-        told = gather_facts(
-            self._group, (kind, count, has_loss, has_targets, last in self.stages), tag=_FACTS
-        )
+        precision = precision_of(self.stages.values())
+        is_averaged = True
+        if self._stage_meshes is not None:
+            is_averaged = data.size == self._stage_meshes.data_size(self._stage_meshes.place)
+        facts = kind, count, has_loss, has_targets, last in self.stages, is_averaged, precision
+        told = gather_facts(self._group, facts, tag=_FACTS)
         calls = {rank: facts[:3] for rank, facts in told.items()}
         if len(set(calls.values())) > 1:
             text = ", ".join(
                 f"rank {rank} calls {called} with {number} microbatches"
-                for rank, (called, number, _) in calls.items()
+                for rank, (called, number, *_) in calls.items()
             )
             raise ValueError(f"pipeline: ranks differ: {text}")
-        for rank, (_, _, loss, targets, is_last) in told.items():
+        for rank, (called, _, loss, targets, is_last, averages, _) in told.items():
+            if called == "step" and not averages:
+                place = self._group.ranks.index(rank)
+                raise ValueError(
+                    f"pipeline: stage_meshes[{place}] splits rows over data_axes, but no layer of "
+                    "its stages averages gradients over these: call pipe.fully_shard or "
+                    "pipe.data_parallel with them"
+                )
             if is_last and loss and not targets:
                 raise ValueError(
                     f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
                     "targets; pass targets at least there"
                 )
+        self._staged.set_precision(merged([facts[-1] for facts in told.values()]))
         self._checked.add((kind, count))
 
     def _data_ranks(self, batches: Sequence[Microbatch]) -> DataRanks:
@@ -579,10 +648,14 @@ class Pipeline:
         finally:
             self._run = None
 
+    def _begin_transport(self, rows: Rows, run: StepRun) -> None:
+        rows_of = None if self._rows is None else self._rows.dims
+        self._transport.begin(rows, run.signatures, rows_of)
+
     def _run_forward_only(self, run: StepRun) -> None:
         placement = self._schedules.of(self.microbatches).placement
         rows = forward_rows(placement, len(run.signatures))
-        self._transport.begin(rows, run.signatures)
+        self._begin_transport(rows, run)
         self._execute(run, rows[self._group.rank])
 
     def _whole_loss(self, run: StepRun) -> Tensor:

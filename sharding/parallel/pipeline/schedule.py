@@ -20,7 +20,7 @@ from .actions import (
     stages_of,
 )
 from .communication import check_communication, with_communication
-from .simulation import Cost, Costs, GradientCheck, simulate
+from .simulation import Cost, Costs, GatherPer, GradientCheck, simulate
 from .timeline import Timeline
 from .torch_csv import read_rows, table_of_actions, table_with_communication
 
@@ -149,6 +149,9 @@ class Schedule:
         overlap: float = 1,
         latency: float = 0,
         optimizer: float = 0,
+        gather: Cost = 0,
+        reduce: Cost = 0,
+        gather_per: GatherPer = "microbatch",
         steps: int = 1,
         gradient_check: GradientCheck = "after",
     ) -> Timeline:
@@ -163,6 +166,12 @@ class Schedule:
                 the sum of both.
             latency: from the end of an action to the arrival of its result on another rank.
             optimizer: cost of the optimizer's step, on each rank.
+            gather: of gathering the parameters of a stage, if `fully_shard` shards them; or one
+                value per stage. As far as no computation hides it.
+            reduce: of reducing the gradients of a stage, likewise.
+            gather_per: how often this is done, as `gather` of `pipeline`: before each forward and
+                backward, and after each backward for weights; or once a "step", before the first
+                forward of a stage and after its last backward.
             steps: number of training steps, one after the other.
             gradient_check: when gradients are clipped by their norm or checked for infinities,
                 which takes a sum over all stages. "before": before the optimizer's step, which
@@ -186,8 +195,10 @@ class Schedule:
             overlap=overlap,
             latency=latency,
             optimizer=optimizer,
+            gather=gather,
+            reduce=reduce,
         )
-        return simulate(self.rows, costs, steps, gradient_check)
+        return simulate(self.rows, costs, steps, gradient_check, gather_per)
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
         """Return the chart at equal costs as a `matplotlib.figure.Figure`; see `Timeline.picture`.

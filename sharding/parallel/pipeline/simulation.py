@@ -9,11 +9,12 @@ from numbers import Real
 from typing import Literal, TypeAlias
 
 from .actions import Action, Cell, Overlap, Rows, actions_of, stages_of
-from .event import Event
+from .event import Event, ShardCommunication
 from .proof import prove
 from .timeline import Timeline
 
 Cost: TypeAlias = float | Sequence[float]
+GatherPer: TypeAlias = Literal["microbatch", "step"]
 GradientCheck: TypeAlias = Literal["before", "after"]
 
 
@@ -32,6 +33,9 @@ class Costs:
         latency: the time from the end of an action to the arrival of its result on another rank.
             It occupies neither of them.
         optimizer: a step of the optimizer, on every rank.
+        gather: gathering the parameters of a stage (`fully_shard`), as far as no computation hides
+            it.
+        reduce: reducing the gradients of a stage, likewise.
     """
 
     forward: Cost = 1
@@ -41,6 +45,8 @@ class Costs:
     overlap: float = 1
     latency: float = 0
     optimizer: float = 0
+    gather: Cost = 0
+    reduce: Cost = 0
 
     def check(self, stages: int) -> None:
         """Check that every cost is a number from 0, or one for each stage.
@@ -76,6 +82,11 @@ class Costs:
             return _at(self.backward, cell.stage)
         return _at(self.backward_input, cell.stage) + _at(self.backward_weight, cell.stage)
 
+    def of_shards(self, communication: ShardCommunication) -> float:
+        """Return the duration of a gather or a reduction."""
+        cost = self.gather if communication.kind == "G" else self.reduce
+        return _at(cost, communication.stage)
+
 
 def _is_finite(number: object) -> bool:
     return isinstance(number, Real) and 0 <= float(number) < math.inf
@@ -86,7 +97,11 @@ def _at(cost: Cost, stage: int) -> float:
 
 
 def simulate(
-    rows: Rows, costs: Costs, steps: int = 1, gradient_check: GradientCheck = "after"
+    rows: Rows,
+    costs: Costs,
+    steps: int = 1,
+    gradient_check: GradientCheck = "after",
+    gather_per: GatherPer = "microbatch",
 ) -> Timeline:
     """Return when each action starts and ends.
 
@@ -95,7 +110,7 @@ def simulate(
 
     Args:
         steps: the number of training steps, one after the other.
-        gradient_check: see `Schedule.simulate`.
+        gradient_check, gather_per: see `Schedule.simulate`.
 
     Raises:
         ValueError: the table is no valid schedule, or costs are wrong.
@@ -110,6 +125,9 @@ def simulate(
         raise ValueError(
             f"gradient_check={gradient_check!r}: write 'before' or 'after' the optimizer's step"
         )
+    if gather_per not in ("microbatch", "step"):
+        raise ValueError(f"gather_per={gather_per!r}: write 'microbatch' or 'step'")
+    shards = [_ShardsOfRow(row, gather_per) for row in rows]
     free: list[float] = [0] * len(rows)
     events: list[list[Event]] = [[] for _ in rows]
     for _ in range(steps):
@@ -121,8 +139,14 @@ def simulate(
                 for operand in action.operands(last_stage):
                     moved = rank_of[operand.stage] != rank
                     start = max(start, ends[operand] + (costs.latency if moved else 0))
-            free[rank] = start + costs.of(cell)
-            events[rank].append(Event(cell, start, free[rank]))
+            before, after = shards[rank].around(slot)
+            for item in (*before, cell, *after):
+                is_cell = isinstance(item, Action | Overlap)
+                duration = costs.of(item) if is_cell else costs.of_shards(item)
+                if is_cell or duration:
+                    events[rank].append(Event(item, start, start + duration))
+                start += duration
+            free[rank] = start
             for action in actions_of(cell):
                 ends[action.result] = free[rank]
         if gradient_check == "before":
@@ -135,8 +159,51 @@ def simulate(
     for rank in rank_of.values():
         stages_per_rank[rank] += 1
     return Timeline(
-        tuple(map(tuple, events)), tuple(map(live_activations, rows)), tuple(stages_per_rank)
+        tuple(map(tuple, events)),
+        tuple(map(live_activations, rows)),
+        tuple(stages_per_rank),
+        tuple(row.peak for row in shards),
     )
+
+
+class _ShardsOfRow:
+    """The gathers and reductions of `fully_shard` units in a row, as `gathering.py` does them.
+
+    Attributes:
+        peak: the largest number of stages whose parameters are gathered at one time.
+    """
+
+    def __init__(self, row: Sequence[Cell], gather_per: GatherPer) -> None:
+        self._row = row
+        self._gather_per = gather_per
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        for slot, cell in enumerate(row):
+            for action in actions_of(cell):
+                self._first.setdefault(action.stage, slot)
+                self._last[action.stage] = slot
+        self.peak = 0
+        for slot, cell in enumerate(row):
+            stages = {action.stage for action in actions_of(cell)}
+            if gather_per == "step":
+                stages = {s for s in self._first if self._first[s] <= slot <= self._last[s]}
+            self.peak = max(self.peak, len(stages))
+
+    def around(self, slot: int) -> tuple[list[ShardCommunication], list[ShardCommunication]]:
+        """Return what comes before the cell in a slot, and what after it.
+
+        A backward for weights has its operands, and gathers nothing.
+        """
+        actions = actions_of(self._row[slot])
+        before = [action.stage for action in actions if action.kind != "W"]
+        after = [action.stage for action in actions if action.kind in "BW"]
+        if self._gather_per == "step":
+            before = [stage for stage in before if self._first[stage] == slot]
+            after = [stage for stage in after if self._last[stage] == slot]
+        return (
+            [ShardCommunication(stage, "G") for stage in dict.fromkeys(before)],
+            [ShardCommunication(stage, "R") for stage in dict.fromkeys(after)],
+        )
 
 
 def live_activations(row: Sequence[Cell]) -> int:

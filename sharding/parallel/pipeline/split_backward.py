@@ -17,7 +17,7 @@ microbatch in W, as they see it in a backward that is not split. Results have th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -102,8 +102,13 @@ class SplitBackward:
         self._expect("forward", "backward_input()")
         self._state = "input"
         self._phase.is_input = True
+        recomputing = (
+            _MarkWeights(self._weights, self._phase, caches_casts=False)
+            if self._phase.may_recompute
+            else nullcontext()
+        )
         try:
-            with _MarkWeights(self._weights, self._phase, caches_casts=False):  # recomputation
+            with recomputing:
                 torch.autograd.backward(outputs, grads)  # type: ignore[arg-type]
         except BaseException:
             self._end("failed")
@@ -250,13 +255,18 @@ class _MarkWeights(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _NOT_OPERATORS or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if name in _NOT_OPERATORS or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        sharded = next((kind for kind in types if issubclass(kind, ShardedTensor)), None)
-        if sharded is not None:
-            self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
-            with self:  # for the operators on local parts
-                return sharded.__torch_function__(func, types, args, kwargs)
+        if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
+            self._phase.may_recompute = True
+            return func(*args, **kwargs)
+        if engine_hooks.saved_tensor_hooks() is not None:
+            self._phase.may_recompute = True
+        for kind in types:
+            if issubclass(kind, ShardedTensor):
+                self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
+                with self:  # for the operators on local parts
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         if thread_context.recorder is not None or engine_hooks.transforming():
@@ -264,7 +274,7 @@ class _MarkWeights(TorchFunctionMode):
         if name in _AUTOCAST_OPERATORS:
             args = map_tensors(self._cast, args)
             kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
-        weights = [x for x in tensors_in((*args, *kwargs.values())) if self._is_weight(x)]
+        weights = self._weights_in(args, kwargs)
         if not weights:
             return func(*args, **kwargs)
         operands = OPERANDS.get(func)
@@ -291,6 +301,17 @@ class _MarkWeights(TorchFunctionMode):
         edges = [get_gradient_edge(y) if isinstance(y, Tensor) else y for y in tensors]
         with self:  # which does not see a backward from edges
             return torch.autograd.backward(edges, grad_tensors, **options)
+
+    def _weights_in(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the weights among the operands of a call, also those in lists and the like."""
+        weights: list[Tensor] = []
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):
+                if self._is_weight(x):
+                    weights.append(x)
+            elif isinstance(x, (list, tuple, dict)):
+                weights.extend(y for y in tensors_in((x,)) if self._is_weight(y))
+        return weights
 
     def _is_weight(self, x: Any) -> bool:
         is_plain = type(x) is Tensor or type(x) is nn.Parameter

@@ -119,12 +119,15 @@ class StageTensors:
         self.group: Group = mesh.group(self.axis)
         self.place = mesh.get_local_rank(self.axis)
         self._layouts: dict[Layout, Layout] = {}
-        self._stage_mesh = self._mesh_of(
-            np.take(mesh.ranks, [self.place], mesh.axis_index(self.axis)), mesh.axis_names
-        )
+        self._stage_mesh = self.mesh_of(self.place)
 
     def _mesh_of(self, ranks: np.ndarray, names: Sequence[str]) -> DeviceMesh:
         return DeviceMesh(self.mesh.device_type, ranks, axis_names=tuple(names))
+
+    def mesh_of(self, place: int) -> DeviceMesh:
+        """Return the mesh of the stages at a place along the axis: the pipeline's with size 1."""
+        ranks = np.take(self.mesh.ranks, [place], self.mesh.axis_index(self.axis))
+        return self._mesh_of(ranks, self.mesh.axis_names)
 
     # -- to the tree -------------------------------------------------------------------------------
 
@@ -143,19 +146,19 @@ class StageTensors:
         return layout
 
     def _layout_of(self, x: ShardedTensor) -> Layout:
-        mesh, spec = x.mesh, x.spec
-        if set(mesh.ranks.flat) == set(self._stage_mesh.ranks.flat):
-            if self.axis not in mesh.axis_names:
-                mesh = self._mesh_of(mesh.ranks[None], (self.axis, *mesh.axis_names))
-            return Layout.of(mesh, spec, x.shape, x.dtype)
+        mesh: Any = x.mesh
+        spec = x.spec
+        if self._is_stage(mesh):
+            return Layout.of(self._with_axis(mesh), spec, x.shape, x.dtype)
         # replicated over the axes of the stage that its mesh lacks
         made_of = {name: (name,) for name in mesh.axis_names}
-        while mesh._origin is not None:
+        while mesh._origin is not None and not self._is_stage(mesh):
             mesh, outer = mesh._origin
             made_of = {
                 name: join_names(outer[axis] for axis in axes) for name, axes in made_of.items()
             }
-        if mesh is not self.mesh or self.axis in join_names(made_of.values()):
+        is_stage = self._is_stage(mesh)
+        if not (is_stage or mesh is self.mesh) or self.axis in join_names(made_of.values()):
             raise ValueError(
                 f"pipeline: {x._layout} is not on the ranks of one stage: apply parallelize and "
                 f"fully_shard to each stage, on axes of {self.mesh!r} other than {self.axis!r}"
@@ -165,7 +168,16 @@ class StageTensors:
             sizes={join_names(made_of[axis] for axis in axes): sizes for axes, sizes in spec.sizes},
             unreduced={made: kind for axis, kind in spec.unreduced for made in made_of[axis]},
         )
-        return Layout.of(self._stage_mesh, renamed, x.shape, x.dtype)
+        mesh = self._with_axis(mesh) if is_stage else self._stage_mesh
+        return Layout.of(mesh, renamed, x.shape, x.dtype)
+
+    def _is_stage(self, mesh: DeviceMesh) -> bool:
+        return set(mesh.ranks.flat) == set(self._stage_mesh.ranks.flat)
+
+    def _with_axis(self, mesh: DeviceMesh) -> DeviceMesh:
+        if self.axis in mesh.axis_names:
+            return mesh
+        return self._mesh_of(mesh.ranks[None], (self.axis, *mesh.axis_names))
 
     def in_tree(self, x: Any) -> Any:
         """Return a tensor as it is in the tree, with the same memory; other values unchanged."""
@@ -204,13 +216,13 @@ class StageTensors:
 
     def everywhere(self, x: Any) -> dict[int, Any]:
         """Return the description of a plain tensor, or another value, that every rank has."""
-        axis = self.mesh.axis_index(self.axis)
+        places = range(self.mesh.size(self.axis))
         if not isinstance(x, Tensor):
-            return dict.fromkeys(range(self.mesh.shape[axis]), x)
+            return dict.fromkeys(places, x)
         described: dict[int, Any] = {}
-        for place in range(self.mesh.shape[axis]):
-            mesh = self._mesh_of(np.take(self.mesh.ranks, [place], axis), self.mesh.axis_names)
-            described[place] = TensorMeta.of(Layout.of(mesh, P(), x.shape, x.dtype))
+        for place in places:
+            layout = Layout.of(self.mesh_of(place), P(), x.shape, x.dtype)
+            described[place] = TensorMeta.of(layout)
         return described
 
     def group_of(self, places: Iterable[int]) -> Group:

@@ -15,7 +15,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from .chart import chart_picture, chart_text
-from .event import Events
+from .event import Events, ShardCommunication
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +32,15 @@ class Timeline:
             the end of its backward: a backward for the weights needs the stage's inputs, so a
             backward for the inputs frees nothing.
         stages_per_rank: for each rank the number of its stages.
+        gathered: for each rank the largest number of stages whose parameters are gathered at one
+            time, if `fully_shard` shards them: a stage during an action of it, or from its first to
+            its last action (`gather_per="step"`). Whole gradients are as many.
     """
 
     events: Events = field(repr=False)
     live: tuple[int, ...]
     stages_per_rank: tuple[int, ...]
+    gathered: tuple[int, ...]
 
     @property
     def makespan(self) -> float:
@@ -45,7 +49,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the sum of its durations, with those of the optimizer."""
+        """For each rank the sum of its durations, with those of the optimizer and of gathers."""
         return tuple(sum(event.end - event.start for event in row) for row in self.events)
 
     @property
@@ -77,7 +81,8 @@ class Timeline:
 
         A column is the longest time of which all starts and ends are multiples. An action is named
         in its first column, hyphens fill the others, and a dot is an idle column. If every rank has
-        one stage, its number is left out: `F5`, else `2F5`. `step` is a step of the optimizer.
+        one stage, its number is left out: `F5`, else `2F5`. `step` is a step of the optimizer, and
+        `2G` and `2R` gather the parameters of stage 2 and reduce its gradients.
         """
         return chart_text(self.events, with_stage=max(self.stages_per_rank) > 1)
 
@@ -99,9 +104,12 @@ class Timeline:
         """Return makespan, bubbles and live activations in one line."""
         share = self.bubble / self.makespan if self.makespan else 0
         live = ", ".join(f"{number:g}" for number in self.live_microbatches)
+        gathered = ""
+        if any(isinstance(event.cell, ShardCommunication) for row in self.events for event in row):
+            gathered = f"; gathered stages: {', '.join(map(str, self.gathered))}"
         return (
             f"makespan {self.makespan:g}, bubble {self.bubble:g} ({share:.1%}), "
-            f"{self.span_bubble:g} by span; live microbatches: {live}"
+            f"{self.span_bubble:g} by span; live microbatches: {live}{gathered}"
         )
 
     def __str__(self) -> str:

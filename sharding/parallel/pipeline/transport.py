@@ -18,7 +18,8 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, Rows, actions_in, stages_of
+from .stage_meshes import WHOLE, Route, StageMeshes
 
 _HEADER_SIZE = CommTag("pipeline: size of the description of activations")
 _HEADER = CommTag("pipeline: description of activations")
@@ -56,19 +58,23 @@ class ValueMeta:
         dtype: its dtype.
         requires_grad: whether a gradient goes back.
         sharding: None for a plain tensor.
+        rows: the dim that is split over data ranks, where stages have meshes of different shapes;
+            None if there is none.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     sharding: Sharding | None = None
+    rows: int | None = None
 
     @staticmethod
-    def of(value: Tensor) -> ValueMeta:
+    def of(value: Tensor, rows: int | None = None) -> ValueMeta:
         sharding = None
         if isinstance(value, ShardedTensor):
             sharding = Sharding(tuple(value.mesh.axis_names), value.spec, tuple(value.shape))
-        return ValueMeta(tuple(local_of(value).shape), value.dtype, value.requires_grad, sharding)
+        shape = tuple(local_of(value).shape)
+        return ValueMeta(shape, value.dtype, value.requires_grad, sharding, rows)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -79,6 +85,28 @@ class ValueMeta:
     def empty(self, device: torch.device) -> Tensor:
         """Return a buffer for the local part."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def with_rows(self, numerator: int, denominator: int) -> ValueMeta:
+        """Return the same value where a rank has another share of its rows."""
+        if self.rows is None:
+            return self
+        shape = list(self.shape)
+        shape[self.rows] = shape[self.rows] * numerator // denominator
+        return replace(self, shape=tuple(shape))
+
+    def on_route(self, route: Route) -> ValueMeta | None:
+        """Return what goes along a route of this value; None for nothing."""
+        if self.rows is None:
+            return self if route.whole else None
+        if route.rows is None:
+            return None
+        return self.with_rows(route.rows.stop - route.rows.start, route.rows.of)
+
+    def take(self, x: Tensor, route: Route) -> Tensor | None:
+        """Return the part of a local tensor that goes along a route; None for nothing."""
+        if self.rows is None:
+            return x if route.whole else None
+        return None if route.rows is None else route.rows.take(x, self.rows)
 
     def wrap(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return the value with this local part, a leaf of the stage's graph.
@@ -134,14 +162,29 @@ class MetaTable:
     def __init__(self) -> None:
         self.metas: dict[tuple[int, Hashable], Metas] = {}
 
-    def add(self, stage: int, signature: Hashable, values: Sequence[Tensor]) -> Metas:
+    def metas_of_gradients(self, stage: int, signature: Hashable) -> Metas | None:
+        """Return what goes back from a stage; None if it is not known yet."""
+        metas = self.metas.get((stage, signature))
+        return None if metas is None else tuple(meta for meta in metas if meta.requires_grad)
+
+    def add(
+        self,
+        stage: int,
+        signature: Hashable,
+        values: Sequence[Tensor],
+        rows: Sequence[int | None] | None,
+    ) -> Metas:
         """Enter what a stage gets from the one before.
+
+        Args:
+            rows: the dim of each value that is split over data ranks; None for no value.
 
         Raises:
             RuntimeError: the values differ in more than numbers from those of an earlier microbatch
                 with the same signature.
         """
-        metas = tuple(map(ValueMeta.of, values))
+        dims = [None] * len(values) if rows is None else rows
+        metas = tuple(map(ValueMeta.of, values, dims))
         known = self.metas.setdefault((stage, signature), metas)
         if known != metas:
             raise RuntimeError(
@@ -157,10 +200,12 @@ class Outbox:
 
     Args:
         channel: to the receiver.
+        route: what goes to it.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, route: Route) -> None:
         self._channel = channel
+        self._route = route
         self._described: set[tuple[int, Hashable]] = set()
         # the result that is sent, the work, and what must live until then
         self._in_flight: list[tuple[Action, Work, Tensor]] = []
@@ -176,13 +221,17 @@ class Outbox:
             device = values[0].device if values else torch.device("cpu")
             self._start(action, torch.tensor([len(data)], device=device), _HEADER_SIZE)
             self._start(action, data.to(device), _HEADER)
-        for value in values:
-            self._start(action, local_of(value).detach(), tag_of(action))
+        self._send(action, [local_of(value).detach() for value in values], metas)
 
-    def send_gradients(self, action: Action, grads: Sequence[Tensor]) -> None:
+    def send_gradients(self, action: Action, grads: Sequence[Tensor], metas: Metas) -> None:
         """Send the gradients of a stage's inputs."""
-        for grad in grads:
-            self._start(action, grad, tag_of(action))
+        self._send(action, grads, metas)
+
+    def _send(self, action: Action, locals_: Sequence[Tensor], metas: Metas) -> None:
+        for meta, x in zip(metas, locals_, strict=True):
+            part = meta.take(x, self._route)
+            if part is not None:
+                self._start(action, part, tag_of(action))
 
     def release(self, is_used: Callable[[Action], bool]) -> None:
         """Free what has arrived.
@@ -211,15 +260,26 @@ class Inbox:
         channel: from the sender.
         device: where they arrive.
         table: what is known of the values.
+        route: what comes from the sender.
+        shares: into how many parts rows are split on the sender's side, and on this one.
     """
 
-    def __init__(self, channel: Channel, device: torch.device, table: MetaTable) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        device: torch.device,
+        table: MetaTable,
+        route: Route,
+        shares: tuple[int, int],
+    ) -> None:
         self._channel = channel
+        self._route = route
+        self._shares = shares
         self._device = device
         self._table = table
         self._described: set[tuple[int, Hashable]] = set()
         self._to_post: deque[Action] = deque()
-        self._posted: dict[Action, list[tuple[Tensor, Work]]] = {}
+        self._posted: dict[Action, list[tuple[Tensor, Work] | None]] = {}
         self._signatures: Sequence[Hashable] = ()
 
     def begin(self, order: Iterable[Action], signatures: Sequence[Hashable]) -> None:
@@ -234,15 +294,18 @@ class Inbox:
         self._signatures = signatures
         self._post_ahead()
 
-    def take(self, action: Action) -> list[Tensor]:
-        """Wait for a result; return its tensors."""
+    def take(self, action: Action) -> list[Tensor | None]:
+        """Wait for a result; return the part of each of its tensors that comes from this sender,
+        None where it sends nothing of one.
+        """
         while action not in self._posted:
             metas = self._known_metas(self._to_post[0])
             self._post(self._receive_header(self._to_post[0]) if metas is None else metas)
-        arrived: list[Tensor] = []
-        for buffer, work in self._posted.pop(action):
-            work.wait()
-            arrived.append(buffer)
+        arrived: list[Tensor | None] = []
+        for posted in self._posted.pop(action):
+            if posted is not None:
+                posted[1].wait()
+            arrived.append(None if posted is None else posted[0])
         self._post_ahead()
         return arrived
 
@@ -264,8 +327,7 @@ class Inbox:
         key = self._key(action)
         if action.kind == "F":
             return self._table.metas[key] if key in self._described else None
-        metas = self._table.metas.get(key)
-        return None if metas is None else tuple(meta for meta in metas if meta.requires_grad)
+        return self._table.metas_of_gradients(*key)
 
     def _receive_header(self, action: Action) -> Metas:
         """Receive the header of the next message, which has activations."""
@@ -273,7 +335,8 @@ class Inbox:
         self._channel.receive(size, _HEADER_SIZE).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._channel.receive(data, _HEADER).wait()
-        metas: Metas = pickle.loads(data.cpu().numpy().tobytes())
+        of_sender: Metas = pickle.loads(data.cpu().numpy().tobytes())
+        metas = tuple(meta.with_rows(*self._shares) for meta in of_sender)
         self._described.add(self._key(action))
         self._table.metas[self._key(action)] = metas
         return metas
@@ -281,9 +344,13 @@ class Inbox:
     def _post(self, metas: Metas) -> None:
         """Post the receives of the next message."""
         action = self._to_post.popleft()
-        buffers = [meta.empty(self._device) for meta in metas]
         tag = tag_of(action)
-        self._posted[action] = [(x, self._channel.receive(x, tag)) for x in buffers]
+        posted: list[tuple[Tensor, Work] | None] = []
+        for meta in metas:
+            part = meta.on_route(self._route)
+            buffer = None if part is None else part.empty(self._device)
+            posted.append(None if buffer is None else (buffer, self._channel.receive(buffer, tag)))
+        self._posted[action] = posted
 
 
 def tag_of(action: Action) -> CommTag:
@@ -297,21 +364,29 @@ def tag_of(action: Action) -> CommTag:
     )
 
 
+RowsOf: TypeAlias = Callable[[int, Hashable], Sequence[int | None]]
+
+
 class Transport:
     """All messages of one rank of a pipeline.
 
     Args:
         group: the ranks along the pipeline's axis.
         mesh: the pipeline's mesh.
-        device: of activations.
+        stage_meshes: where stages have meshes of different shapes; None where a rank exchanges
+            whole values with the ranks at its place in other stages.
 
-    Communication: see `connect`.
+    Communication: see `begin`.
     """
 
-    def __init__(self, group: Group, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, group: Group, mesh: DeviceMesh, stage_meshes: StageMeshes | None = None
+    ) -> None:
         self._group = group
         self._mesh = mesh
+        self._stage_meshes = stage_meshes
         self._table = MetaTable()
+        # by the other rank
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._rank_of: dict[int, int] = {}
@@ -319,49 +394,95 @@ class Transport:
         self._places: list[dict[Action, int]] = []
         # Results for stages of this rank: never sent.
         self._own: dict[Action, list[Tensor]] = {}
+        self._signatures: Sequence[Hashable] = ()
+        self._rows_of: RowsOf | None = None
 
-    def begin(self, rows: Rows, signatures: Sequence[Hashable]) -> None:
+    def begin(
+        self, rows: Rows, signatures: Sequence[Hashable], rows_of: RowsOf | None = None
+    ) -> None:
         """Begin a step: connect to ranks that are new, and post the first receives.
+
+        Args:
+            rows: of the schedule, by place along the axis.
+            signatures: of this rank's microbatches.
+            rows_of: with `stage_meshes`: for a stage and a signature, the dim of each value that
+                enters the stage that is split over data ranks, None where there is none.
 
         Communication: one byte for each channel that is new.
         """
-        rank = self._group.rank
+        place = self._group.rank
         moved = transfers(rows)
         self._rank_of = stages_of(rows)
         self._places = [_places(row) for row in rows]
         self._own = {}
+        self._signatures = signatures
+        self._rows_of = rows_of
         self._connect(moved)
         for (source, destination), order in moved.items():
-            if destination == rank:
-                self._inboxes[source].begin(order, signatures)
+            if destination == place:
+                for route in self._received_from(source):
+                    self._inboxes[route.peer].begin(order, signatures)
+
+    def _sent_to(self, place: int) -> list[Route]:
+        """Return what this rank sends to the ranks of a place."""
+        if self._stage_meshes is None:
+            return [Route(self._group.ranks[place], WHOLE, True)]
+        return self._stage_meshes.sent(self._group.rank, place)
+
+    def _received_from(self, place: int) -> list[Route]:
+        """Return what this rank receives from the ranks of a place."""
+        if self._stage_meshes is None:
+            return [Route(self._group.ranks[place], WHOLE, True)]
+        return self._stage_meshes.received(place, self._group.rank)
+
+    def _shares(self, source: int, destination: int) -> tuple[int, int]:
+        if self._stage_meshes is None:
+            return 1, 1
+        return self._stage_meshes.data_size(source), self._stage_meshes.data_size(destination)
 
     def _connect(self, moved: Iterable[tuple[int, int]]) -> None:
-        rank, ranks = self._group.rank, self._group.ranks
-        new = [
-            (source, destination)
-            for source, destination in sorted(moved)
-            if (source == rank and destination not in self._outboxes)
-            or (destination == rank and source not in self._inboxes)
-        ]
-        pairs = [(ranks[source], ranks[destination]) for source, destination in new]
+        place, own = self._group.rank, self._group.ranks[self._group.rank]
+        outboxes: dict[int, Route] = {}
+        inboxes: dict[int, tuple[Route, tuple[int, int]]] = {}
+        for source, destination in moved:
+            if source == place:
+                outboxes |= {route.peer: route for route in self._sent_to(destination)}
+            if destination == place:
+                shares = self._shares(source, destination)
+                inboxes |= {route.peer: (route, shares) for route in self._received_from(source)}
+        pairs = [(own, peer) for peer in outboxes if peer not in self._outboxes]
+        pairs += [(peer, own) for peer in inboxes if peer not in self._inboxes]
         channels = connected_channels(self._group.world, pairs, self._mesh.device)
-        for source, destination in new:
-            channel = channels[ranks[source], ranks[destination]]
-            if source == rank:
-                self._outboxes[destination] = Outbox(channel)
+        for (source, destination), channel in channels.items():
+            if source == own:
+                self._outboxes[destination] = Outbox(channel, outboxes[destination])
             else:
-                self._inboxes[source] = Inbox(channel, self._mesh.device, self._table)
+                route, shares = inboxes[source]
+                self._inboxes[source] = Inbox(
+                    channel, self._mesh.device, self._table, route, shares
+                )
 
     def put_activations(
         self, action: Action, signature: Hashable, values: Sequence[Tensor]
     ) -> None:
-        """Pass on the output of a stage."""
-        metas = self._table.add(action.stage + 1, signature, values)
-        receiver = self._rank_of[action.stage + 1]
+        """Pass on the output of a stage.
+
+        Raises:
+            RuntimeError: values differ from those of an earlier microbatch in more than numbers;
+                or, between stages with meshes of different shapes, a value whose gradient would
+                have to be summed or redistributed.
+        """
+        stage = action.stage + 1
+        rows = None if self._rows_of is None else self._rows_of(stage, signature)
+        metas = self._table.add(stage, signature, values, rows)
+        receiver = self._rank_of[stage]
         if receiver == self._group.rank:
             self._own[action] = [local_of(value).detach() for value in values]
-        else:
-            self._outboxes[receiver].send_activations(action, signature, values, metas)
+            return
+        if self._stage_meshes is not None:
+            self._stage_meshes.check_values(metas, self._group.rank, receiver, stage)
+        for route in self._sent_to(receiver):
+            self._outboxes[route.peer].send_activations(action, signature, values, metas)
 
     def take_activations(self, stage: int, microbatch: int, signature: Hashable) -> list[Tensor]:
         """Return the inputs of a stage, as leaves of its graph."""
@@ -370,7 +491,8 @@ class Transport:
         if sender == self._group.rank:
             locals_ = self._own.pop(action)
         else:
-            locals_ = self._take(sender, action)
+            parts = self._take(sender, action)
+            locals_ = self._assemble(sender, parts, self._table.metas[stage, signature])
         metas = self._table.metas[stage, signature]
         return [meta.wrap(x, self._mesh) for meta, x in zip(metas, locals_, strict=True)]
 
@@ -379,8 +501,10 @@ class Transport:
         receiver = self._rank_of[action.stage - 1]
         if receiver == self._group.rank:
             self._own[action] = list(grads)
-        else:
-            self._outboxes[receiver].send_gradients(action, grads)
+            return
+        metas = self._metas_of_gradients(action)
+        for route in self._sent_to(receiver):
+            self._outboxes[route.peer].send_gradients(action, grads, metas)
 
     def take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         """Return the gradients of a stage's outputs, of those that require them."""
@@ -388,16 +512,50 @@ class Transport:
         sender = self._rank_of[stage + 1]
         if sender == self._group.rank:
             return self._own.pop(action)
-        return self._take(sender, action)
+        parts = self._take(sender, action)
+        grads = self._assemble(sender, parts, self._metas_of_gradients(action))
+        theirs, own = self._shares(sender, self._group.rank)
+        if theirs != own:  # a loss is larger by the data ranks over which its stage averages
+            grads = [grad.mul_(own / theirs) for grad in grads]
+        return grads
 
-    def _take(self, sender: int, action: Action) -> list[Tensor]:
-        """Receive a result, and free what its sender had used before."""
-        arrived = self._inboxes[sender].take(action)
-        outbox = self._outboxes.get(sender)
-        if outbox is not None:
-            places = self._places[sender]
-            outbox.release(lambda sent: places[_user_of(sent)] < places[action])
-        return arrived
+    def _metas_of_gradients(self, action: Action) -> Metas:
+        signature = self._signatures[action.microbatch]
+        metas = self._table.metas[action.stage, signature]  # the activations went the other way
+        return tuple(meta for meta in metas if meta.requires_grad)
+
+    def _take(self, sender: int, action: Action) -> list[list[Tensor | None]]:
+        """Receive a result, in the order of the routes, and free what its senders had used
+        before.
+        """
+        places = self._places[sender]
+        parts: list[list[Tensor | None]] = []
+        for route in self._received_from(sender):
+            parts.append(self._inboxes[route.peer].take(action))
+            outbox = self._outboxes.get(route.peer)
+            if outbox is not None:
+                outbox.release(lambda sent: places[_user_of(sent)] < places[action])
+        return parts
+
+    def _assemble(
+        self, sender: int, parts: list[list[Tensor | None]], metas: Metas
+    ) -> list[Tensor]:
+        """Return values from the parts that have come from several ranks."""
+        routes = self._received_from(sender)
+        values: list[Tensor] = []
+        for number, meta in enumerate(metas):
+            own = [(route, of[number]) for route, of in zip(routes, parts, strict=True)]
+            arrived = [(route, x) for route, x in own if x is not None]
+            if len(arrived) == 1:
+                values.append(arrived[0][1])
+                continue
+            value = meta.empty(self._mesh.device)
+            for route, x in arrived:
+                part = meta.take(value, route)
+                if part is not None:
+                    part.copy_(x)
+            values.append(value)
+        return values
 
     def finish(self) -> None:
         """Wait until everything has been sent."""

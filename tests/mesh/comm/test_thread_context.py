@@ -76,7 +76,7 @@ def test_each_field_is_documented_and_has_a_default() -> None:
 
 def test_a_state_has_each_field_and_restores_it() -> None:
     values: dict[str, Any] = {name: object() for name in FunctionState._fields}
-    values["plain_attention"] = Counted()
+    values["plain_attention"], values["parts"] = Counted(), Counted()
     before = _present()
     with thread_context.running_as(FunctionState(**values)):
         assert {name: getattr(thread_context, name) for name in FunctionState._fields} == values
@@ -86,7 +86,7 @@ def test_a_state_has_each_field_and_restores_it() -> None:
     with pytest.raises(ZeroDivisionError), thread_context.running_as(state):
         raise ZeroDivisionError
     assert _present() == before
-    assert values["plain_attention"].users == 0
+    assert values["plain_attention"].users == values["parts"].users == 0
 
 
 def test_a_replacement_is_installed_where_a_function_runs_again() -> None:

@@ -9,9 +9,9 @@
                                                `.item()` on a GPU
 
 As with NCCL, a collective may read its input and write its result at any time from its call to the
-first operator after `wait` that needs the result; those of a group run in the order of the calls; a
-work keeps its buffers alive; and hosts run ahead of each other, except at a barrier. Unlike NCCL, a
-wrong program fails and says where:
+first operator after `wait` that needs the result; those of a group run in the order of the calls,
+and a message when both ranks have called it; a work keeps its buffers alive; and hosts run ahead of
+each other, except at a barrier. Unlike NCCL, a wrong program fails and says where:
 
 * An operator uses memory that a collective writes, or writes memory that it reads, before `wait`.
   So does another collective.
@@ -44,6 +44,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from shardmesh.mesh.comm import call_site
 from shardmesh.mesh.comm.group import Group
@@ -89,21 +90,31 @@ class LateScheduler(Scheduler):
 
     Attributes:
         memory: by rank, its collectives under way.
-        streams: by group, the collectives at which some ranks have arrived, in order.
+        streams: by group, the collectives at which some ranks have arrived, in order; messages have
+            a stream for each direction, by (group, sender).
     """
 
     def __init__(self, workers: Sequence[Any], outputs: list[Any]) -> None:
         super().__init__(workers, outputs)
         self.memory = [Memory(rank) for rank in range(self.size)]
-        self.streams: dict[tuple[int, ...], list[LateRendezvous]] = {}
+        self.streams: dict[tuple[tuple[int, ...], int | None], list[LateRendezvous]] = {}
 
     def run_collective(
-        self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        call: Arrival,
+        move: Move,
+        sender: int | None = None,
     ) -> LateRendezvous:
-        """Arrive at the rank's next collective of this group; return it."""
+        """Arrive at the rank's next collective of this group; return it.
+
+        Args:
+            sender: of a message.
+        """
         if self.failure is not None:
             raise RankEnded
-        stream = self.streams.setdefault(ranks, [])
+        stream = self.streams.setdefault((ranks, sender), [])
         here = next((one for one in stream if rank not in one.calls), None)
         if here is None:
             here = LateRendezvous()
@@ -172,6 +183,18 @@ class LateGroup(SimulatedGroup):
         work = LateWork(self, call, move)
         return work if async_op else work.wait()
 
+    def arrive(self, call: Arrival, move: Move, sender: int | None) -> LateRendezvous:
+        call = self._with_record(call)
+        return self._scheduler.run_collective(self.ranks, self.world.rank, call, move, sender)
+
+    def _send(self, x: Tensor, dst: int) -> Work:
+        call = Arrival("permute", (x.dtype,), (None, x, dst, None))
+        return LateWork(self, call, rendezvous.move_permute, sender=self.rank)
+
+    def _receive(self, out: Tensor, src: int) -> Work:
+        call = Arrival("permute", (out.dtype,), (out, None, None, src))
+        return LateWork(self, call, rendezvous.move_permute, sender=src)
+
     def host_wait(self, here: LateRendezvous) -> Any:
         return self._scheduler.wait_for(self.ranks, self.world.rank, here)
 
@@ -187,7 +210,9 @@ class LateGroup(SimulatedGroup):
 class LateWork(Work):
     """A collective that has been called. It works on copies; `deliver` writes the result."""
 
-    def __init__(self, group: LateGroup, call: Arrival, move: Move) -> None:
+    def __init__(
+        self, group: LateGroup, call: Arrival, move: Move, sender: int | None = None
+    ) -> None:
         self.group, self.call, self.place = group, call, called_at()
         self.waited, self.error = False, None
         given, written, read = call.buffers, *_roles(call, group.rank)
@@ -203,7 +228,7 @@ class LateWork(Work):
                 buffer.expect()
         copies = tuple(found[i].before if i in found else x for i, x in enumerate(given))
         self.buffers = list(found.values())
-        self.here = group._run(replace(call, buffers=copies), move)
+        self.here = group.arrive(replace(call, buffers=copies), move, sender)
         group.memory.under_way.append(self)
 
     def __str__(self) -> str:

@@ -89,6 +89,44 @@ def test_collectives_return_what_they_should(ahead: bool, async_op: bool) -> Non
     assert found[1] == [[1, 2, 2, 3], [5], [2, 3], [False, True], [2, 3], [1, 2], [2, 3], [1, 2]]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_messages(ahead: bool) -> None:
+    """Each direction has an order of its own; the second message is sent before it is posted."""
+
+    def program() -> list[float]:
+        group, rank = everyone(), current_world().rank
+        received = torch.empty(2, 2)
+        posted = [group.receive(received[0], 1 - rank)]
+        sent = [group.send(own(1, 2), 1 - rank), group.send(own(3, 4), 1 - rank)]
+        posted.append(group.receive(received[1], 1 - rank))
+        for work in (*posted, *sent):
+            work.wait()
+        return received.flatten().tolist()
+
+    with nccl_world(ahead):
+        assert sm.simulate(2)(program)() == [[2, 3, 4, 5], [1, 2, 3, 4]]
+
+
+def test_messages_before_wait() -> None:
+    def reads() -> None:
+        out = torch.zeros(2)
+        group, rank = everyone(), current_world().rank
+        work = group.receive(out, 0) if rank else group.send(own(1, 2), 1)
+        out.sum()
+        work.wait()
+
+    def writes() -> None:
+        x = torch.zeros(2)
+        group, rank = everyone(), current_world().rank
+        work = group.receive(torch.empty(2), 0) if rank else group.send(x, 1)
+        x.add_(1)
+        work.wait()
+
+    for program, verb in ((reads, "reads the result"), (writes, "writes to the input")):
+        with nccl_world(), pytest.raises(StreamHazard, match=verb):
+            sm.simulate(2)(program)()
+
+
 def test_collectives_in_place() -> None:
     def program() -> tuple[list[float], list[float]]:
         group, rank = everyone(), current_world().rank

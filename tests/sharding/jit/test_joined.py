@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -126,6 +127,40 @@ def test_recomputation_around_it() -> None:
         return found
 
     both(Net, use)
+
+
+class Recomputed(nn.Module):
+    """Recomputes a module in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_recomputation_of_several_forwards_before_their_backwards(is_inside: bool) -> None:
+    """The second forward is eager, since the first is being recorded, and there is a graph when the
+    second is computed again.
+    """
+
+    def trained(jit: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        wrap = functools.partial(sm.jit, backend="eager") if jit else nn.Sequential
+        model = wrap(Recomputed(net)) if is_inside else Recomputed(wrap(net))
+        found = []
+        for _ in range(3):
+            losses = [model(X * (i + 1)).square().sum() for i in range(3)]
+            for loss in losses:
+                loss.backward()
+            found += [loss.detach() for loss in losses]
+        return [*found, *gradients(net)]
+
+    for value, expected in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(value, expected)
 
 
 def test_hooks_of_parameters_run_once_a_backward() -> None:

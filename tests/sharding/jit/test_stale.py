@@ -502,3 +502,57 @@ def test_a_dispatch_mode_around_a_call_changes_nothing() -> None:
         assert runs(f) == ran + 1
 
     sm.simulate(1)(rank)()
+
+
+@pytest.mark.parametrize("check_state", [True, False])
+def test_a_promise_that_state_stays(check_state: bool) -> None:
+    """Without the check a changed closure, or mode of a module, is not noticed; values of tensors,
+    learning rates, gradients and shapes are.
+    """
+    scale, layer, drop = 2.0, nn.Linear(3, 1, bias=False), nn.Dropout(1.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    nn.init.ones_(layer.weight)
+
+    @sm.jit(backend="eager", check_state=check_state)
+    def step(x: Tensor) -> Tensor:
+        y = layer(drop(x) + x).sum() * scale
+        y.backward()
+        optimizer.step()
+        return y.detach()
+
+    x = torch.ones(1, 3)
+    assert step(x).item() == 6
+    assert step(x).item() == -6  # .grad is set now, and was None
+    scale = 3.0
+    nn.init.ones_(layer.weight)
+    layer.weight.grad = None
+    assert step(x).item() == (9 if check_state else 6)
+    drop.eval()
+    layer.weight.grad = None
+    optimizer.param_groups[0]["lr"] = 0.5
+    nn.init.ones_(layer.weight)
+    assert step(x).item() == (18 if check_state else 6)
+    assert layer.weight[0, 0].item() == 1 - 0.5 * (6 if check_state else 2)
+    assert step(torch.ones(2, 3)).shape == ()
+
+
+def test_a_promise_of_a_module() -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    found = []
+    for check_state in (True, False):
+        module = Scaled(2, 1)
+        model = sm.jit(
+            nn.Sequential(module, nn.Flatten()), backend="eager", check_state=check_state
+        )
+        first = [model(torch.ones(1, 2)) for _ in range(2)]
+        for y in first:
+            y.sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+        module.scale = 2.0
+        found.append((model(torch.ones(1, 2)) / first[0]).item())
+    assert found == [2.0, 1.0]

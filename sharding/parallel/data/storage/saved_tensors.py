@@ -5,13 +5,14 @@ autograd saves the position in the buffer, not the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....autograd import engine_hooks
+from ....tensor.saved_wrapper import wrapper_to_save
 from ....tensor.sharded_tensor import ShardedTensor
 from .param_storage import Version
 
@@ -36,34 +37,6 @@ class _OuterPacked(NamedTuple):
     """A tensor that is no parameter, packed by the hooks that were active before."""
 
     packed: Any
-
-
-class _SavedWrapper(ShardedTensor):
-    """A sharded argument of `torch.utils.checkpoint`; autograd's own nodes save local tensors.
-
-    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`;
-    this class restores it. Under a dispatch mode the call comes from Python, where
-    `__torch_function__` would be first.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            # With its gradient history.
-            return ShardedTensor._make_guarded(args[0]._local, args[0]._layout, args[0]._lineage)
-        return super().__torch_dispatch__(func, types, args, kwargs)  # pyright: ignore
-
-
-def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
-    if not x._local.requires_grad:  # then autograd does not detach it
-        return ShardedTensor._make_guarded(x._local, x._layout, x._lineage)
-    out: Any = Tensor._make_subclass(_SavedWrapper, x._layout.meta, x._local.requires_grad)
-    out._local, out._layout, out._lineage = x._local, x._layout, x._lineage
-    return out
 
 
 def note_in_checkpoint(values: Any) -> None:
@@ -107,7 +80,7 @@ class saved_param_hooks:
 
         def pack(x: Tensor) -> Any:
             if type(x) is ShardedTensor:
-                return _saved_wrapper(x)
+                return wrapper_to_save(x)
             buffer = find(x.untyped_storage().data_ptr())
             if buffer is None:
                 return x if outer is None else _OuterPacked(outer[0](x))

@@ -29,10 +29,13 @@ class Phase:
 
     Attributes:
         is_input: whether it is the one for the inputs.
+        may_recompute: whether backward may run operators of the forward again: the forward ran
+            under saved-tensor hooks, or in part without gradients, as a checkpoint does.
     """
 
     def __init__(self) -> None:
         self.is_input = False
+        self.may_recompute = False
 
     def check(self) -> None:
         """Raise if the running backward is not the one for the inputs.

@@ -59,16 +59,21 @@ class WeightGrad:
             grad too.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    __slots__ = ("anchor", "compute")
+
+    def __init__(self, anchor: Tensor) -> None:
         self.compute: Callable[[], Tensor] | None = None
-        self.anchor = weight.detach().new_empty(0).requires_grad_()
+        self.anchor = anchor
+
+    def take(self, _: Tensor) -> Tensor:
+        """Compute the gradient, in place of the one given to the root, and forget how."""
+        compute, self.compute = self.compute, None
+        return compute()  # type: ignore[misc]
 
 
 class _LaterGrad(torch.autograd.Function):
-    """Nothing in forward; a gradient that is computed late, in backward.
-
-    Autograd runs the node that was created last first, so gradients are summed in the order of a
-    backward that is not split.
+    """Nothing in forward; a gradient that is computed late, in backward. Its result shares no
+    memory with the weight.
     """
 
     @staticmethod
@@ -77,9 +82,8 @@ class _LaterGrad(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor]:
-        compute, ctx.grad.compute = ctx.grad.compute, None
-        return None, compute()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.grad.take(*grads)
 
 
 class Weights:
@@ -88,6 +92,7 @@ class Weights:
     def __init__(self) -> None:
         self._uses: list[tuple[WeightGrad, Tensor]] = []  # with the root of each
         self._sharded_leaves: dict[int, Tensor] = {}  # local parts of sharded parameters, by id
+        self._anchors: dict[torch.device, Tensor] = {}
 
     def add_sharded(self, tensors: Iterable[Any]) -> None:
         """Treat the local parts of the sharded parameters among these tensors as weights."""
@@ -118,14 +123,31 @@ class Weights:
             node = operands[0]
 
     def _is_weight_leaf(self, x: Tensor) -> bool:
-        return isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves
+        return (
+            type(x) is nn.Parameter or isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves
+        )
 
     def add_use(self, weight: Tensor) -> WeightGrad:
-        """Return the gradient of a new use of a weight, in the order of forward."""
-        grad = WeightGrad(weight)
-        root: Any = _LaterGrad.apply(grad, weight)
+        """Return the gradient of a new use of a weight, in the order of forward.
+
+        Autograd runs the node that was created last first, so gradients are summed in the order of
+        a backward that is not split.
+        """
+        grad = WeightGrad(self._anchor(weight.device))
+        if weight.is_leaf:  # its memory lives longer than its uses
+            root = weight.view_as(weight)
+            root.register_hook(grad.take)
+        else:
+            root = _LaterGrad.apply(grad, weight)  # type: ignore[assignment]
         self._uses.append((grad, root))
         return grad
+
+    def _anchor(self, device: torch.device) -> Tensor:
+        anchor = self._anchors.get(device)
+        if anchor is None:
+            anchor = torch.empty(0, device=device, requires_grad=True)
+            self._anchors[device] = anchor
+        return anchor
 
     def drop_unused(self) -> None:
         """Forget uses without a gradient, such as those of recomputations."""

@@ -137,7 +137,7 @@ def record(
     skeleton: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    flags: Callable[[nn.Module], None],
+    prepare: Callable[[nn.Module], None],
     count_flops: bool,
 ) -> Recording:
     """Run a copy of the skeleton on arguments without values, and record it.
@@ -145,7 +145,7 @@ def record(
     Args:
         skeleton: the model on "meta".
         args, kwargs: of the forward; their values are not read.
-        flags: sets `training` and `requires_grad` of the copy.
+        prepare: changes the copy before it is recorded: modes, dtypes.
         count_flops: whether to count floating-point operations.
 
     Raises:
@@ -156,7 +156,7 @@ def record(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
     model = as_fake(skeleton, mode, device)
-    flags(model)
+    prepare(model)
     recorder = _Recorder(model, device, count_flops)
     for module in model.modules():
         intercept_calls(module)

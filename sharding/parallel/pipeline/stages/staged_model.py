@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
+import copy
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from .dependencies import (
 )
 from .module_calls import intercept_calls
 from .ownership import first_places, own_places, owned_by_calls, owned_by_order
+from .precision import Precision, apply_precision
 from .recording import Recording, TensorMeta, record
 from .run import AfterUnit, StageRun, shared_tensors
 from .signature import flags_of, set_flags, signature_of
 from .skeleton import on_meta
 from .split import Split, choose_boundaries, unit_costs
-from .units import ModuleTree, blocks, join, module_tree
+from .units import ModuleTree, Place, blocks, join, module_tree, places_of
 
 _SIGNATURES = 128  # of which the dependencies are kept
 
@@ -78,6 +79,8 @@ class StagedModel:
         stages: the stages of this rank, by number.
         after_unit: called in the forward of a stage when a unit has returned, with the number of
             the call in the model's forward; None for nothing.
+        on_meta: the first places of the tensors that the model had on "meta", until
+            `Pipeline.materialize`.
         tied: the parameters that two or more stages hold, by their name in the model, with these
             stages. Each has a copy, and the gradient is the sum of theirs.
 
@@ -117,6 +120,7 @@ class StagedModel:
         self._modules = list(model.modules())
         self._skeleton = on_meta(model)
         self._dependencies: dict[Hashable, Dependencies] = {}
+        self._precision = Precision()
         recording = None
         if example is not None:
             recording = self._record(
@@ -126,6 +130,8 @@ class StagedModel:
         self._boundaries: list[Boundary] = choose_boundaries(split, model, costs, num_stages)
         self._tree = self._tree_of(recording)
         first = first_places(model)
+        self._first_places = {place: first[id(x)] for place, x in places_of(model)}
+        self.on_meta = frozenset(first[id(x)] for _, x in places_of(model) if x.is_meta)
         self._own_places = own_places(self._tree, first)
         if recording is None:
             ownership = owned_by_order(self._tree, self._boundaries, num_stages, first)
@@ -145,6 +151,26 @@ class StagedModel:
     def model(self) -> nn.Module:
         """The whole model; units of other ranks' stages are on "meta"."""
         return self._model
+
+    def set_precision(self, precision: Precision) -> None:
+        """Set how the units in all stages cast, which decides dtypes of what is between units."""
+        if precision != self._precision:
+            self._precision = precision
+            self._dependencies.clear()
+
+    def copy_on_meta(self) -> nn.Module:
+        """Return a copy of the whole model on "meta", as it was before it was split."""
+        return copy.deepcopy(self._skeleton)
+
+    def first_place(self, place: Place) -> Place:
+        """Return the first place of the tensor at a place of the model."""
+        return self._first_places[place]
+
+    def holders(self, place: Place) -> Collection[int] | None:
+        """Return the stages that hold the tensor at a place of the model; None for what every rank
+        has, such as buffers outside of units.
+        """
+        return self._ownership.tensors.get(self.first_place(place))
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Return what the dependencies of stages depend on: shapes and dtypes of inputs, their
@@ -186,8 +212,13 @@ class StagedModel:
     def _record(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count_flops: bool
     ) -> Recording:
-        flags = partial(set_flags, flags_of(self._modules))
-        return record(self._skeleton, args, dict(kwargs), flags, count_flops)
+        flags = flags_of(self._modules)
+
+        def prepare(model: nn.Module) -> None:
+            set_flags(flags, model)
+            apply_precision(self._precision, model)
+
+        return record(self._skeleton, args, dict(kwargs), prepare, count_flops)
 
     def _tree_of(self, recording: Recording | None) -> ModuleTree:
         """Return the units between the boundaries; those whose insides are called from outside are

@@ -97,14 +97,14 @@ class Trained:
     evaluated: float
 
 
-def one_process() -> Trained:
+def one_process(steps: int = STEPS) -> Trained:
     """Train on the whole batch."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids, targets = batch()
     losses: list[float] = []
     grads: dict[str, Tensor] = {}
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(ids), targets)
         loss.backward()
@@ -150,7 +150,14 @@ def own_rows(mesh: sm.DeviceMesh, *tensors: Tensor) -> list[Tensor]:
 
 
 def train(
-    form: str, schedule: str, ranks: int, microbatches: int, stages: int, **options: Any
+    form: str,
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    *,
+    steps: int = STEPS,
+    **options: Any,
 ) -> Trained:
     """Train by a pipeline, on one rank of it."""
     pipe = make_pipeline(form, schedule, ranks, microbatches, stages, **options)
@@ -158,7 +165,7 @@ def train(
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses: list[float] = []
     grads: dict[str, Tensor] = {}
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         losses.append(pipe.step(ids, targets, loss_fn=F.cross_entropy).item())
         grads = {name: whole(x.grad) for name, x in pipe.named_parameters()}

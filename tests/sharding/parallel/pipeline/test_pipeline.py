@@ -103,6 +103,14 @@ def test_in_a_line_of_processes(schedule, world4, expected):
     check_equal(world4(train, "none", schedule, 4, 4, 4), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["hsdp", "fsdp and tp"])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zb_v", 4)])
+def test_ten_steps_on_eight_processes(form, schedule, stages, world8):
+    trained = world8(train, form, schedule, 2, 3, stages, steps=10)
+    check_equal(trained, one_process(steps=10))
+
+
 # -- bits ------------------------------------------------------------------------------------------
 
 

@@ -205,3 +205,48 @@ def test_a_picture_has_a_bar_for_each_action(tmp_path):
     two.picture(tmp_path / "one.svg", title="two steps")
     two.picture(tmp_path / "two.svg", title="two steps")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+# -- gathers of fully_shard ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+def test_gathers_for_each_microbatch_prolong_each_action(name):
+    schedule = make_schedule(name, 2, 4)
+    gathered = schedule.simulate(gather=0.5, reduce=0.25, latency=0.125)
+    longer = schedule.simulate(
+        forward=1.5, backward=2.75, backward_input=1.5, backward_weight=1.25, latency=0.125
+    )
+    assert gathered.makespan == longer.makespan
+    assert gathered.busy == longer.busy
+    assert gathered.gathered == (1, 1)
+
+
+def test_gathers_once_a_step():
+    schedule = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    timeline = schedule.simulate(gather=[3, 1], reduce=[1, 2], gather_per="step", steps=2)
+    first, second = ([str(event.cell) for event in row] for row in timeline.events)
+    assert first == 2 * ["0G", "0F0", "0F1", "0B0", "0B1", "0R"]
+    assert second == 2 * ["1G", "1F0", "1B0", "1F1", "1B1", "1R"]
+    assert timeline.busy == (2 * (3 + 6 + 1), 2 * (1 + 6 + 2))
+    assert "gathered stages: 1, 1" in timeline.summary()
+    assert timeline.chart().splitlines()[0].startswith("rank 0  G ------ F0 F1")
+
+
+def test_how_many_stages_are_gathered():
+    schedule = make_schedule("interleaved", 2, 4, stages_per_rank=3)
+    assert schedule.simulate().gathered == (1, 1)
+    assert schedule.simulate(gather_per="step").gathered == (3, 3)
+    one_by_one = Schedule([["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]])
+    assert one_by_one.simulate(gather_per="step").gathered == (2,)
+    overlap = make_schedule("dualpipe_v", 2, 4)
+    assert overlap.simulate().gathered == (2, 2)
+    assert "gathered" not in overlap.simulate().summary()
+
+
+def test_errors_of_gathers():
+    schedule = make_schedule("1f1b", 2, 2)
+    with pytest.raises(ValueError, match="gather has 3 values, and the schedule has 2 stages"):
+        schedule.simulate(gather=[1, 1, 1])
+    with pytest.raises(ValueError, match="gather_per='epoch': write 'microbatch' or 'step'"):
+        schedule.simulate(gather_per="epoch")

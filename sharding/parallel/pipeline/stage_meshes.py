@@ -1,0 +1,252 @@
+"""Stages on meshes of different shapes, and which rows go from rank to rank between them.
+
+    stage 0   dp=1, tp=4    ranks 0 1 2 3    each has all rows of a microbatch
+    stage 1   dp=2, tp=2    ranks 4 5        the first half
+                            ranks 6 7        the second half
+
+    activations   0 -> 4  rows 0:2    1 -> 5  rows 0:2    2 -> 6  rows 2:4    3 -> 7  rows 2:4
+    gradients     4 -> 0  rows 0:2    6 -> 0  rows 2:4    ...        each rank of stage 0 gets both
+
+A value between stages has its rows split over the data axes of a stage's mesh, and is the same
+along the other axes. So has its gradient: the way back is the plan from the second layout to the
+first. Plans are those of cross-mesh redistribution. They are computed once, for as many rows as can
+be split on both sides, and hold for any multiple of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ....mesh.device_mesh import DeviceMesh
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...redistribute.plan.cross_mesh import box_on, plan_cross_mesh
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part of the rows, in units of 1/`of` of all rows that the rank on this side has."""
+
+    start: int
+    stop: int
+    of: int
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """Return these rows of this rank's part of a value."""
+        if self.stop - self.start == self.of:
+            return x
+        size = x.shape[dim] // self.of
+        return x.narrow(dim, self.start * size, (self.stop - self.start) * size)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a rank of one stage exchanges with one of another, seen from one of both.
+
+    Attributes:
+        peer: the other rank.
+        rows: of values whose rows are split; None if there are none.
+        whole: whether values without rows go this way.
+    """
+
+    peer: int
+    rows: Rows | None
+    whole: bool
+
+
+WHOLE = Rows(0, 1, 1)
+
+
+class ValueKind(Protocol):
+    """What a check needs to know of a value."""
+
+    @property
+    def rows(self) -> int | None: ...
+    @property
+    def requires_grad(self) -> bool: ...
+    @property
+    def sharding(self) -> object | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StageMeshes:
+    """The meshes of the stages of a pipeline, by place along its axis.
+
+    Attributes:
+        meshes: a mesh for each place, of equally many ranks.
+        data_axes: the axes over which rows are split; a mesh may lack some.
+        rank: this one, a global rank.
+        place: of this rank along the axis.
+    """
+
+    meshes: tuple[DeviceMesh, ...]
+    data_axes: tuple[str, ...]
+    rank: int
+    place: int
+    _routes: dict[tuple[int, int], tuple[tuple[int, int, Route, Route], ...]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of this rank's stages."""
+        return self.meshes[self.place]
+
+    @property
+    def parts(self) -> int:
+        """The least number that the rows of a microbatch must be a multiple of."""
+        return math.lcm(*(self.data_size(place) for place in range(len(self.meshes))))
+
+    def data_size(self, place: int) -> int:
+        """Return how many ranks of a place have different rows."""
+        mesh = self.meshes[place]
+        return math.prod(mesh.size(name) for name in self.own_data_axes(place))
+
+    def own_data_axes(self, place: int) -> tuple[str, ...]:
+        """Return the data axes that the mesh of a place has."""
+        return tuple(name for name in self.data_axes if name in self.meshes[place].axis_names)
+
+    def own_rows(self) -> Rows:
+        """Return which rows of a microbatch this rank has."""
+        (interval,) = box_on(self._layout(self.place, self.parts), self.rank)
+        return Rows(*interval, self.parts)
+
+    def sent(self, source: int, destination: int) -> list[Route]:
+        """Return what this rank sends from one place to another, in the order of the peers."""
+        routes = self._between(source, destination)
+        return [route for sender, _, route, _ in routes if sender == self.rank]
+
+    def received(self, source: int, destination: int) -> list[Route]:
+        """Return what this rank receives, as `sent`."""
+        routes = self._between(source, destination)
+        return [route for _, receiver, _, route in routes if receiver == self.rank]
+
+    def check_values(
+        self, metas: Sequence[ValueKind], source: int, destination: int, stage: int
+    ) -> None:
+        """Check that values can go from one place to another and their gradients back.
+
+        Raises:
+            RuntimeError: a value is a ShardedTensor; or it requires a gradient and has no rows, so
+                that its gradient would be a sum over data ranks.
+        """
+        for number, meta in enumerate(metas):
+            problem = None
+            if meta.sharding is not None:
+                problem = "is a ShardedTensor; let what is passed on be plain"
+            elif meta.rows is None and meta.requires_grad and self._differ(source, destination):
+                problem = (
+                    "has no dim with the rows of the microbatch and requires a gradient; compute "
+                    "it in the stage that uses it"
+                )
+            if problem is not None:
+                raise RuntimeError(
+                    f"pipeline: stages have meshes of different shapes (stage_meshes), and value "
+                    f"{number} of those passed into stage {stage}, {meta}, {problem}"
+                )
+
+    def _differ(self, source: int, destination: int) -> bool:
+        """Return whether ranks at the same position of two places have different rows."""
+        ends = [self.meshes[place].ranks.flatten().tolist() for place in (source, destination)]
+        layouts = [self._layout(place, self.parts) for place in (source, destination)]
+        return any(
+            box_on(layouts[0], one) != box_on(layouts[1], other)
+            for one, other in zip(*ends, strict=True)
+        )
+
+    def _between(self, source: int, destination: int) -> tuple[tuple[int, int, Route, Route], ...]:
+        """Return (sender, receiver, what it is to the sender, to the receiver)."""
+        key = source, destination
+        if key not in self._routes:
+            self._routes[key] = tuple(self._make_routes(*key))
+        return self._routes[key]
+
+    def _make_routes(
+        self, source: int, destination: int
+    ) -> Iterator[tuple[int, int, Route, Route]]:
+        src, dst = self._layout(source, self.parts), self._layout(destination, self.parts)
+        rows: dict[tuple[int, int], tuple[int, int]] = {}
+        plan = plan_cross_mesh(src, dst)
+        for transfer in plan.transfers:
+            pair = plan.ranks[transfer.sender], plan.ranks[transfer.receiver]
+            (rows[pair],) = transfer.box
+        ends = [self.meshes[place].ranks.flatten().tolist() for place in (source, destination)]
+        whole = set(zip(*ends, strict=True))
+        for sender, receiver in sorted(whole | set(rows)):
+            pair = sender, receiver
+            is_whole = pair in whole
+            part = rows.get(pair)
+            sides: list[Rows | None] = [None, None]
+            if part is not None:
+                sides = [
+                    _within(part, box_on(layout, rank)[0])
+                    for layout, rank in ((src, sender), (dst, receiver))
+                ]
+            yield (
+                sender,
+                receiver,
+                Route(receiver, sides[0], is_whole),
+                Route(sender, sides[1], is_whole),
+            )
+
+    def _layout(self, place: int, rows: int) -> Layout:
+        return Layout.of(self.meshes[place], P(self.own_data_axes(place)), (rows,))
+
+
+def _within(part: tuple[int, int], own: tuple[int, int]) -> Rows:
+    return Rows(part[0] - own[0], part[1] - own[0], own[1] - own[0])
+
+
+def make_stage_meshes(
+    mesh: DeviceMesh,
+    axis: str,
+    sizes: Sequence[Mapping[str, int]] | None,
+    data_axes: str | Sequence[str],
+) -> StageMeshes | None:
+    """Return the meshes of the stages; None without `sizes`.
+
+    Args:
+        mesh, axis: of the pipeline.
+        sizes: for each place along the axis, the axes of its stages' mesh with their sizes.
+        data_axes: see `StageMeshes`.
+
+    Raises:
+        ValueError: another number of meshes than the axis has ranks, or of ranks in one; a data
+            axis that none has; the name of the pipeline's axis.
+    """
+    if sizes is None:
+        return None
+    ranks = mesh.size(axis)
+    if len(sizes) != ranks:
+        raise ValueError(
+            f"pipeline: stage_meshes has {len(sizes)} meshes, and axis {axis!r} {ranks} ranks: "
+            "give one for each rank along the axis"
+        )
+    in_stage = mesh.ranks.size // ranks
+    slices = mesh.ranks.swapaxes(0, mesh.axis_index(axis)).reshape(ranks, in_stage)
+    names = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    for place, shape in enumerate(sizes):
+        if math.prod(shape.values()) != in_stage or axis in shape:
+            raise ValueError(
+                f"pipeline: stage_meshes[{place}]={dict(shape)}: the sizes of axes other than "
+                f"{axis!r} that give the {in_stage} ranks of a stage"
+            )
+    missing = [name for name in names if not any(name in shape for shape in sizes)]
+    if missing:
+        raise ValueError(
+            f"pipeline: data_axes={names}: no mesh of stage_meshes has an axis {missing[0]!r}"
+        )
+    meshes = [
+        DeviceMesh(
+            mesh.device_type,
+            slices[place].reshape(tuple(shape.values())),
+            axis_names=tuple(shape),
+        )
+        for place, shape in enumerate(sizes)
+    ]
+    return StageMeshes(tuple(meshes), names, mesh.get_rank(), mesh.get_local_rank(axis))

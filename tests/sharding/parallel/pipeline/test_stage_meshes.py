@@ -1,0 +1,205 @@
+"""Stages on meshes of different shapes: other tp and dp sizes per stage equal one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardmesh as sm
+from shardmesh.parallel import Pipeline, colwise, pipeline, rowwise
+from tests.mesh.simulated.nccl_world import nccl_world
+from tests.sharding.parallel.pipeline.pipeline_jobs import (
+    STEPS,
+    Block,
+    Trained,
+    batch,
+    boundaries,
+    check_equal,
+    detached,
+    make_model,
+    one_process,
+    whole,
+)
+
+Sizes = Sequence[Mapping[str, int]]
+
+
+def make_pipe(
+    sizes: Sizes, stages: int, model: nn.Module | None = None, **options: Any
+) -> Pipeline:
+    ranks = 1
+    for size in sizes[0].values():
+        ranks *= size
+    mesh = sm.init_device_mesh("cpu", (len(sizes), ranks), axis_names=("pp", "rank"))
+    pipe = pipeline(
+        make_model() if model is None else model,
+        mesh,
+        split=boundaries(stages),
+        stage_meshes=sizes,
+        **options,
+    )
+    own = pipe.stage_mesh
+    if "tp" in own.axis_names:
+        pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, own["tp"])
+    if "dp" in own.axis_names:
+        pipe.fully_shard(own["dp"], units=Block)
+    return pipe
+
+
+def train(sizes: Sizes, schedule: str, microbatches: int, stages: int) -> Trained:
+    pipe = make_pipe(sizes, stages, schedule=schedule, microbatches=microbatches)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    losses: list[float] = []
+    grads: dict[str, Tensor] = {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*batch(), loss_fn=F.cross_entropy).item())
+        grads = {name: whole(x.grad) for name, x in pipe.named_parameters()}
+        optimizer.step()
+    evaluated = pipe.eval(*batch(), loss_fn=F.cross_entropy).item()
+    state = {name: x.full_tensor().clone() for name, x in pipe.state_dict().items()}
+    assert set(state) == set(make_model().state_dict())
+    return Trained(losses, grads, detached(pipe.named_parameters()), evaluated)
+
+
+FOUR_THEN_TWO = [{"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]
+CASES = [
+    (FOUR_THEN_TWO, "1f1b", 4, 2),
+    ([{"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}], "zb_v", 2, 4),
+    ([{"dp": 4}, {"dp": 2, "tp": 2}], "zb_h1", 4, 2),
+    ([{"tp": 2}, {"dp": 2}, {"tp": 2}], "gpipe", 2, 3),
+    ([{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], "interleaved", 4, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "microbatches", "stages"),
+    CASES,
+    ids=[f"{case[1]}" for case in CASES],
+)
+def test_equals_one_process(sizes: Sizes, schedule: str, microbatches: int, stages: int) -> None:
+    ranks = len(sizes) * (2 if len(sizes) == 3 else 4)
+    trained = sm.simulate(ranks)(train)(sizes, schedule, microbatches, stages)
+    check_equal(trained, one_process())
+
+
+@pytest.mark.slow
+def test_on_processes(world8: Any) -> None:
+    check_equal(world8(train, *CASES[0]), one_process())
+
+
+@pytest.mark.slow
+def test_like_nccl() -> None:
+    with nccl_world():
+        check_equal(sm.simulate(8)(train)(*CASES[0]), one_process())
+
+
+def norms_and_losses() -> tuple[float, float, int]:
+    pipe = make_pipe([{"tp": 2}, {"dp": 2}], 2, microbatches=4)
+    ids, targets = batch()
+    parts = list(ids.split([2, 4, 8, 2])), list(targets.split([2, 4, 8, 2]))
+    loss = pipe.step(*parts, loss_fn=F.cross_entropy)
+    norm = sm.training.clip_grad_norm_(pipe, 1e9)
+    results = pipe.forward(ids)
+    return loss.item(), float(norm), 0 if results is None else sum(len(x) for x in results)
+
+
+def test_uneven_microbatches_norm_and_results() -> None:
+    model = make_model()
+    loss = F.cross_entropy(model(batch()[0]), batch()[1])
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
+    rows = []
+    for own_loss, own_norm, own_rows in sm.simulate(4)(norms_and_losses)():
+        assert own_loss == pytest.approx(loss.item(), abs=1e-12)
+        assert own_norm == pytest.approx(norm.item(), abs=1e-12)
+        rows.append(own_rows)
+    assert rows == [0, 0, 8, 8]  # the rows of each data rank
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def errors_of(call: Any, ranks: int = 4) -> list[str]:
+    """Return the text of the error that each rank raises."""
+
+    def run() -> str:
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            call()
+        return str(raised.value)
+
+    return sm.simulate(ranks)(run)()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "text"),
+    [
+        ([{"dp": 2}], {}, "stage_meshes has 1 meshes, and axis 'pp' 2 ranks"),
+        ([{"dp": 2}, {"dp": 4}], {}, "stage_meshes[1]={'dp': 4}: the sizes of axes"),
+        ([{"dp": 2}, {"pp": 2}], {}, "stage_meshes[1]={'pp': 2}"),
+        ([{"dp": 2}, {"tp": 2}], {"data_axes": "fsdp"}, "no mesh of stage_meshes has an axis"),
+    ],
+)
+def test_errors_of_sizes(sizes: Sizes, options: dict[str, Any], text: str) -> None:
+    def make() -> None:
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("pp", "rank"))
+        pipeline(make_model(), mesh, split=boundaries(2), stage_meshes=sizes, **options)
+
+    texts = errors_of(make)
+    assert len(set(texts)) == 1
+    assert text in texts[0]
+
+
+def test_rows_must_be_split_among_all_data_ranks() -> None:
+    def step() -> None:
+        pipe = make_pipe([{"tp": 2}, {"dp": 2}], 2, microbatches=4)
+        pipe.step(*(x[:12] for x in batch()), loss_fn=F.cross_entropy)
+
+    texts = errors_of(step)
+    assert len(set(texts)) == 1
+    assert "a multiple of 2 rows" in texts[0]
+    assert "got 3 rows of 3" in texts[0]
+
+
+def test_gradients_must_be_averaged_over_data_axes() -> None:
+    def step() -> None:
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("pp", "rank"))
+        sizes = [{"tp": 2}, {"dp": 2}]
+        pipe = pipeline(make_model(), mesh, split=boundaries(2), stage_meshes=sizes)
+        pipe.step(*batch(), loss_fn=F.cross_entropy)
+
+    texts = errors_of(step)
+    assert len(set(texts)) == 1
+    assert "stage_meshes[1] splits rows over data_axes" in texts[0]
+
+
+class WithPositions(nn.Module):
+    """Carries an output of a unit that has no rows, past the boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions(torch.ones(1, 3))
+        return self.blocks[1](self.blocks[0](x) + positions)
+
+
+def test_a_value_without_rows_that_requires_a_gradient() -> None:
+    def step() -> None:
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("pp", "rank"))
+        sizes = [{"tp": 2}, {"dp": 2}]
+        pipe = pipeline(WithPositions(), mesh, split=["blocks.0"], stage_meshes=sizes)
+        if "dp" in pipe.stage_mesh.axis_names:
+            pipe.fully_shard()
+        x = torch.ones(8, 3)
+        pipe.step(x, x, loss_fn=F.mse_loss)
+
+    with pytest.raises(RuntimeError, match="has no dim with the rows of the microbatch"):
+        sm.simulate(4)(step)()
