@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....mesh.comm.agreement import gather_facts
 from ....mesh.comm.recording.recorder import CommTag
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd.leaf_grads import accumulate_grads
@@ -33,6 +34,7 @@ from .stage_meshes import StageMeshes, make_stage_meshes
 from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
 from .stages.precision import merged, precision_of
+from .stages.recording import Recorder
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
 from .state import WholeModel
@@ -507,8 +509,25 @@ class Pipeline:
         loss of the batch is the weighted mean of both. Outside of `step` and `eval` it is an error.
 
         Args:
-            value: a tensor with one element.
+            value: a tensor with one element, computed in a unit.
+
+        Raises:
+            RuntimeError: no stage runs; on every rank, the call is between units, which every stage
+                computes; inside of a reentrant checkpoint.
         """
+        recorder = thread_context.module_calls
+        if isinstance(recorder, Recorder):
+            if not recorder.units_around:
+                raise RuntimeError(
+                    "add_loss: called between units, which every stage computes; call it in the "
+                    "forward of a module with parameters, such as a block"
+                )
+            if recorder.has_grad and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    "add_loss: called without gradients, as inside of a reentrant checkpoint; "
+                    "write checkpoint(..., use_reentrant=False)"
+                )
+            return
         if self._run is None:
             raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
         self._run.add_loss(value)
@@ -616,9 +635,9 @@ class Pipeline:
         for stage in self.stages.values():
             units += units_of(stage)
         axes = {unit.plan.options.data_axes: unit.plan.options.mesh for unit in units}
-        if not axes:
+        names = max(axes, key=len, default=())
+        if not names:
             return DataRanks()
-        names = max(axes, key=len)
         mesh = axes[names]
         if mesh.size(names) == 1:
             return DataRanks()

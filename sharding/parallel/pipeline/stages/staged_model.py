@@ -89,7 +89,7 @@ class StagedModel:
             order; a number of boundaries that does not give `num_stages`; a stage without units;
             a stage needs what no unit returns; parameters that are sharded already.
         TypeError: a unit returns an object that is neither a tensor nor a constant.
-        RuntimeError: the forward reads values of tensors.
+        RuntimeError: the forward reads values of tensors outside of units.
 
     Communication: none.
 
@@ -121,6 +121,7 @@ class StagedModel:
         self._skeleton = on_meta(model)
         self._dependencies: dict[Hashable, Dependencies] = {}
         self._precision = Precision()
+        self._tree = blocks(model)
         recording = None
         if example is not None:
             recording = self._record(
@@ -218,7 +219,12 @@ class StagedModel:
             set_flags(flags, model)
             apply_precision(self._precision, model)
 
-        return record(self._skeleton, args, dict(kwargs), prepare, count_flops)
+        units = tuple(self._tree.units)
+
+        def is_in_unit(path: str) -> bool:
+            return any(f"{path}.".startswith(f"{unit}.") for unit in units)
+
+        return record(self._skeleton, args, dict(kwargs), prepare, is_in_unit, count_flops)
 
     def _tree_of(self, recording: Recording | None) -> ModuleTree:
         """Return the units between the boundaries; those whose insides are called from outside are
