@@ -546,6 +546,14 @@ class Pipeline:
         Communication: at the first call of a kind, one all_gather of small objects; one small
         all_reduce over the data-parallel ranks.
         """
+        for stage in self.stages.values():
+            if not isinstance(stage, Stage):
+                raise TypeError(
+                    f"pipeline: pipe.stages has a {type(stage).__name__} in place of a stage. A "
+                    "stage is not compiled as a whole, since its forward is the model's own; "
+                    "compile the blocks in it: block.compile(), or sm.jit(block) in place of "
+                    "each block of the model, before `pipeline`"
+                )
         if self._has_tied:
             self.whole.refresh_copies()
         if self._rows is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
+from ...ops.torch_compile import original_of
 from ..data.fully_shard import data_parallel, fully_shard
 from ..data.precision import precision_of
 from ..data.wrap import Units, matching_modules
@@ -60,7 +61,7 @@ def shard_stages(
     Raises:
         ValueError: `units` matches no module of the model.
     """
-    matching = {inner for _, inner in matching_modules(model, units)}
+    matching = {original_of(inner) or inner for _, inner in matching_modules(model, units)}
     shard = data_parallel if is_data_parallel else fully_shard
     for number, stage in stages.items():
         has_units = any(inner in matching for inner in stage.modules())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ....ops.torch_compile import original_of
 from ....tensor.sharded_tensor import ShardedTensor
 from .values import tensors_of
 
@@ -48,7 +49,13 @@ def as_fake(value: T, mode: Any, device: torch.device) -> T:
             meta = torch.empty_like(x.detach(), device="meta")
         return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
 
-    return copy_with(value, convert)
+    copied = copy_with(value, convert)
+    if isinstance(copied, nn.Module):
+        for module in copied.modules():
+            original = original_of(module)
+            if original is not None:  # nothing is compiled for fake tensors
+                module.forward = original.__call__
+    return copied
 
 
 def copy_with(value: T, convert: Callable[[Tensor], Tensor]) -> T:

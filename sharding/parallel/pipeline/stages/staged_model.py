@@ -278,6 +278,12 @@ class StagedModel:
     ) -> Any:
         needs = self._dependencies[self.signature(args, kwargs)]
         assembled = self._assembled[index]
+        for path, unit in assembled.units.items():
+            if assembled.stage.get_submodule(path) is not unit:
+                raise ValueError(
+                    f"{path!r} was replaced in a stage, but the forward that runs is the model's, "
+                    "with its own modules: replace modules of the model, before it is split"
+                )
         run = StageRun(index, needs, self._paths, assembled.units, carried, self.after_unit)
         with shared_tensors(assembled.shared, needs.device):
             return run.forward(self._model, args, kwargs)
