@@ -38,11 +38,11 @@ from ..checkpoint.tree import (
     children,
     is_stateful,
     leaves,
-    mapped,
+    map_leaves,
     name_of,
     structure_of,
+    without_stateful,
 )
-from ..checkpoint.tree import opened as open_state
 from ..layout.layout import Layout
 from ..redistribute.all_to_all import AllToAllV, TensorShare
 from ..redistribute.plan.cross_mesh import box_on, nodes_of
@@ -189,7 +189,7 @@ def _old_state(state: Any, world: World) -> _Old:
         ValueError: a pipeline, whose state no rank has without the others; pending values.
     """
     _refuse_partial_models(state, ())
-    tree = open_state(state)
+    tree = without_stateful(state)
     by_name = dict(_named(tree))
     entries: dict[str, StoredLeaf] = {}
     for name, leaf in by_name.items():
@@ -336,7 +336,7 @@ def recover(state: Any, like: Any, alive: Sequence[int]) -> Any:
             return ShardedTensor._make_guarded(parts[name].reshape(want.local_shape), want)
         return parts[name] if name in parts else _value(old, name, want)
 
-    return load_stateful(like, mapped(tree, result))
+    return load_stateful(like, map_leaves(tree, result))
 
 
 def _line(leaf: Any, want: Any) -> str:
