@@ -14,6 +14,7 @@ when they are first used:
     sm.optim        optimizers of whole matrices
     sm.training     gradient clipping, averages, batches, gradient scaling
     sm.checkpoint   checkpoints, state dicts, safetensors
+    sm.elastic      state of a job that has lost ranks
     sm.random       seeds, states, keys
     sm.debug        explain, visualize, count communication, compare replicas
     sm.monitor      checks of collectives, watchdog, ledger, stragglers
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     import shardmesh.checkpoint as checkpoint
     import shardmesh.compat as compat
     import shardmesh.debug as debug
+    import shardmesh.elastic as elastic
     import shardmesh.errors as errors
     import shardmesh.monitor as monitor
     import shardmesh.multihost as multihost

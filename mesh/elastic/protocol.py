@@ -242,7 +242,7 @@ def is_interruptible(member: Member) -> bool:
 
 
 def lose(member: Member, ranks: Collection[int]) -> Member:
-    """any phase -> AGREE: members have ended, as the monitor says.
+    """any phase -> interrupted: members have ended, as the monitor says.
 
     A member that is in the middle of an optimizer step without communication only notes it; it is
     interrupted by its next call of this function.
@@ -330,8 +330,7 @@ def _providers(version: Copy, reports: Collection[Report]) -> tuple[int, ...]:
 
 
 def adopt(member: Member, decision: Decision) -> Member:
-    """AGREE -> RESTORE: this rank has read a decision from the store, of a later epoch than its
-    own.
+    """interrupted -> RESTORE: this rank has read a decision of a later epoch than its own.
 
     It first completes or undoes its step, so that it has `decision.source` if it is a provider, and
     keeps that until all members have confirmed.

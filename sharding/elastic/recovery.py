@@ -225,7 +225,10 @@ def _plan(
     layouts = [leaf._layout for leaf in old.leaves.values() if isinstance(leaf, ShardedTensor)]
     meshes = {id(layout.mesh): layout.mesh for layout in layouts}
     is_same_world = all(getattr(mesh, "world", None) is world for mesh in meshes.values())
-    ranks = alive if is_same_world and meshes else tuple(range(world.size))
+    if is_same_world and meshes:
+        alive = ranks = tuple(sorted(alive))  # the order of their group
+    else:
+        ranks = tuple(range(world.size))
     _check_ranks(alive, ranks, world)
     missing: set[int] = set()
     for mesh in meshes.values():
@@ -324,7 +327,7 @@ def recover(state: Any, like: Any, alive: Sequence[int]) -> Any:
             plan.lost,
         )
     group = world.group(plan.ranks)
-    compared = {"": f"alive={list(alive)}"}
+    compared = {"": f"alive={list(plan.alive)}"}
     for name, want in wants.items():
         compared[name] = _line(old.leaves.get(name), want)
     agree(group, "recover", compared)

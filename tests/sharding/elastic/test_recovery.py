@@ -138,7 +138,7 @@ def lost_elements(state: State, alive: Sequence[int]) -> dict[str, torch.Tensor]
 
 def new_shape(form: str, n: int) -> tuple[tuple[int, ...], str]:
     """Return the shape and axes of the mesh for n ranks; it may leave some as spares."""
-    if form == "tensor parallel":
+    if form.startswith("tensor parallel"):
         return (n // 2, 2), "dt"
     if form.startswith("hsdp") and n % 2 == 0:
         return (2, n // 2), "rs"
@@ -182,7 +182,9 @@ def test_every_choice_of_one_and_two_lost_ranks(
     outcomes = {text for outcomes in on_ranks(size, program) for text in outcomes}
     assert len(outcomes) == size * (size + 1) // 2  # all ranks come to the same
     ends = {text.partition(": ")[2] for text in outcomes}
-    assert ends == {"ddp": {"recovered"}, "fsdp": {"lost"}}.get(form, {"recovered", "lost"})
+    # no part of "tensor parallel of 6" has fewer than three holders
+    always = {"ddp": {"recovered"}, "fsdp": {"lost"}, "tensor parallel of 6": {"recovered"}}
+    assert ends == always.get(form, {"recovered", "lost"})
 
 
 def outcome(
@@ -378,6 +380,37 @@ def test_survivors_in_another_world():
         assert_equals(like, expected)
 
     on_ranks(3, after)
+
+
+def recover_three_of_four() -> bool:
+    state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+    train(state)
+    expected = whole_values(state)
+    if current_world().rank == 2:
+        return False
+    torch.manual_seed(1)
+    like = fsdp(mesh_over([0, 1, 3], (3,), "s"))
+    recover(state, like, [0, 1, 3])
+    assert_equals(like, expected)
+    return True
+
+
+def test_on_processes(world4):
+    """Over gloo, as if rank 2 were lost: it takes no part."""
+    assert world4(recover_three_of_four) == [True, True, False, True]
+
+
+def test_survivors_in_any_order():
+    def program() -> None:
+        state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+        train(state)
+        expected = whole_values(state)
+        if current_world().rank != 2:
+            like = fsdp(mesh_over([3, 0, 1], (3,), "s"))
+            recover(state, like, [3, 0, 1])
+            assert_equals(like, expected)
+
+    on_ranks(4, program)
 
 
 def test_what_a_rank_holds_before_is_not_changed():
