@@ -176,10 +176,9 @@ class Unpack(_BoxCopy):
     ) -> Tensor:
         """`unpack(flat, out=None, scale=None) -> x`: read the boxes of x from a buffer.
 
-        Into `out` (any strides, cast to its dtype) if given.
-
-        Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole
-        tensor in order. `scale` is a factor, in float32 for 16-bit floats.
+        Into `out` (any strides, cast to its dtype) if given; else a new tensor, zero outside of
+        the boxes, or a view of `flat` if that has the whole tensor in order. `scale` is a factor,
+        in float32 for 16-bit floats.
         """
         self.check_flat(flat)
         if out is None:

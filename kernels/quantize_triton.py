@@ -113,7 +113,7 @@ def places(
 ):
     """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first.
 
-    And whether they exist.
+    The second result says whether they exist.
     """
     if WIDE:
         n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)

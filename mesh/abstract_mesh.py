@@ -128,6 +128,7 @@ class AbstractMesh:
 
         Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of
         the mesh.
+
         Communication: none (`calibrate` measures).
 
         >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))
@@ -311,14 +312,16 @@ class AbstractMesh:
         return self if above is None else above.mesh.root
 
     def unflatten(self, axis: str | int, sizes: Sequence[int], names: Sequence[str]) -> Self:
-        """Return the mesh with one axis, by name or position, split into several, major to minor:
-        the inverse of `flatten`.
+        """Return the mesh with one axis split into several, the inverse of `flatten`.
+
+        The axis is a name or a position; the new ones are major to minor.
 
         Axes of size 1 may be added anywhere. Slices of several unflattened views of one mesh can be
         put together by `DeviceMesh.concatenate`.
 
         Raises: MeshError for an unknown axis, sizes whose product is not that of the axis, another
             number of names than sizes, or a name that another axis has.
+
         Communication: none.
 
         >>> mesh = AbstractMesh((16,), ("world",))

@@ -66,6 +66,7 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
 
     Raises: MeshError on an AbstractMesh, when seconds is not positive, or when ranks have different
     topologies.
+
     Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between
         them, counted by `comm_budget` like any others.
 

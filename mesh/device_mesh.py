@@ -57,6 +57,7 @@ class DeviceMesh(AbstractMesh):
 
     Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's
         backend does not support the device type.
+
     Communication: none; process groups are made by their first collective. In a torchrun job
         without a default process group, that group is started first.
 
@@ -124,6 +125,7 @@ class DeviceMesh(AbstractMesh):
         is None too.
 
         Raises: MeshError for an unknown axis or one named twice.
+
         Communication: none.
         """
         return super().__getitem__(axes)
@@ -184,6 +186,7 @@ class DeviceMesh(AbstractMesh):
             communicator: a name, the same on all ranks. The same name gives the same mesh.
 
         Raises: MeshError for an empty name, and on a duplicate.
+
         Communication: the first call waits for all ranks of the mesh: it makes the groups of each
             axis and of all axes together. (Groups of some of three or more axes are made by their
             first collective, which should be in the main thread, too.) Simulated ranks have one
@@ -244,6 +247,7 @@ class DeviceMesh(AbstractMesh):
         Its ranks are ascending, whatever the order of the axes.
 
         Raises: MeshError for an unknown axis, one named twice, or on a rank outside the mesh.
+
         Communication: none (the group's first collective makes the process group).
         """
         key = self.axis_names if axes is None else axes
@@ -300,8 +304,9 @@ class DeviceMesh(AbstractMesh):
         *,
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis, by name or position, split into several, major to minor:
-        the inverse of `flatten`.
+        """Return the mesh with one axis split into several, the inverse of `flatten`.
+
+        The axis is a name or a position; the new ones are major to minor.
 
             world [0 1 2 3]    world.unflatten("world", (2, 2), ("dp", "tp"))    [0 1]
                                                                                  [2 3]
@@ -311,6 +316,7 @@ class DeviceMesh(AbstractMesh):
             backend_override: as in `init_device_mesh`, for the new axes.
 
         Raises: MeshError as `AbstractMesh.unflatten`, and for a wrong backend.
+
         Communication: none; axes over the same ranks have the same group, in all views of the mesh.
         """
         shape, made_of = self._split_axis(axis, sizes, names)
@@ -335,6 +341,7 @@ class DeviceMesh(AbstractMesh):
 
         Raises: MeshError when the meshes do not come from one mesh, or ranks or names of one are in
             another.
+
         Communication: none; the groups of the axes are used again.
         """
         meshes = [as_device_mesh(mesh) for mesh in meshes]
@@ -403,6 +410,7 @@ class DeviceMesh(AbstractMesh):
 
         Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null
         world.
+
         Communication: the first call waits for all ranks of the group.
         """
         name = self._one_axis(mesh_dim if axis is None else axis, "get_group")
@@ -498,6 +506,7 @@ class DeviceMesh(AbstractMesh):
 
         Raises: MeshError when an axis of `mesh` does not have the ranks of its group, or in a
         simulated or null world.
+
         Communication: none; the mesh uses the given groups.
         """
         world = _process_world("from_group")
@@ -536,6 +545,7 @@ class DeviceMesh(AbstractMesh):
         with this.
 
         Raises: MeshError in a simulated or null world.
+
         Communication: none.
         """
         world = _process_world("from_torch")
@@ -555,6 +565,7 @@ class DeviceMesh(AbstractMesh):
         """Return a torch DeviceMesh over the same process groups; the same object each time.
 
         Raises: MeshError on a rank outside the mesh, or in a simulated or null world.
+
         Communication: the first call makes the process groups of the axes.
         """
         if self._torch is None:
@@ -635,6 +646,7 @@ def init_device_mesh(
         wrong backend_override; LaunchEnvironmentError when environment variables are missing or
         wrong, the port is in use, the device does not exist, or the ranks differ in their setup;
         MeshMismatchError when other ranks made another mesh.
+
     Communication: starting the default group waits for all ranks. Every rank must make the same
         meshes in the same order; each new one sends two messages to the default group's store,
         without waiting for other ranks.

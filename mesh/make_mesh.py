@@ -37,6 +37,7 @@ def make_mesh(
 
     Raises: MeshError when the shape needs more ranks than there are, or another number than
         `devices` has; else as `init_device_mesh`.
+
     Communication: as `init_device_mesh`.
 
         mesh = make_mesh((2, 4), ("dp", "tp"))

@@ -111,6 +111,7 @@ def collective_check(mode: str) -> None:
             environment variable SHARDMESH_MONITOR sets it for all ranks.
 
     Raises: ValueError for another mode.
+
     Communication: none.
 
     >>> import shardmesh as sm
@@ -131,6 +132,7 @@ def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
             too.
 
     Raises: ValueError for numbers that are not positive.
+
     Communication: none. Call it alike on all ranks, at any time.
 
     >>> import shardmesh as sm

@@ -69,9 +69,8 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 def mixed(seed: int, operands: Iterable[Any]) -> int:
     """Return the lineage of a result from the operator's seed and its operands' lineages."""
     for x in operands:
-        seed = (
-            seed + x._lineage
-        ) * _FACTOR & _ALL  # multiplying the operand as well makes the order of operators count
+        # multiplying the operand as well makes the order of operators count
+        seed = (seed + x._lineage) * _FACTOR & _ALL
     return seed
 
 

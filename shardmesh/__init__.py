@@ -119,6 +119,7 @@ _NAMESPACES = (
     "optim",
     "training",
     "checkpoint",
+    "elastic",
     "random",
     "debug",
     "monitor",

@@ -18,6 +18,7 @@ from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutErro
 from shardmesh.sharding.autograd.named_axes import UnboundAxisError
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.debug.nan_check import BadValueError
+from shardmesh.sharding.elastic.recovery import StateLostError
 from shardmesh.sharding.functional.types.type_checker import CapturedTensorError
 from shardmesh.sharding.functional.types.types import ShardingTypeError
 from shardmesh.sharding.jit.errors import JitError
@@ -43,6 +44,7 @@ __all__ = [
     "ReplicaError",
     "ShardingTypeError",
     "StallError",
+    "StateLostError",
     "UnboundAxisError",
     "WatchError",
 ]

@@ -87,9 +87,8 @@ def log(x: Tensor) -> Tensor:
     """`log(x: float64) -> float64`: the natural logarithm of positive normal numbers."""
     bits = x.view(torch.int64) + (ONE_BITS - SQRT_HALF_BITS)
     exponent = ((bits >> 52) - 1023).to(torch.float64)
-    f = ((bits & FRACTION_BITS) + SQRT_HALF_BITS).view(
-        torch.float64
-    ) - 1  # 1 + f in [sqrt(1/2), sqrt(2))
+    # 1 + f in [sqrt(1/2), sqrt(2))
+    f = ((bits & FRACTION_BITS) + SQRT_HALF_BITS).view(torch.float64) - 1
     s = f / (f + 2)
     z = s * s
     half_square = f * f * 0.5

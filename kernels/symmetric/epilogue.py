@@ -33,7 +33,8 @@ class AsRecord:
 
 @dataclass(frozen=True)
 class AddNorm:
-    """Residual sum and RMSNorm after a sum:
+    """Residual sum and RMSNorm after a sum.
+
     `added = x + residual; out = added / rms(added) * weight`, for each row.
 
     Computed in float32 from x and `added` rounded to their dtypes, so it differs from the separate

@@ -94,9 +94,8 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device.type)
         self._device, self._stream = device, self._module.Stream(device)
-        self._sources: list[
-            tuple[Any, Tensor]
-        ] = []  # tensors that are being copied, with an event after each: their memory must stay
+        # tensors that are being copied, with an event after each: their memory must stay
+        self._sources: list[tuple[Any, Tensor]] = []
 
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy x as it will be after the work that the current stream has so far.

@@ -126,6 +126,7 @@ class Group(RecordedGroup, ABC):
             rank 1   x = [b]   ->   out = [a b]
 
         Communication: all_gather, (n-1) * x.nbytes in and out of each rank.
+
         Raises: CollectiveError when out.numel() != size * x.numel(), dtypes differ or a buffer is
         not contiguous.
         """
@@ -156,6 +157,7 @@ class Group(RecordedGroup, ABC):
             rank 1   x = [c d]   ->   out = [b+d]
 
         Communication: reduce_scatter, (n-1) * out.nbytes in and out of each rank.
+
         Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not
         contiguous, or as `all_reduce`.
         """
@@ -188,6 +190,7 @@ class Group(RecordedGroup, ABC):
             rank 1   x = [c d]   ->   x = [a+c b+d]
 
         Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
+
         Raises: CollectiveError when x is not contiguous, or the reduction is not sum, max, min or
         product, or is unknown for the dtype.
         """
@@ -227,6 +230,7 @@ class Group(RecordedGroup, ABC):
                 tag, which would describe them.
 
         Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
+
         Raises: CollectiveError when the splits do not have one entry per rank or do not add up to
         the buffers.
         """
@@ -268,6 +272,7 @@ class Group(RecordedGroup, ABC):
 
         Communication: broadcast, x.nbytes into each rank but the source, (n-1) * x.nbytes out of
         the source.
+
         Raises: CollectiveError when x is not contiguous or src is not an index of the group.
         """
         if thread_context.recorder is not None:
@@ -310,6 +315,7 @@ class Group(RecordedGroup, ABC):
 
         Communication: point to point, x.nbytes out if there is a dst, out.nbytes in if there is a
         src.
+
         Raises: CollectiveError when dst or src is not an index of the group, only one of them is
             this rank, dtypes differ or a buffer is not contiguous.
         """
@@ -340,6 +346,7 @@ class Group(RecordedGroup, ABC):
             dst: index in the group of the rank that receives x.
 
         Communication: point to point, x.nbytes out.
+
         Raises: CollectiveError when the group has not two ranks, dst is not the other one or x is
             not contiguous.
         """
@@ -361,6 +368,7 @@ class Group(RecordedGroup, ABC):
             src: index in the group of the rank that sends.
 
         Communication: point to point, out.nbytes in.
+
         Raises: CollectiveError as `send`.
         """
         check_pair("receive", out, out)

@@ -90,6 +90,7 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
     memory of one rank or none. The resulting values are meaningless (see `NullGroup`).
 
     Raises: MeshError when there is no such rank.
+
     Communication: none.
 
     >>> import torch

@@ -133,9 +133,7 @@ class CommReport:
             advice = "Choose shardings that need less" if operator is None else operator.advice
             raise CommBudgetError(
                 f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of "
-                f"which {used} are used. Nothing was sent. "
-                f"{advice}, "
-                f"or allow {unit}={used + more}."
+                f"which {used} are used. Nothing was sent. {advice}, or allow {unit}={used + more}."
             )
 
     def report(self) -> str:
@@ -251,6 +249,7 @@ def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterat
         anything; it names the operator, the layouts, the bytes and the line. If ranks communicate
         different amounts (an uneven all_to_all), only those over the limit raise, so leave some
         room.
+
     Communication: none.
 
     >>> import torch
@@ -277,6 +276,7 @@ def comm_report() -> Any:
     Returns: a context manager that yields a `CommReport`: `print(report)` prints a table,
         `report.by_operator`, `by_axis` and `by_line` are dicts, and `report.save_trace(path)`
         writes a trace for Perfetto. It is a `comm_budget` without limits.
+
     Communication: none.
     """
     return comm_budget()

@@ -75,9 +75,9 @@ class GraphRecorder(Protocol):
         """
 
     def refuse(self, problem: str, advice: str) -> None:
-        """Note what the program does next and the graph cannot repeat, with its line.
+        """Note, or raise, what the program does next and the graph cannot repeat.
 
-        Or raise that as an error.
+        The text has the line of the program.
         """
 
 

@@ -119,6 +119,7 @@ class World(ABC):
 
         Raises: MeshError when a rank appears twice or does not exist, or this rank is not among
         them.
+
         Communication: none (a process group is made by its first collective).
         """
         key = tuple(ranks)

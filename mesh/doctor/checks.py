@@ -51,7 +51,7 @@ def findings(facts: Facts) -> dict[str, Finding]:
 def worst_findings(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
     """Return the worst finding of each check over all ranks, in order.
 
-    And on which ranks it holds where that is not all.
+    Its text says on which ranks it holds where that is not all.
     """
     return {
         name: _worst([findings_of_rank[name] for findings_of_rank in everyone])
@@ -140,13 +140,10 @@ def collectives(rows: Sequence[Bandwidth]) -> Finding:
 
 def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) -> Finding:
     """Return whether collectives are slower than the slowest hardware that is used for training."""
-    slow = (
-        _SLOW_BETWEEN_HOSTS
-        if has_other_hosts
-        else _SLOW_BETWEEN_GPUS
-        if device_type == "cuda"
-        else 0.0
-    )
+    if has_other_hosts:
+        slow = _SLOW_BETWEEN_HOSTS
+    else:
+        slow = _SLOW_BETWEEN_GPUS if device_type == "cuda" else 0.0
     slow_rows = [
         f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s"
         for row in rows

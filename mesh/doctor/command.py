@@ -49,8 +49,10 @@ _NEEDED = (
     "launcher",
     "settings",
     "gloo interface",
+    "hostname",
+    "master address",
+    "master port",
 )
-_NEEDED += ("hostname", "master address", "master port")
 _LOUDER = "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO python -m shardmesh doctor   # says more"
 
 
@@ -127,7 +129,7 @@ def _fix() -> None:
         )
 
 
-# ---------------------------------------------------------------------------------- the mesh to try
+# -- the mesh to try -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ def _mesh_of_size(abstract_mesh: AbstractMesh | None, size: int, facts: Facts) -
     )
 
 
-# ------------------------------------------------------------------------------------------ looking
+# -- trying collectives ----------------------------------------------------------------------------
 
 
 def _examine_host(facts: Facts, mesh: _Mesh) -> Report:

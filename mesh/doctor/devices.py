@@ -68,13 +68,11 @@ class Devices:
 
 def devices() -> Devices:
     """Return the accelerators that torch finds: in some seconds, at most `PROBE_S`."""
-    build = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else ""
-    )
+    build = ""
+    if torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
     driver = any(os.path.exists(path) for path in _DRIVERS)
     return parse_probe(build, driver, _run) if build and driver else Devices(build, driver)
 

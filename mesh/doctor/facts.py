@@ -133,8 +133,10 @@ class Facts:
 
 
 def collect_facts() -> Facts:
-    """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing.
-    Takes at most about a minute.
+    """Collect the facts here.
+
+    Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a
+    minute.
     """
     env = relevant(os.environ)
     place = Place.of(env)

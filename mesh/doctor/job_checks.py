@@ -116,7 +116,7 @@ def settings(facts: Facts) -> Finding:
     return ok(", ".join(f"{name}={shortened(env[name])}" for name in shown) or "none")
 
 
-# --------------------------------------------------------------------------------------- interfaces
+# -- interfaces ------------------------------------------------------------------------------------
 
 
 def gloo_interface(facts: Facts) -> Finding:
@@ -224,7 +224,7 @@ def _names_text(have: Iterable[Interface]) -> str:
     return ", ".join(str(one) for one in have) or "none"
 
 
-# ---------------------------------------------------------------------------------- names and ports
+# -- names and ports -------------------------------------------------------------------------------
 
 
 def hostname(facts: Facts) -> Finding:

@@ -38,8 +38,11 @@ class Report:
         return 1 if self.count("fault") else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """{"version", "subject", "ok", "checks": [{"name", "status", "found", "fix"}], "bandwidth":
-        [{"axis", "ranks", "op", "bytes", "seconds", "latency_s", "gigabytes_per_second"}]}"""
+        """Return the report as plain data, for JSON.
+
+        {"version", "subject", "ok", "checks": [{"name", "status", "found", "fix"}], "bandwidth":
+        [{"axis", "ranks", "op", "bytes", "seconds", "latency_s", "gigabytes_per_second"}]}
+        """
         return {
             "version": _VERSION,
             "subject": self.subject,

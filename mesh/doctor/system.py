@@ -144,7 +144,7 @@ def _shared_memory() -> Space:
     return Space(_SHARED, usage.total, usage.free)
 
 
-# ------------------------------------------------------------------------------------------ cgroups
+# -- cgroups ---------------------------------------------------------------------------------------
 
 
 def limits(read: Callable[[str], str]) -> Limits:
@@ -203,7 +203,7 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
             yield number
 
 
-# ---------------------------------------------------------------------------------------- dead jobs
+# -- dead jobs -------------------------------------------------------------------------------------
 
 
 def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:

@@ -47,6 +47,7 @@ def breakpoint(rank: int = 0) -> None:
         bdb.BdbQuit: on this rank, when the debugger quits.
         PeerError: on the others, when it quits.
         RuntimeError: on all ranks, when the rank has no terminal to read from.
+
     Communication: all_gather_object, of a few bytes, over all ranks.
 
     >>> import shardmesh as sm

@@ -100,7 +100,7 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1]
+    """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1].
 
     Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables
     of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
@@ -165,7 +165,7 @@ def _local_store() -> dist.TCPStore:
     )
 
 
-# ------------------------------------------------------------------------------- checks of the call
+# -- checks of the call ----------------------------------------------------------------------------
 
 
 def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> None:
@@ -229,7 +229,7 @@ def _check_reachable(fn: object) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------- environment
+# -- environment -----------------------------------------------------------------------------------
 
 
 def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
@@ -271,12 +271,20 @@ def _spawning(environment: Mapping[str, str]) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-# --------------------------------------------------------------------------------------- the parent
+# -- the parent ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _LocalRank:
-    """The parent's view of one child: its process, its pipe, and its result or failure."""
+    """The parent's view of one child.
+
+    Attributes:
+        pipe: on which it reports its result or failure.
+        reading: whether a report may still come.
+        done: whether it has reported a failure or its process has ended.
+        result: pickled, b"" until it has reported one.
+        failure: why it failed, None if it has not.
+    """
 
     rank: int
     process: BaseProcess
@@ -287,6 +295,7 @@ class _LocalRank:
     failure: RankFailure | None = None
 
     def update(self) -> None:
+        """Take over what the child has reported, and how its process has ended."""
         # read before the pipe: then all that an ended child wrote is there
         exitcode = self.process.exitcode
         if self.reading and self.pipe.poll():
@@ -313,6 +322,7 @@ class _LocalRank:
 
 
 def _exit_failure(exitcode: int, when: str) -> RankFailure:
+    """Return the failure of a rank whose process ended "before" or "after" its function did."""
     if exitcode < 0:
         name = {s.value: s.name for s in signal.Signals}.get(-exitcode, f"signal {-exitcode}")
         hint = " (the kernel does this when memory runs out)" if -exitcode == signal.SIGKILL else ""
@@ -346,7 +356,7 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
     """Read reports until every rank is done, or until shortly after the first failure."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    end = math.inf  # after a failure
+    end = math.inf  # of the time for earlier failures, once there is one
     while late := [r for r in ranks if not r.done]:
         left = min(deadline, end) - time.monotonic()
         if left <= 0 and end < math.inf:
@@ -394,6 +404,11 @@ def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
 
 
 def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> None:
+    """Raise the LaunchError of the rank that failed first, if any has.
+
+    Raises:
+        SystemExit: the signal that this process was sent has ended it.
+    """
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return

@@ -73,6 +73,7 @@ def reached_preemption(step: int) -> bool:
         ValueError: the step is smaller than that of the call before.
         RuntimeError: there is a notice, but some ranks have not called this within two minutes.
         WatchError: there is a notice, but the job failed before the ranks could agree.
+
     Communication: none but through the job's store.
 
     >>> import shardmesh as sm
@@ -87,7 +88,7 @@ def reached_preemption(step: int) -> bool:
     return agreement.reached(world.rank, operator.index(step))
 
 
-# --------------------------------------------------------------------------------------- agreements
+# -- agreements ------------------------------------------------------------------------------------
 
 
 class _LocalAgreement:
@@ -159,9 +160,8 @@ class _StoreAgreement:
     def _run(self) -> None:
         try:
             noticed = self._wait_for_notice()
-        except (
-            Exception
-        ) as error:  # the process of the store has ended, as it may at the end of a job
+        except Exception as error:
+            # the process of the store has ended, as it may at the end of a job
             _log.info(
                 "rank %d no longer checks for a preemption notice of other ranks: %s",
                 self._rank,
@@ -193,10 +193,8 @@ class _StoreAgreement:
     def _finds_failure(self) -> bool:
         """Return whether the job has failed.
 
-        A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
-
-        That a rank has died may be seen a little later than the signal. `reached` raises the
-        reason.
+        A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption. That
+        a rank has died may be seen a little later than the signal. `reached` raises the reason.
         """
         deadline = time.monotonic() + _FAILURE_S
         while not self._over and time.monotonic() < deadline:
@@ -300,7 +298,7 @@ def forget(world: World) -> None:
         agreement.stop()
 
 
-# ------------------------------------------------------------------------------------------ notices
+# -- notices ---------------------------------------------------------------------------------------
 
 _notice = ""  # the reason that this process has to stop, if it has
 _is_listening = False  # whether SIGTERM counts as a notice

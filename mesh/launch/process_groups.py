@@ -32,6 +32,7 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
         the device does not exist, or the ranks differ in their setup (see
         `rendezvous.py`), the same text on every rank that can be reached; MeshError
         when the device type or the backend does not fit the default group that exists already.
+
     Communication: starting the default group waits for all ranks.
     """
     if not dist.is_available():
@@ -53,6 +54,7 @@ def start() -> None:
     exists already.
 
     Raises: LaunchEnvironmentError without a default process group.
+
     Communication: a few messages to the job's store; waits for no rank.
 
     >>> import shardmesh as sm

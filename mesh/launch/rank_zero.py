@@ -58,6 +58,7 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
 
     Raises: LaunchEnvironmentError when local is true and the launcher has not set which ranks share
     this host.
+
     Communication: none.
 
     >>> import shardmesh as sm
@@ -100,6 +101,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         PeerError: on the other ranks, when the first rank raised.
         LaunchEnvironmentError: the default process group is not started, or local is true and the
             launcher has not set which ranks share this host.
+
     Communication: all_gather_object, of a few bytes, over all ranks (of the host).
 
     >>> import shardmesh as sm
@@ -192,7 +194,7 @@ def _pause_monitor(world: World) -> Any:
     return nullcontext() if monitor is None else monitor.paused()
 
 
-# ------------------------------------------------------------------------------------------ regions
+# -- regions ---------------------------------------------------------------------------------------
 
 _warned: set[tuple[str, int]] = set()
 

@@ -75,6 +75,7 @@ def rendezvous(
 
     Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the
     time is over.
+
     Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the
     last one is there.
     """

@@ -54,6 +54,7 @@ def session(timeout: float | None = None, stall_warn: float | None = None) -> Se
     Raises:
         ValueError: times that are not positive.
         WatchError: at the end, when the job has failed.
+
     Communication: a barrier over all ranks, at the end of a block without an error.
 
     >>> import shardmesh as sm

@@ -170,7 +170,7 @@ def _is_hidden(directory: JobDirectory, has_relay: bool, keys: StoreKeys, rank: 
 def _reason_text(keys: StoreKeys) -> str:
     """Return why another rank has turned the monitor off.
 
-    Or what is wrong with the value that says so.
+    If the value that says so is damaged, return what is wrong with it.
     """
     try:
         return printable(keys.read("without", message))

@@ -31,6 +31,7 @@ def idle() -> Iterator[None]:
 
     Raises: WatchError when the job has failed before, and inside, where a signal interrupts the
         wait, when it fails meanwhile.
+
     Communication: none. About 5 us.
 
     >>> import queue

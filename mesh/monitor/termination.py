@@ -130,7 +130,7 @@ def may_end(job: Job) -> bool:
 def end(job: Job, text: str) -> None:
     """Print a message and end this process whatever its main thread does.
 
-    And those of this host that cannot end by themselves.
+    Processes of this host that cannot end by themselves are ended, too.
     """
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)

@@ -67,14 +67,12 @@ def backends_text(handle: Any) -> str:
     for kind in sorted(device.type for device in handle._device_types):
         backend = handle._get_backend(torch.device(kind))
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        after = (
-            ""
-            if timeout is None
-            else ", waits without limit"
-            if timeout >= ON_HOST
-            else f", {timeout.total_seconds():g} s"
-        )
-        texts.append(f"{kind}: {backend.name()}{after}")
+        text = f"{kind}: {backend.name()}"
+        if timeout is not None and timeout >= ON_HOST:
+            text += ", waits without limit"
+        elif timeout is not None:
+            text += f", {timeout.total_seconds():g} s"
+        texts.append(text)
     return f"{'; '.join(texts)}; device bound: {getattr(handle, 'bound_device_id', None) or 'none'}"
 
 

@@ -80,7 +80,7 @@ class Verdict:
             "purpose", "lineage", "source", "route", "splits"; of
             meshes "shape", "axis names", "rank order" or "device type"; "" if nothing does.
         seen: what each rank did, the blamed ones first.
-        text: the complete text of the error, see `composed`.
+        text: the complete text of the error, see `compose_text`.
     """
 
     kind: str
@@ -118,7 +118,7 @@ def _observation(fields: dict[str, Any]) -> Observation:
     return Observation(whole(fields["rank"], MOST_RANKS - 1), call, place)
 
 
-def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
+def compose_text(said: str, advice: str, lines: Iterable[str] = ()) -> str:
     """Return the text of a verdict, wrapped to 120 columns.
 
     What happened, what to do about it, what each rank did.

@@ -19,7 +19,7 @@ from ..monitor.diagnosis.votes import (
     parties_by,
     worst_correspondent,
 )
-from ..monitor.verdict import Observation, Verdict, composed
+from ..monitor.verdict import Observation, Verdict, compose_text
 from ..text import ranks_text
 from .arrival import Arrival
 
@@ -66,7 +66,7 @@ def different_collectives(
             )
             or OTHER_VALUES
         )
-    text = composed(
+    text = compose_text(
         f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines
     )
     return CollectiveMismatchError(text, Verdict("mismatch", blamed, field, seen, text))
@@ -162,14 +162,14 @@ def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> 
         lines.append(f"  ranks {list(finished)} have finished")
     seen = tuple(Observation(w.rank, str(w.call), w.place or "") for w in waits)
     seen += tuple(Observation(rank, "has finished", "") for rank in finished)
-    text = composed(f"no simulated rank can go on{_blame(blamed)}.", RULE, lines)
+    text = compose_text(f"no simulated rank can go on{_blame(blamed)}.", RULE, lines)
     return DeadlockError(text, Verdict("deadlock", blamed, "order", seen, text))
 
 
 def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tuple[int, ...]:
     """Return the smaller of those that finished and those that wait for them.
 
-    Else the ranks that left the order of calls.
+    If nobody waits for a rank that has finished, return the ranks that left the order of calls.
     """
     missing: set[int] = set().union(*(w.missing for w in waits))
     gone = sorted(missing & finished)

@@ -178,6 +178,7 @@ def simulate(
         and is raised here, with a note naming the rank. CollectiveMismatchError when ranks of a
         group call different collectives; DeadlockError when ranks wait for others that finished or
         wait elsewhere; both show the line of each rank.
+
     Communication: none; memory is copied between the ranks' tensors.
 
     >>> import torch

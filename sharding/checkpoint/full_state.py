@@ -21,7 +21,7 @@ from .agreement import agree, all_ranks, run_on_all_ranks
 from .plan import StoredValue, WholeTensor, wanted_tree
 from .state import load_state_dict, state_dict
 from .storage.manifest import Stored, StoredLeaf
-from .tree import PerRank, leaves, mapped, name_of, opened, structure_of, ties
+from .tree import PerRank, leaves, map_leaves, name_of, structure_of, ties, without_stateful
 
 
 def full_state_dict(state: Any, rank: int = 0) -> Any:
@@ -60,7 +60,7 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
             first[name] = whole_on(leaf, rank, world)
         return first[name]
 
-    whole = mapped(opened(state), gather)
+    whole = map_leaves(without_stateful(state), gather)
     return whole if world.rank == rank else {}
 
 
@@ -119,7 +119,7 @@ def load_full_state_dict(
         group, "load_full_state_dict", {name_of(path): _line(want) for path, want in leaves(like)}
     )
     whole = {name_of(path): leaf for path, leaf in leaves(state)} if world.rank == rank else {}
-    sent = mapped(
+    sent = map_leaves(
         like,
         lambda path, want: _receive(name_of(path), want, described, values, whole, rank, world),
     )

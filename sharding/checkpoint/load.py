@@ -24,7 +24,7 @@ from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
 from .storage.pieces import value_of
 from .storage.reading import LoadedParts, box_of, plan_reads, read
-from .tree import StoredDict, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
+from .tree import StoredDict, children, is_stateful, items_of, leaves, map_leaves, name_of, rebuilt
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
@@ -84,7 +84,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     assert stored is not None  # noqa: S101
     loaded = _read_parts(world, group, stored, wants)
     return load_stateful(
-        like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want))
+        like, map_leaves(tree, lambda path, want: _result(stored, loaded, name_of(path), want))
     )
 
 

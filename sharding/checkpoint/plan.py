@@ -51,9 +51,9 @@ from .tree import (
     is_stateful,
     leaves,
     name_of,
-    opened,
     rebuilt,
     structure_of,
+    without_stateful,
 )
 
 # the maximum size of a piece, so that a rank that needs some rows reads little more
@@ -85,7 +85,7 @@ def state_of(tree: Any, world: World) -> SaveState:
     Raises:
         TypeError, ValueError: a leaf that cannot be saved, or two leaves with the same name.
     """
-    tree = opened(tree)
+    tree = without_stateful(tree)
     if children(tree) is None:
         raise TypeError(
             f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"
@@ -191,6 +191,7 @@ class WriteItem:
     """A piece and its writer.
 
     Attributes:
+        name: of its leaf.
         box: its box of the global tensor; None for a value that is not a tensor.
         rank: the rank that writes it.
         shape, dtype: those of the whole tensor; None for a value.
@@ -310,6 +311,11 @@ def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
 
 
 def _want_tree(like: Any, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
+    """Return the tree of `like` at `path` with a `Want` for each leaf.
+
+    Args:
+        structure: that of what is stored at the path.
+    """
     if is_stateful(like):
         own = like.state_dict()
         return _want_tree(
@@ -334,6 +340,11 @@ def _want_tree(like: Any, structure: Structure, path: Path, stored: Stored, worl
 
 
 def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
+    """Return what to load for one leaf of `like`.
+
+    Raises:
+        ValueError: a layout with pending values.
+    """
     if isinstance(like, Sharding):
         entry = stored.entries.get(name_of(path))
         if entry is None or entry.shape is None or entry.dtype is None:
@@ -358,10 +369,10 @@ def _as_stored(
     like: StoredDict, structure: Structure, path: Path, stored: Stored, world: World
 ) -> Any:
     """Return the leaves that are stored below this path: layouts and ranks' values as in `like`."""
-    known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
+    likes: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
 
     def leaf(name: str, inner: Path) -> Want:
-        own, entry = known.get(name), stored.entries.get(name)
+        own, entry = likes.get(name), stored.entries.get(name)
         if entry is None:  # no leaf of this name is stored, but one of each rank
             return StoredValue(
                 own_name(name, world.rank),
@@ -370,10 +381,10 @@ def _as_stored(
             )
         if entry.shape is None:
             return StoredValue(name)
-        known_layout = (
-            own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
-        )
-        layout = known_layout or like.layout_of(inner, entry.shape)
+        if isinstance(own, ShardedTensor) and own.shape == entry.shape:
+            layout: Layout | None = own._layout
+        else:
+            layout = like.layout_of(inner, entry.shape)
         return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
@@ -393,6 +404,7 @@ def _layouts_of(owner: Any) -> Any:
 
 
 def _check(name: str, want: Any, stored: Stored) -> None:
+    """Raise ValueError unless what is wanted is stored, with the shape and dtype of `like`."""
     if isinstance(want, StoredValue):
         entry = stored.entries.get(want.name)
         if entry is None and not want.optional:
@@ -423,6 +435,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
 
 
 def _missing(name: str, stored: Stored) -> str:
+    """Return the error text for a leaf that is not stored, with the names most like its own."""
     known = list(
         islice((other for other in stored.entries if len(other) <= _LONGEST_NAME), _COMPARED)
     )

@@ -49,7 +49,7 @@ from .storage.files import (
 from .storage.index import check_file_name
 from .storage.manifest import Stored, StoredLeaf, dict_of_pairs
 from .storage.reading import box_of
-from .tree import leaves, mapped, name_of, opened, ties
+from .tree import leaves, map_leaves, name_of, ties, without_stateful
 
 _DTYPES = {
     "F64": torch.float64,
@@ -141,7 +141,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     run_on_all_ranks(
         group,
         lambda: loaded.append(
-            mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world))
+            map_leaves(tree, lambda path, want: _read(name_of(path), want, stored, places, world))
         ),
     )
     return load_stateful(like, loaded[0])
@@ -187,13 +187,10 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
 
 def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files of a path, and the file of each tensor if there is an index."""
-    indices = (
-        sorted(path.glob(f"*.safetensors{_INDEX}"))
-        if path.is_dir()
-        else [path]
-        if path.name.endswith(_INDEX)
-        else []
-    )
+    if path.is_dir():
+        indices = sorted(path.glob(f"*.safetensors{_INDEX}"))
+    else:
+        indices = [path] if path.name.endswith(_INDEX) else []
     if len(indices) > 1:
         raise CheckpointError(
             f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the "
@@ -367,7 +364,7 @@ def save_safetensors(
     """
     world = current_world()
     path = Path(path)
-    state = opened(tree)
+    state = without_stateful(tree)
     tied = {**ties(state, of_leaves=True), **ties(tree)}
     tensors = {name: leaf for name, leaf in _named_tensors(state) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))

@@ -79,13 +79,16 @@ def save(
     disk is full or the save is cancelled, all checkpoints that were complete before still are.
 
     Args:
-        tree: dicts, lists, tuples and dataclasses of
-            `ShardedTensor`s, on any meshes, of any dtype and layout; pending values are reduced
-            first; plain tensors, numbers, strings, None and lists of these: must be the same on
-            every rank (checked); one rank writes them; `PerRank(value)`: saved by each rank;
-            objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
-            data loaders, `RandomState()`): their state. For optimizers by parameter name instead of
-            number see `state_dict`.
+        tree: dicts, lists, tuples and dataclasses of leaves:
+
+            - `ShardedTensor`s, on any meshes, of any dtype and layout; pending values are reduced
+              first.
+            - plain tensors, numbers, strings, None and lists of these. They must be the same on
+              every rank (checked); one rank writes them.
+            - `PerRank(value)`: saved by each rank.
+            - objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
+              data loaders, `RandomState()`): their state. For optimizers by parameter name instead
+              of number see `state_dict`.
         dir: the folder of checkpoints, visible to all ranks. One job at a time saves into it: a
             file in it has the process that does.
         step: its number; by default one more than the newest. A checkpoint of the same step is kept
@@ -241,6 +244,7 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
         work()
     except Exception as error:
         return error
+    return None
 
 
 def _finish(

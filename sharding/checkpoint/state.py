@@ -28,8 +28,9 @@ _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 def state_dict(
     model: nn.Module | PartialModel, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """state_dict(model, optimizer) -> {"model": {name: tensor}, "optimizer": {"state": {name:
-    {...}}, "param_groups": [...]}}.
+    """state_dict(model, optimizer) -> the state of both, by parameter name.
+
+    {"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}.
 
     The tensors are those of the module and the optimizer, detached, in their layouts: for `save`,
     or as the `like` of `load`. Optimizer state is named by parameter, not by number, as in

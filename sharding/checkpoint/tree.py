@@ -136,7 +136,7 @@ def _is_inner(value: Any) -> bool:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf with its path. Stateful objects must have been replaced by `opened`."""
+    """Yield every leaf with its path, after `without_stateful` has replaced stateful objects."""
     inner = children(tree)
     if inner is None:
         yield path, tree
@@ -145,20 +145,20 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from leaves(child, (*path, key))
 
 
-def opened(tree: Any) -> Any:
+def without_stateful(tree: Any) -> Any:
     """Return the tree with stateful objects replaced by their state."""
-    return mapped(
-        tree, lambda _, value: opened(value.state_dict()) if is_stateful(value) else value
+    return map_leaves(
+        tree, lambda _, value: without_stateful(value.state_dict()) if is_stateful(value) else value
     )
 
 
-def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def map_leaves(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Return the tree with `function(path, leaf)` for each leaf."""
     inner = children(tree) if not is_stateful(tree) else None
     return (
         function(path, tree)
         if inner is None
-        else rebuilt(tree, [mapped(child, function, (*path, key)) for key, child in inner])
+        else rebuilt(tree, [map_leaves(child, function, (*path, key)) for key, child in inner])
     )
 
 

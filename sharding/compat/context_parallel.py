@@ -253,7 +253,7 @@ class _Block:
                 f"scaled_dot_product_attention in context_parallel: {query.shape[-3]} query heads "
                 f"and {key.shape[-3]} key heads need enable_gqa=True"
             )
-        laid = [self._sequence(x) for x in (query, key, value)]
+        sequences = [self._sequence(x) for x in (query, key, value)]
         options = {
             "axis": self.mesh.axis_names,
             "is_causal": is_causal,
@@ -261,7 +261,7 @@ class _Block:
             "method": self.method,
             "balanced": True,
         }
-        return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
+        return to_local(context_parallel_attention(*sequences, **options))  # type: ignore[arg-type]
 
     def _sequence(self, part: Tensor) -> ShardedTensor:
         """Return the sequence of this part: as long as the buffers, or else of equal parts."""

@@ -134,13 +134,9 @@ class Explanation:
     def ratio(self) -> float | None:
         """Bytes received / the lower bound; 1.0 if both are zero, None if there is no bound."""
         bound = self.lower_bound
-        return (
-            None
-            if bound is None
-            else self.bytes_received / bound
-            if bound
-            else 1.0 + self.bytes_received
-        )
+        if bound is None:
+            return None
+        return self.bytes_received / bound if bound else 1.0 + self.bytes_received
 
     @cached_property
     def peak_bytes(self) -> int:

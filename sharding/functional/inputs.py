@@ -273,7 +273,7 @@ class InputMutationCheck:
     def error(self, checker: Any) -> ShardingTypeError | None:
         """Return the error of a function that wrote a varying value to a replicated argument.
 
-        Or to a part of one. None if it did not.
+        None if it did not. Writing to a part of an argument counts, too.
         """
         for tag, version, part, arg in zip(
             self.tags, self.versions, self.parts, self.inputs, strict=True

@@ -39,6 +39,7 @@ class Key:
 
 def key(seed: int) -> Key:
     """key(seed) -> R: return a key, the same on every rank for the same seed.
+
     Communication: none.
     """
     return Key(_splitmix(seed & _MASK))

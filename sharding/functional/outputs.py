@@ -218,8 +218,9 @@ def infer_outputs(
 
 
 def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
-    """Send an error inside the function to the other ranks, which receive it in `infer_outputs`:
-    where parts differ in shape, other ranks may have none.
+    """Send an error inside the function to the other ranks, in `infer_outputs`.
+
+    Where parts differ in shape, other ranks may have none.
 
     Raises: the error.
 

@@ -456,7 +456,7 @@ class Mapped:
         env.checker, env.recording = (None, False) if checker.captures_only else (checker, True)
         try:
             with checker.bind(env), checker if outer is None else nullcontext():
-                out = self._run(uncompiled(self.f), cached, parts, tree, kwargs)
+                out = self._run(function_of_compiled(self.f), cached, parts, tree, kwargs)
                 out = replace_captures(out, captures)
                 for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
@@ -545,7 +545,7 @@ def any_requires_grad(constants: Sequence[ref[Tensor]]) -> bool:
     return False
 
 
-def uncompiled(f: Any) -> Any:
+def function_of_compiled(f: Any) -> Any:
     """Return the function that was passed to `torch.compile`.
 
     Types are tracked operator by operator.

@@ -22,6 +22,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ...mesh.comm.call_site import user_call
 from .errors import JitError, at_line
+from .program import item
 from .scalars import Condition, TracedFloat
 
 aten = torch.ops.aten
@@ -143,6 +144,11 @@ class GraphBuilder:
         """The nodes so far that are no inputs."""
         nodes = list(self.graph.nodes)
         return nodes[nodes.index(self._end_of_inputs) + 1 :]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether autograd may have saved numbers that are traced."""
+        return bool(self.numbers) or any(node.target is item for node in self.graph.nodes)
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """End the graph, with these outputs, and return it."""

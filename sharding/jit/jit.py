@@ -36,6 +36,7 @@ from .inspection.lowered import CompiledGraph, Lowered, lower
 from .joined import JoinedFunction
 from .parts import Parts, log_break
 from .passes.agreement import announce, most_of
+from .passes.hoist_reads import unmovable_read
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
 from .recording import local_of, record, without_history
@@ -139,7 +140,7 @@ class JitFunction:
         if need == FULL:
             result = self._beyond_limit(leaves, tree, entries, world)
         elif need == RECORD and parts is not None:
-            with parts.running():
+            with parts.running(), _same_lineages(parts.sharded):
                 result = self._call(tree, leaves)
         elif need == RECORD:
             result = self._record(leaves, tree, key, entries, selected, world)
@@ -264,6 +265,9 @@ class JitFunction:
                 f, leaves, snapshot, inputs, world, count == 1, fullgraph=self._fullgraph
             )
         recorded = recording if isinstance(recording, str) else recording.program
+        if not (self._fullgraph or isinstance(recorded, str)):
+            why = unmovable_read(recorded)
+            recorded = recorded if why is None else Break(why)
         program = run_passes(recorded, options, world, ranks, others)
         if isinstance(program, str):  # why there is none
             attempts[key] = count
@@ -323,8 +327,15 @@ class JitFunction:
 
     def _join(self, key: Any, snapshot: Snapshot, world: World) -> None:
         """Run calls of a signature as two programs from now on: a backward outside has used the
-        results.
+        results. If modules are units of `fully_shard` or `data_parallel`, which gather parameters
+        and reduce gradients around their calls, the calls inside of units are the graphs.
         """
+        is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
+        if is_of_units and not self._fullgraph:
+            self._entries[world].pop(key, None)
+            if world not in self._parts:
+                self._parts[world] = self._new_parts(snapshot, world)
+            return
         joined = self._outside.setdefault(world, {})
         if key not in joined:
             joined[key] = JoinedFunction(
@@ -339,16 +350,19 @@ class JitFunction:
 
     def _break(self, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
-        parts = Parts(
+        self._parts[world] = parts = self._new_parts(snapshot, world)
+        if not world.rank:
+            names = ", ".join(function.name for function in parts.joined.values())
+            log_break(self._name, reason, f"with graphs of {names}" if names else "")
+
+    def _new_parts(self, snapshot: Snapshot, world: World) -> Parts:
+        return Parts(
             snapshot.modules,
             lambda: self.backend,
             not world.rank,
             check_state=self._check_state,
+            sharded=[x for x, _ in snapshot.sharded],
         )
-        self._parts[world] = parts
-        if not world.rank:
-            names = ", ".join(function.name for function in parts.joined.values())
-            log_break(self._name, reason, f"with graphs of {names}" if names else "")
 
 
 class JitModule(nn.Module):
@@ -574,7 +588,7 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
 @contextmanager
 def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
     """Leave the lineages of tensors as a graph does that writes to them: another rank may run
-    one.
+    one, or record where this one runs parts.
     """
     lineages = [x._lineage for x in tensors]
     yield

@@ -30,15 +30,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
-from ..autograd.first_derivative import without_derivative
 from ..autograd.grad_origin import Origin, note_origin, noted_origin
 from ..functional.transforms.parts import with_part
 from ..layout.layout import Layout
@@ -50,7 +47,7 @@ from .backends.segments import Backend
 from .draws import Draw
 from .entry import Entry, key_of, value_of
 from .errors import JitError
-from .opaque import Saved
+from .history import History, Join, WithoutTraced
 from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
@@ -64,10 +61,6 @@ from .state.snapshot import Snapshot
 _RECORDINGS = 8  # of one function; with more it runs eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
-_ONCE = (
-    "the derivative of a gradient through a graph of sm.jit (create_graph=True): its backward is a "
-    "graph as well, without history; call the module itself, or put sm.jit around the whole step"
-)
 
 
 class JoinedFunction:
@@ -108,7 +101,11 @@ class JoinedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         world = current_world()
-        if self.broken is not None or thread_context.needs_each_operator:
+        if (
+            self.broken is not None
+            or thread_context.needs_each_operator
+            or self._is_recomputed_outside_of_unit()
+        ):
             return self._f(*args, **kwargs)
         leaves, tree = flatten((args, kwargs))
         count = len(leaves)
@@ -133,6 +130,15 @@ class JoinedFunction:
     def recordings(self) -> list[JoinedEntry]:
         """The recordings of all signatures."""
         return [entry for entries in self.entries.values() for entry in entries]
+
+    def _is_recomputed_outside_of_unit(self) -> bool:
+        """Return whether `torch.utils.checkpoint` is around, inside of the modules' unit: it
+        computes again after the call of the unit, with other parameters.
+        """
+        hooks = engine_hooks.saved_tensor_hooks()
+        if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+            return False
+        return any(getattr(module, "_shardmesh_unit", None) is not None for module in self._modules)
 
     def _state(self) -> list[tuple[dict[str, Any], str]]:
         """Return where the modules hold their parameters and buffers."""
@@ -262,8 +268,8 @@ class _RecordedCall:
         self.leaf_inputs = [x for x, _ in unique.values()]
         self.inputs = [*self.leaf_inputs, *self.others]
         self._inner = [*inner, *self.others]
+        self._history = History([], self._inner)
         self.end_of_forward = recorder.builder.call(_end_of_forward, ())
-        self._uses: list[list[tuple[Any, int]]] = []
         self.slots: list[int] = []
         self.is_recorded, self.draws = False, recorder.draws.end()
 
@@ -286,10 +292,10 @@ class _RecordedCall:
         if self.differentiable:
             outputs = [local_of(flat[i]) for i in self.differentiable]
             self.outputs = outputs
-            self._uses = _uses_of(outputs, self._inner)
-            self.slots = [i for i, uses in enumerate(self._uses) for _ in range(max(1, len(uses)))]
+            self._history = History(outputs, self._inner)
+            self.slots = self._history.slots
             inputs = [self.inputs[i] for i in self.slots]
-            joined = _Join.apply(self.backward, (), [x.detach() for x in outputs], *inputs)
+            joined = Join.apply(self.backward, (), [x.detach() for x in outputs], *inputs)
             for i, x in zip(self.differentiable, joined, strict=True):
                 flat[i] = with_part(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
@@ -311,8 +317,8 @@ class _RecordedCall:
         seeds = [g for g in grads if g is not None]
         builder = self.recorder.builder
         if self.is_recorded or builder.refusal is not None:
-            with _WithoutTraced():
-                return self._gradients(outputs, seeds)
+            with WithoutTraced():
+                return self._history.gradients(outputs, seeds)
         self.is_recorded = True
         for i, g in enumerate(grads):
             if g is not None:
@@ -326,7 +332,7 @@ class _RecordedCall:
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
                 self.recorder.draws.torch.pass_by(builder.graph)
-                gradients = self._gradients(outputs, seeds)
+                gradients = self._history.gradients(outputs, seeds)
                 self.recorder.follow_generators()
         finally:
             self._saved.unload()
@@ -337,29 +343,6 @@ class _RecordedCall:
             self.function.give_up(f"the backward of {self.function.name} changes state: {change}")
         else:
             self.finish(grads, gradients)
-        return gradients
-
-    def _gradients(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, each in the parts that its uses contribute: autograd
-        adds them to those of other code one by one, as in eager code, which decides the last bits.
-        """
-        parts: list[list[Tensor]] = [[] for _ in self._inner]
-        handles = [
-            node.register_hook(functools.partial(_note_part, parts[i], place))
-            for i, uses in enumerate(self._uses)
-            for node, place in uses
-        ]
-        try:
-            sums = torch.autograd.grad(
-                outputs, self._inner, seeds, retain_graph=True, allow_unused=True
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        gradients: list[Tensor | None] = []
-        for leaf, total, summands, uses in zip(self._inner, sums, parts, self._uses, strict=True):
-            values = summands if uses and not leaf._backward_hooks else [total]  # hooks get the sum
-            gradients += [*values, *[None] * (max(1, len(uses)) - len(values))]
         return gradients
 
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
@@ -375,28 +358,6 @@ class _RecordedCall:
         else:
             self.entries.append(entry)
             function._dropped = 0
-
-
-def _uses_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[tuple[Any, int]]]:
-    """Return for each leaf the nodes that send it a gradient, and at which place among theirs."""
-    uses: dict[int, list[tuple[Any, int]]] = {id(x): [] for x in leaves}
-    todo = [x.grad_fn for x in outputs]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        for place, (other, _) in enumerate(node.next_functions if node is not None else ()):
-            leaf = getattr(other, "variable", None)
-            if leaf is not None and id(leaf) in uses:
-                uses[id(leaf)].append((node, place))
-            elif other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-    return [uses[id(x)] for x in leaves]
-
-
-def _note_part(parts: list[Tensor], place: int, sent: Sequence[Any], received: Any) -> None:
-    if sent[place] is not None:
-        parts.append(sent[place])
 
 
 def _check_recorded(function: Any, entries: list[Any], count: int) -> None:
@@ -533,7 +494,7 @@ class JoinedEntry(Entry):
             local_results = [local_of(results[i]) for i in self._with_history]
             inputs = [*(local_of(leaves[i]) for i in self.inputs), *self._others]
             inputs = [inputs[i] for i in self._slots]
-            joined = _Join.apply(backward, saved, local_results, *inputs)
+            joined = Join.apply(backward, saved, local_results, *inputs)
             for i, x in zip(self._with_history, joined, strict=True):
                 results[i] = with_part(results[i], x)
         return unflatten(self.recording.tree, results)
@@ -643,57 +604,6 @@ def _dense_like(x: Tensor, kind: _Kind) -> Tensor:
     if x.stride() == kind.strides and x.dtype is kind.dtype:
         return x
     return torch.empty_strided(x.shape, kind.strides, dtype=kind.dtype, device=x.device).copy_(x)
-
-
-class _Join(torch.autograd.Function):
-    """The node between the inputs of a call and its results.
-
-    Args:
-        backward: returns the gradients of the inputs, from what was saved and those of the results.
-        saved: tensors and numbers that it needs, and what opaque functions have saved.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backward: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
-        saved: Sequence[Any],
-        results: list[Tensor],
-        *inputs: Tensor,
-    ) -> Any:
-        ctx.backward_of_call = backward
-        flat, ctx.tree = list(saved), None
-        if any(type(x) is Saved for x in flat):
-            flat, ctx.tree = pytree.tree_flatten(flat)
-        ctx.tensors = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        ctx.save_for_backward(*[flat[i] for i in ctx.tensors])
-        ctx.others = [None if isinstance(x, Tensor) else x for x in flat]
-        ctx.set_materialize_grads(False)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        flat = list(ctx.others)
-        for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            flat[i] = x
-        saved = flat if ctx.tree is None else pytree.tree_unflatten(flat, ctx.tree)
-        with torch.no_grad():
-            gradients = ctx.backward_of_call(saved, grads)
-        return (None, None, None, *without_derivative(gradients, _ONCE))
-
-
-class _WithoutTraced(TorchDispatchMode):
-    """Pass operators the values of traced numbers, which autograd has saved: outside of the
-    recording they have none.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = pytree.tree_map_only(
-            torch.SymFloat, lambda x: x.node.hint, (tuple(args), kwargs or {})
-        )
-        return func(*args, **kwargs)
 
 
 # -- the recorded call -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ not agree on the choice, and nothing is in flight between parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from ...mesh.comm.thread_context import thread_context
 from ..ops.torch_compile import compiled_call, set_compiled_call
+from ..tensor.sharded_tensor import ShardedTensor
 from .backends.segments import Backend
 from .joined import JoinedEntry, JoinedFunction
 
@@ -39,6 +40,7 @@ class Parts:
         is_shown: whether breaks are logged: on one rank.
         fullgraph: whether a break in a module is an error.
         check_state: whether calls compare the Python state that the modules reach.
+        sharded: the ShardedTensors that the function reaches.
 
     Attributes:
         joined: the modules and the programs of their calls.
@@ -51,9 +53,10 @@ class Parts:
         is_shown: bool,
         fullgraph: bool = False,
         check_state: bool = True,
+        sharded: Sequence[ShardedTensor] = (),
     ) -> None:
         self._backend, self._is_shown, self._fullgraph = backend, is_shown, fullgraph
-        self._check_state = check_state
+        self._check_state, self.sharded = check_state, sharded
         self.joined: dict[nn.Module, JoinedFunction] = {}
         self._users, self._installed = 0, []
         for module in _outermost(modules):

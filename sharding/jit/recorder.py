@@ -26,7 +26,7 @@ from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
-from ..ops import methods
+from ..ops import dispatch, methods
 from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
@@ -54,6 +54,7 @@ _READS = frozenset(
     }
 )
 _COLLECTIVES = {name: operator for operator, name in OPERATORS.items()}
+_OPERATORS = methods.__file__, dispatch.__file__  # run torch's operators for the program
 _OURS_HERE, _OPTIMIZERS = __file__.rpartition("/")[0] + "/", torch.optim.__path__[0]
 
 
@@ -251,7 +252,7 @@ class GraphRecorder(TorchDispatchMode):
         if self.builder.refusal is not None:
             return value
         frame = _caller(_OURS_HERE)
-        if frame.f_code.co_filename == methods.__file__:  # of a ShardedTensor: who called it
+        if frame.f_code.co_filename in _OPERATORS:  # of a ShardedTensor: who called it
             frame = _caller(*_INNER)
         file = frame.f_code.co_filename
         operand = self.builder.input_of(x)

@@ -25,6 +25,7 @@ from ..trees import flatten, unflatten
 from .draws import Position
 from .errors import Break, JitError
 from .graph_builder import Captured
+from .history import with_known_numbers
 from .hyperparameters import Hyperparameter, traced
 from .passes.dead_code import clean
 from .program import Program
@@ -125,13 +126,17 @@ def record(
     result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
     flat, tree = flatten(result)
     builder = recorder.builder
+    if builder.has_numbers and not abstract:
+        result = with_known_numbers(result)
     if builder.refusal is not None:
         settle(snapshot)
-        as_value = _shown if builder.numbers else _known  # see `is_open` below
-        result = unflatten(tree, [as_value(x) for x in flat])
+        result = _mapped(_known, result)
         return result, Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
-    shown = unflatten(tree, [_shown(x) for x in flat])
+    is_open = not (recorder.ran_backward or abstract) and any(
+        isinstance(x, Tensor) and not x.is_leaf for x in flat
+    )
+    shown = _mapped(_known if is_open else _shown, result)
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
@@ -142,12 +147,6 @@ def record(
     if change is not None:
         settle(snapshot)
         return shown, change, signatures
-    # autograd has saved traced numbers, which have no values in a later backward
-    is_open = not (recorder.ran_backward or builder.numbers or abstract) and any(
-        isinstance(x, Tensor) and not x.is_leaf for x in flat
-    )
-    if is_open:
-        shown = result
     try:
         recording = last.recording(flat, tree, recorder.draws.end())
         return shown, recording._replace(is_open=is_open), signatures
@@ -272,8 +271,12 @@ def _shown(x: Any) -> Any:
 
 def without_history(result: Any) -> Any:
     """Return the result of a call that is not recorded as others return it."""
+    return _mapped(_shown, result)
+
+
+def _mapped(f: Callable[[Any], Any], result: Any) -> Any:
     flat, tree = flatten(result)
-    return unflatten(tree, [_shown(x) for x in flat])
+    return unflatten(tree, list(map(f, flat)))
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:

@@ -131,8 +131,9 @@ class Layout:
         )
 
     def temporary(self, spec: P) -> Layout:
-        """Return this layout with another spec, without adding it to the recent ones of the mesh:
-        for the many that a planner tries.
+        """Return this layout with another spec, without adding it to the recent ones of the mesh.
+
+        For the many that a planner tries.
         """
         recent = self.mesh.cache.recent  # type: ignore[union-attr]
         return recent.get((spec, self.shape, self.dtype)) or _intern(

@@ -265,13 +265,11 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
         return ()
     if entry is UNCONSTRAINED:
         return UNCONSTRAINED
-    axes = (
-        (entry,)
-        if isinstance(entry, str)
-        else tuple(entry)
-        if isinstance(entry, (tuple, list))
-        else None
-    )
+    axes = None
+    if isinstance(entry, str):
+        axes = (entry,)
+    elif isinstance(entry, (tuple, list)):
+        axes = tuple(entry)
     if axes is None or not all(isinstance(a, str) for a in axes):
         raise TypeError(
             f"an entry of P(...) must be None, an axis name or a tuple of axis names, got {entry!r}"

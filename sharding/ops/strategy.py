@@ -423,7 +423,7 @@ def _gathering_strategy(
             "every rank "
         )
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
-    run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
+    run = partial(random.call_seeded, layouts[0].mesh, func) if func in RANDOM else func
     return OpStrategy(
         run, tuple(targets), targets != layouts, AS_RETURNED, in_place=in_place, example=result
     )

@@ -166,7 +166,7 @@ class Muon(MatrixOptimizer):
                 p.mul_(1 - rate * group["weight_decay"])
                 p.add_(
                     direction,
-                    alpha=-adjusted(
+                    alpha=-adjusted_lr(
                         rate, group["adjust_lr_fn"], matrix_shape(p.shape, group["flatten"])
                     ),
                 )
@@ -255,7 +255,7 @@ def newton_schulz(
     return x
 
 
-def adjusted(lr: float, rule: str | None, shape: Sequence[int]) -> float:
+def adjusted_lr(lr: float, rule: str | None, shape: Sequence[int]) -> float:
     """Return the learning rate for a matrix of this shape, see `Muon`."""
     rows, columns = shape
     return lr * (

@@ -87,6 +87,7 @@ class Owners:
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole unit for each owned one, an empty tensor for others, from local parts.
+
         Communication: one all_to_all.
         """
         return self._to_owners([parts[unit.tensor] for unit in self.units], tag=self._to_tag)
@@ -194,8 +195,9 @@ def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ..
 
 
 def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Return the layout of a tensor that is whole at its owner, an index in the mesh's group:
-    P(axes, sizes=(0, .., rows, .., 0)).
+    """Return the layout of a tensor that is whole at its owner.
+
+    The owner is an index in the mesh's group: P(axes, sizes=(0, .., rows, .., 0)).
     """
     ranks = mesh.ranks.ravel().tolist()
     sizes = [0] * len(ranks)

@@ -27,7 +27,7 @@ from ...mesh.abstract_mesh import AbstractMesh, axes_text
 from ...mesh.text import table_lines
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import title
-from .rank_table import colour, coloured, plain, rich_table
+from .rank_table import colour, coloured_text, plain, rich_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +104,7 @@ def module_rich(module: nn.Module) -> Table:
     for row in rows:
         shade = colour(specs.index(row[2]), len(specs))
         table.add_row(
-            *[coloured(cell, shade) if i == 2 else plain(cell) for i, cell in enumerate(row)]
+            *[coloured_text(cell, shade) if i == 2 else plain(cell) for i, cell in enumerate(row)]
         )
     return table
 

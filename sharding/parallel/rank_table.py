@@ -181,10 +181,10 @@ def rich_table(name: str, caption: str) -> Table:
 
 
 def _rich_text(cell: Cell, ranks: int) -> Any:
-    return coloured(cell.text, None if cell.first is None else colour(cell.first, ranks))
+    return coloured_text(cell.text, None if cell.first is None else colour(cell.first, ranks))
 
 
-def coloured(text: str, background: tuple[float, float, float] | None = None) -> Any:
+def coloured_text(text: str, background: tuple[float, float, float] | None = None) -> Any:
     """Return text for a rich table, without markup: black on a background, or bold without one."""
     from rich.text import Text
 

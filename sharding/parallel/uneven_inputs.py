@@ -162,8 +162,8 @@ def _positions(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int]:
     """Return the indices of the axes. Raises: MeshError: unknown, or none of several."""
     if axes is None and mesh.ndim > 1:
         raise MeshError(
-            f"join on {mesh!r}: pass the axes along which ranks have different batches, as in "
-            f"axes={mesh.axis_names[0]!r}; along the others they have the same"
+            f"uneven_inputs on {mesh!r}: pass the axes along which ranks have different batches, "
+            f"as in axes={mesh.axis_names[0]!r}; along the others they have the same"
         )
     names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else axes
     return [mesh.axis_index(name) for name in names]
@@ -293,7 +293,7 @@ def _is_over(exchange: _StepExchange, received: np.ndarray, mode: str, step: int
     if mode != "stop" or not ended.any() or ended.all():
         return bool(ended.all())
     _log.info(
-        "join: %s had %d batches, after which all ranks stop; %s had more",
+        "uneven_inputs: %s had %d batches, after which all ranks stop; %s had more",
         ranks_text(exchange.ranks(ended)),
         step,
         ranks_text(exchange.ranks(~ended)),
@@ -326,9 +326,10 @@ def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.
         [mesh.axis_names[i] for i in axes] for axes in (exchange.along, exchange.replicated)
     )
     return (
-        f"join over {split} of {mesh!r}: ranks that differ only along {others} must have the same "
-        f"batches, but in step {step} {who}. Choose a rank's batches by mesh.get_local_rank(axis) "
-        f"of {split}; or, if each rank has its own, pass axes={mesh.axis_names}"
+        f"uneven_inputs over {split} of {mesh!r}: ranks that differ only along {others} must have "
+        f"the same batches, but in step {step} {who}. Choose a rank's batches by "
+        f"mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass "
+        f"axes={mesh.axis_names}"
     )
 
 
@@ -389,9 +390,10 @@ def _rows_of(batch: Any) -> int:
     arrays = [leaf for leaf in pytree.tree_leaves(batch) if _is_array(leaf)]
     if not arrays:
         raise TypeError(
-            f"join: a batch of type {type(batch).__name__} has no tensor with rows to count "
-            "(looked for in tuples, lists and dicts); make the loader return one of these, as with "
-            "dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number of samples"
+            f"uneven_inputs: a batch of type {type(batch).__name__} has no tensor with rows to "
+            "count (looked for in tuples, lists and dicts); make the loader return one of these, "
+            "as with dict(batch), or with mode='shadow' pass count=lambda batch: ..., the number "
+            "of samples"
         )
     return len(arrays[0])
 

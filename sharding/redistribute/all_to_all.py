@@ -20,7 +20,7 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.pending import Pending
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import DONE
-from .packed_collectives import Collective, PackT, concatenated, packed, results
+from .packed_collectives import Collective, PackT, concatenate, pack_buffer, results
 
 
 @dataclass
@@ -129,7 +129,7 @@ class AllToAllV(Collective):
             ]
         for keep, x, out in zip(self.keeps, tensors, outs or (), strict=False):
             keep(x, out, None)
-        sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype)
+        sent = pack_buffer(self.packs, tensors, sum(self.in_splits), self.dtype)
         received = sent.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(
@@ -179,7 +179,7 @@ class AllToAllReduce(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
+        sent = pack_buffer(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
         received = sent.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(
@@ -222,7 +222,7 @@ class CollectivePermute(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
-        x = concatenated(tensors, self.dtype)
+        x = concatenate(tensors, self.dtype)
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
         work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op, tag=tag)

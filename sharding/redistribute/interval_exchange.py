@@ -99,13 +99,9 @@ class IntervalExchange:
                 local.narrow(self.dim, p.start - self._start, p.stop - p.start)
                 for p in self._own_sources
             ]
-            return (
-                parts[0]
-                if len(parts) == 1
-                else torch.cat(parts, self.dim)
-                if parts
-                else local.narrow(self.dim, 0, 0)
-            )
+            if not parts:
+                return local.narrow(self.dim, 0, 0)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
         if transforming():
             return under_transforms(local, _ExchangeMap(self))
         if local.requires_grad and torch.is_grad_enabled():

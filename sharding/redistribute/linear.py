@@ -64,7 +64,9 @@ def start_linear(
     **options: Any,
 ) -> Pending[list[Tensor]]:
     """Launch linear redistributions outside of transforms, see `autograd.start_redistribute`.
-    Communication: the plans'."""
+
+    Communication: the plans'.
+    """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return executor_of_many(pairs, **options).start(tensors, donate=donate, outs=outs)
     inputs = list(tensors)
@@ -130,7 +132,9 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype.
-    Communication: the plans'."""
+
+    Communication: the plans'.
+    """
     origins = (
         []
         if transforming()

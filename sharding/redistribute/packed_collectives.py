@@ -127,7 +127,7 @@ class AllReduce(Collective):
 
     def _flat(self, tensors: Sequence[Tensor], donate: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
-            return concatenated(tensors, self.dtype)
+            return concatenate(tensors, self.dtype)
         (x,) = tensors
         if outs is not None:
             return x if x is outs[0] else outs[0].copy_(x)
@@ -136,7 +136,7 @@ class AllReduce(Collective):
         return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the tensors concatenated in one dtype; a single contiguous one without a copy."""
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous()
@@ -226,7 +226,7 @@ class AllGather(Collective):
         If the result is the parts concatenated, they are received in `outs`, and a part that is its
         view is not copied.
         """
-        x = concatenated(tensors, self.dtype)
+        x = concatenate(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1 and self.unpacks[0].zero_copy:
             flat, outs = outs[0].view(-1), None
@@ -267,7 +267,7 @@ class ReduceScatter(Collective):
         With `donate`, the result of one tensor is a view of the send buffer (which may be the
         tensor itself).
         """
-        flat = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale)
+        flat = pack_buffer(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale)
         size = self.size
         tensors.clear()
         if outs is not None and len(outs) == 1:
@@ -284,7 +284,7 @@ class ReduceScatter(Collective):
         return results(work, partial(split_flat, out, self.sizes, self.parts, outs))
 
 
-def packed(
+def pack_buffer(
     packs: Sequence[Pack],
     tensors: Sequence[Tensor],
     size: int,

@@ -34,7 +34,7 @@ from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.symmetric_memory import run_shared
 from ...mesh.comm.work import DONE, Work
 from ...mesh.topology import Link
-from .packed_collectives import Collective, concatenated, results, split_flat
+from .packed_collectives import Collective, concatenate, results, split_flat
 from .plan.cost import takes_two_shots
 
 
@@ -175,7 +175,7 @@ class SymmetricAllReduce(Collective):
         tag: CommTag | None = None,
     ) -> Pending[list[Tensor]] | list[Tensor]:
         first = tensors[0]
-        x = concatenated(tensors, self.dtype)
+        x = concatenate(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1:
             total = outs[0]

@@ -103,6 +103,7 @@ def check_replicas(
 
     Raises: ValueError if `every` is not a positive integer. The check raises ReplicaError, which
         also names the last step at which all replicas were the same.
+
     Communication: none here; that of `assert_replicated` in every n-th call.
 
     Example:

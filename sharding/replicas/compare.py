@@ -66,6 +66,7 @@ def compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
         prefix: the beginning of the error's text, such as "assert_replicated: ".
 
     Raises: ReplicaError, on every rank.
+
     Communication: one all_gather of about 60 bytes, and 20 for each set of ranks that share leaves;
     more if values differ.
     """

@@ -200,8 +200,7 @@ def _checked_part(local: Tensor, layout: Layout) -> Tensor:
         by_rank = {r: list(part) for r, part in parts.items()}
         raise ValueError(
             f"run_check: by rank the parts are {by_rank}, and {layout.spec} of "
-            f"{list(layout.shape)} "
-            f"requires {held}"
+            f"{list(layout.shape)} requires {held}"
         )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
@@ -351,9 +350,8 @@ class _ToLocal(torch.autograd.Function):
         if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path, precision=ctx.precision)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), *[
-            None
-        ] * 5
+        of_local = redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout))
+        return of_local, None, None, None, None, None
 
 
 # -- whole tensors in ------------------------------------------------------------------------------

@@ -63,8 +63,9 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
 
 
 def _in_order(own: list[Placement], placements: Sequence[Any]) -> list[Placement]:
-    """Return the placements with the order in which axes split a dim, if one of them is strided:
-    the strided ones last.
+    """Return the placements with the order in which axes split a dim, if one is strided.
+
+    Strided ones come last.
     """
     strided = [type(p).__name__ == "_StridedShard" for p in placements]
     for dim in {

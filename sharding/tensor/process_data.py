@@ -357,8 +357,8 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     if not describes(layout, shapes):
         raise ValueError(
             f"the local data ({parts_text(parts)}) are not parts of one tensor under {where}: "
-            f"along a dim, "
-            "ranks with the same index on the axes that split it must have the same length"
+            "along a dim, ranks with the same index on the axes that split it must have the same "
+            "length"
         )
     return layout
 

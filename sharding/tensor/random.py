@@ -283,7 +283,7 @@ def units(layout: Layout) -> distributions.Units:
     return lambda part: recorder.draw(unit, seed, stream, (part, mesh.device))
 
 
-def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function that draws from torch's own generator, seeded equally on every rank.
 
     The generator is restored afterwards.

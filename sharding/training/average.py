@@ -129,6 +129,7 @@ class EMA:
 
         Raises: ValueError on every rank, before anything is changed: paths or shapes that differ
         from the model's.
+
         Communication: for averages with another layout, their redistribution; else none.
         """
         self._refuse_swapped("load_state_dict")

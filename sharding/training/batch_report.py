@@ -51,8 +51,9 @@ class BatchReport:
 
     @property
     def sqrt_lr(self) -> float | None:
-        """The earlier learning rate times the square root of `ratio`, as for Adam: Malladi et al.
-        2022, arXiv:2205.10287.
+        """The earlier learning rate times the square root of `ratio`, as for Adam.
+
+        Malladi et al. 2022, arXiv:2205.10287.
         """
         return self._scaled_lr(math.sqrt(self.ratio))
 

@@ -167,8 +167,9 @@ def _parameters(parameters: Tensors | nn.Module | Pipeline) -> list[Tensor]:
 
 
 def _model_of(name: str, tensors: Sequence[Tensor]) -> WholeModel | None:
-    """Return the whole model of a pipeline if the tensors are its parameters, or their gradients:
-    all on this rank that have a gradient.
+    """Return the whole model of a pipeline if the tensors are its parameters, or gradients.
+
+    All of them that are on this rank and have a gradient.
 
     Raises:
         ValueError: they are some of these.

@@ -47,8 +47,9 @@ class Tally:
     known: bool = True
 
     def reduce(self, values: Tensor, op: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Reduce values over the ranks, in place; NaN on a rank outside all meshes. Communication:
-        at most one all_reduce.
+        """Reduce values over the ranks, in place; NaN on a rank outside all meshes.
+
+        Communication: at most one all_reduce.
         """
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)

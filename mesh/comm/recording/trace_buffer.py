@@ -49,9 +49,8 @@ IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 SIZE_BITS = 24
-MAGIC = (
-    0x7368617264 << SIZE_BITS
-) + BUFFER_BYTES  # "shard"; another version of the layout has another size
+# "shard", and the size: it differs in other versions of the layout
+MAGIC = (0x7368617264 << SIZE_BITS) + BUFFER_BYTES
 
 _NO_ROOM = 8  # offset of the first text, "?", which stands for texts without room
 _LONGEST_TEXT = 4096
@@ -300,7 +299,7 @@ class TraceBuffer:
     def stuck(self) -> Record | None:
         """The collective that the rank's main thread is blocked in.
 
-        Or else one that its device waits in.
+        If it is in none, one that its device waits in.
         """
         stuck = self.words[Header.BLOCKED] & ~(ON_DEVICE | MAY_GO_ON)
         return self.record(stuck - 1) if stuck else None

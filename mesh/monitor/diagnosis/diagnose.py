@@ -24,13 +24,13 @@ from .members import (
     STABLE_NS,
     Member,
     agree,
-    awaited,
     blocked_for_long,
     has_ended,
     have_all_come,
     is_lost,
     lost_ranks,
     may_go_on,
+    members_waited_for,
     outliers,
     parties,
     read_members,
@@ -226,7 +226,7 @@ def device_cycle(job: Job) -> Verdict | None:
     """
     if not job.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return None
-    ahead = awaited(job.directory, job.directory.rank)
+    ahead = members_waited_for(job.directory, job.directory.rank)
     return _cycle(job, ahead) if ahead else None
 
 
@@ -243,7 +243,7 @@ def _cycle(job: Job, ahead: list[Member]) -> Verdict | None:
         if m.rank in reached:
             continue
         reached.add(m.rank)
-        awaited_members = awaited(job.directory, m.rank)
+        awaited_members = members_waited_for(job.directory, m.rank)
         if not awaited_members:
             return None  # it still runs, or nothing is known of it
         ahead += awaited_members

@@ -159,7 +159,7 @@ def is_lost(m: Member) -> bool:
     )
 
 
-def awaited(directory: JobDirectory, rank: int) -> list[Member]:
+def members_waited_for(directory: JobDirectory, rank: int) -> list[Member]:
     """Return the ranks for which this one, or its device, has been waiting for some time.
 
     As they are in the collective in which it waits.
@@ -188,7 +188,9 @@ def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
     On the host, or for its device.
     """
     return (
-        [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
+        []
+        if may_go_on(directory.buffer_of(rank))
+        else [m.rank for m in members_waited_for(directory, rank)]
     )
 
 

@@ -12,7 +12,7 @@ from ...settings import monotonic_ns
 from ...text import ranks_text
 from ..job import Job
 from ..recording.job_directory import JobDirectory, is_local, is_stopped
-from ..verdict import INTERRUPTIONS, Observation, Verdict, composed
+from ..verdict import INTERRUPTIONS, Observation, Verdict, compose_text
 from .history import MESSAGES, left_the_order
 from .members import Member, awaited_ranks
 from .votes import minority, parties_by
@@ -83,7 +83,7 @@ def mismatch(
         advice = numbers_drawn({m.rank: m.buffer for m in callers}) or OTHER_VALUES
     if field == "step":
         advice = OTHER_STEPS
-    return Verdict("mismatch", outliers, field, tuple(seen), composed(said, advice, lines))
+    return Verdict("mismatch", outliers, field, tuple(seen), compose_text(said, advice, lines))
 
 
 def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
@@ -239,7 +239,7 @@ def _verdict_on_absent(
         _last_seen(m.rank, m.buffer) for m in gone if m.buffer is not None
     ]
     seen = _blamed_first(seen, blamed)
-    return Verdict(kind, blamed, "", tuple(seen), composed(said, advice, _table(seen, blamed)))
+    return Verdict(kind, blamed, "", tuple(seen), compose_text(said, advice, _table(seen, blamed)))
 
 
 def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Verdict:
@@ -275,7 +275,7 @@ def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Ve
     said = f"ranks are blocked on each other in different groups{who}."
     advice = _EACH_MESSAGE if with_messages else _ONE_ORDER
     return Verdict(
-        "deadlock", blamed, "order", tuple(seen), composed(said, advice, _table(seen, blamed))
+        "deadlock", blamed, "order", tuple(seen), compose_text(said, advice, _table(seen, blamed))
     )
 
 
@@ -321,7 +321,7 @@ def too_large(recorder: Recorder, sequence: int, members: Sequence[Member]) -> V
         (),
         "shape",
         tuple(seen),
-        composed(said, "Receive into a tensor of the size that is sent.", _table(seen)),
+        compose_text(said, "Receive into a tensor of the size that is sent.", _table(seen)),
     )
 
 
@@ -345,7 +345,11 @@ def _unfit(
         f"messages between the ranks of {group_text(recorder)}, number {sequence}, do not fit{who}."
     )
     return Verdict(
-        "mismatch", outliers, field, tuple(seen), composed(said, _MESSAGES, _table(seen, outliers))
+        "mismatch",
+        outliers,
+        field,
+        tuple(seen),
+        compose_text(said, _MESSAGES, _table(seen, outliers)),
     )
 
 
@@ -390,7 +394,7 @@ def stall(
             f"rank {rank} is {how_it_is(job.directory.buffer_of(rank))}",
             *job.stack_of(rank),
         ]
-    return Verdict("stall", blamed, "", tuple(seen), composed(said, advice, lines))
+    return Verdict("stall", blamed, "", tuple(seen), compose_text(said, advice, lines))
 
 
 def _roots(directory: JobDirectory, missing: Iterable[int]) -> tuple[int, ...]:
@@ -441,7 +445,7 @@ def raised(rank: int, kind: str, message: str, traceback: str, buffer: TraceBuff
     said = f"rank {rank} raised {kind}: {message.partition(chr(10))[0]}"
     advice = f"Fix that; the other ranks end because they would wait for rank {rank}."
     lines = [f"  | {line}" for line in traceback.rstrip().splitlines()]
-    return Verdict("raised", (rank,), kind, (seen,), composed(said, advice, lines))
+    return Verdict("raised", (rank,), kind, (seen,), compose_text(said, advice, lines))
 
 
 def _buffer(directory: JobDirectory, rank: int) -> TraceBuffer:

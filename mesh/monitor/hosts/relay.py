@@ -9,9 +9,13 @@ that everything else works between hosts as it does within one, a tenth of a sec
 host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
 every rank as soon as a rank waits for one of its ranks.
 
-In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK the state
-of the host whose lowest rank this is; page/RANK/START a part of a trace buffer. Each host reads
-what all others write, so from 8 hosts on they exchange less often.
+In the store, under "shardmesh/relay/JOB":
+
+    place/RANK           which host a rank is on
+    head/RANK            the state of the host whose lowest rank this is
+    page/RANK/START      a part of a trace buffer
+
+Each host reads what all others write, so from 8 hosts on they exchange less often.
 """
 
 from __future__ import annotations
@@ -107,6 +111,7 @@ def start_relay(job: Job, store: Any) -> Relay | None:
 
     Args:
         store: of the default group.
+
     Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S is not a positive number.
     """
     inner = store
@@ -138,9 +143,10 @@ class Relay:
         self._own_ranks: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        # clocks that stop while this process is stopped
-        self._exchanged = self._felt = self._answered = 0.0
-        self._looked = self._spoke = time.monotonic()
+        # Clocks that stop while this process is stopped: of exchanges with the store, and of looks
+        # by the watchdog; and the second clock at the last answer of the store.
+        self._exchange_clock = self._look_clock = self._answered_at = 0.0
+        self._last_look = self._last_exchange = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
         # how many collectives of a group have been compared with a neighbour's copy
         self._compared: dict[tuple[int, int], int] = {}
@@ -176,12 +182,13 @@ class Relay:
             if self._is_speaker():
                 self._try_to(self._exchange)
             else:
-                self._answered = self._felt
+                self._answered_at = self._look_clock
         if self._others and (self._job.standing() is not None or not self._living()):
             self._try_to(self._publish_last)
         self._store = None  # it may keep a server alive
 
     def _try_to(self, act: Callable[[], None]) -> None:
+        """Act; after a broken connection pause and connect again, after a bad value give up."""
         try:
             act()
         except StoreValueError as error:
@@ -213,6 +220,7 @@ class Relay:
         self._own_ranks = own_ranks
 
     def _pause(self) -> float:
+        """Return the seconds until the next exchange, fewer while a rank of this host waits."""
         waits = any(0 < buffer.words[Header.BLOCKED] < MAY_GO_ON for buffer in self._buffers())
         return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
 
@@ -237,15 +245,18 @@ class Relay:
         ]
 
     def _is_speaker(self) -> bool:
+        """Return whether this rank publishes for its host: the lowest that can does."""
         return self._directory.rank == min(self._living(), default=-1)
 
     def _exchange(self) -> None:
+        """Publish the state of this host, and fetch those of the others."""
         self._publish()
         for host in self._others:
             self._fetch(host)
         now = time.monotonic()
-        self._exchanged += min(now - self._spoke, _LONGEST_STEP_S)
-        self._spoke, self._answered = now, self._felt
+        self._exchange_clock += min(now - self._last_exchange, _LONGEST_STEP_S)
+        self._last_exchange = now
+        self._answered_at = self._look_clock
 
     def _publish_last(self) -> None:
         """Publish the last state of a host.
@@ -254,11 +265,15 @@ class Relay:
         """
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
-        while self._job.standing() is not None and self._unaware() and time.monotonic() < deadline:
+        while (
+            self._job.standing() is not None
+            and self._hosts_to_notify()
+            and time.monotonic() < deadline
+        ):
             time.sleep(_EAGER_S)
             self._exchange()
 
-    def _unaware(self) -> list[Host]:
+    def _hosts_to_notify(self) -> list[Host]:
         """Return reachable hosts that have not confirmed the verdict."""
         buffers = {host.head: self._directory.buffer_of(host.ranks[0]) for host in self._others}
         states = {
@@ -272,6 +287,7 @@ class Relay:
         ]
 
     def _publish(self) -> None:
+        """Write the changed parts of this host's trace buffers, and its state, to the store."""
         entries: dict[str, Any] = {}
         said: dict[str, Any] = {
             "beat": time.monotonic_ns(),
@@ -290,6 +306,7 @@ class Relay:
         self._store.multi_set(list(entries), list(entries.values()))
 
     def _fetch(self, host: Host) -> None:
+        """Read a host's state, if it has published a new one, and the parts that have changed."""
         if not host.beat and not self._store.check([host.head]):
             return
         (data,) = self._store.multi_get([host.head])
@@ -321,6 +338,11 @@ class Relay:
         )
 
     def _missing(self, host: Host, said: Any) -> list[str]:
+        """Return the keys of the parts of this state that the copies do not have.
+
+        Raises:
+            StoreValueError: the store has no such parts.
+        """
         keys: list[str] = []
         for rank, versions in _versions(said):
             starts = self._copy(host, rank).missing(versions)
@@ -331,6 +353,7 @@ class Relay:
         return keys
 
     def _copy(self, host: Host, rank: int) -> BufferCopy:
+        """Return the copy of a rank's trace buffer, made when it is first asked for."""
         copy = host.copies.get(rank)
         if copy is None:
             try:
@@ -355,7 +378,8 @@ class Relay:
         for key, data in parts.items():
             _, rank, start = key.split("/")
             self._check_part(key, data, int(rank), int(start))
-        host.beat, host.heard = said["beat"], self._exchanged
+        host.beat = said["beat"]
+        host.heard = self._exchange_clock
         for rank, versions in _versions(said):
             prefix = f"page/{rank}/"
             self._copy(host, rank).write(
@@ -416,8 +440,8 @@ class Relay:
         With those of its neighbours on other hosts.
         """
         now = time.monotonic()
-        self._felt += min(now - self._looked, _LONGEST_STEP_S)
-        self._looked = now
+        self._look_clock += min(now - self._last_look, _LONGEST_STEP_S)
+        self._last_look = now
         if self._others and self._is_speaker():
             self._note_silence()
         for recorder in self._job.recorders:
@@ -425,10 +449,11 @@ class Relay:
                 self._compare(recorder)
 
     def _note_silence(self) -> None:
-        unanswered = self._felt - self._answered
+        """Mark hosts as lost that are silent, or all if the store does not answer this one."""
+        unanswered = self._look_clock - self._answered_at
         store = f"the store at {self._address}"
         for host in self._others:
-            silent = self._exchanged - host.heard
+            silent = self._exchange_clock - host.heard
             if unanswered > self.lost_after_s:
                 self._lose(
                     host,
@@ -473,6 +498,7 @@ class Relay:
 
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
+    """Return for each rank of a published state the versions of its parts, by start."""
     return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
 
 

@@ -64,7 +64,7 @@ class LedgerEntry(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`all_reduce(sum, float32, 4 elements) for f32[8] @ P('dp') -> P()`"""
+        """Such as `all_reduce(sum, float32, 4 elements) for f32[8] @ P('dp') -> P()`."""
         elements = "" if self.elements is None else str(self.elements)
         return call_text("\t".join((self.op, self.reduction, self.dtype, elements, self.layout)))
 

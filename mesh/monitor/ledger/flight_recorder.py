@@ -137,13 +137,11 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     if not _is_known(entry) or entry.elements is None:
         item = _item_bytes(entry.dtype)
         return [entry.bytes_sent // item], [entry.bytes_received // item]
-    return [size], [
-        size * n
-        if entry.op == "all_gather"
-        else size // n
-        if entry.op == "reduce_scatter"
-        else size
-    ]
+    if entry.op == "all_gather":
+        return [size], [size * n]
+    if entry.op == "reduce_scatter":
+        return [size], [size // n]
+    return [size], [size]
 
 
 def _frame(entry: LedgerEntry) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Ledger:
                 shows it. It stays after a crash.
 
         Raises: FileNotFoundError when there are no trace buffers in it.
+
         Communication: none.
         """
         paths = trace_files(Path(folder))
@@ -204,6 +205,7 @@ def mark_step(step: int | None = None, *, compare: bool = True) -> None:
             then.
 
     Raises: ValueError for a negative number.
+
     Communication: none. About 5 us.
 
     >>> import shardmesh as sm

@@ -29,6 +29,7 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
     None if the store keeps nothing.
 
     Raises: StoreValueError for values that no rank of the job has written.
+
     Communication: a few questions to the store; waits for no rank.
     """
     info, jobs = own_rank_info(rank, {}, 0, os.environ), StoreKeys(store, "shardmesh/job")

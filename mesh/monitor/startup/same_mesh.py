@@ -28,7 +28,7 @@ from ..diagnosis.votes import minority, parties_by
 from ..monitor import monitor_of
 from ..store_keys import StoreKeys
 from ..store_values import MOST_RANKS, checked, has_fields, json_object, whole
-from ..verdict import Observation, Verdict, composed
+from ..verdict import Observation, Verdict, compose_text
 from .rank_info import file_store_fault
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
@@ -75,6 +75,7 @@ def compare(
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
         group's store is a file that another job has left.
+
     Communication: two messages to the store of the default group, for each new mesh; does not wait
     unless ranks differ.
     """
@@ -163,4 +164,4 @@ def _name_outliers(calls: list[MeshCall], number: int) -> Verdict:
         "some of the ranks is DeviceMesh(device_type, array_of_ranks), which only those need."
     )
     observed = tuple(Observation(one.rank, one.text, one.place) for one in seen)
-    return Verdict("mesh", outliers, field, observed, composed(said, advice, lines))
+    return Verdict("mesh", outliers, field, observed, compose_text(said, advice, lines))

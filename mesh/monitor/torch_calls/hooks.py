@@ -42,7 +42,7 @@ from .point_to_point import MessageRecorder
 from .recorder import _LAST, TorchGroup, TorchRecorder
 
 OWN_PREFIX = "shardmesh_"  # prefix of the names of the library's groups
-_OFTEN = 1023  # forget works that were dropped after so many calls, plus 1
+_OFTEN = 1023  # a mask: forget dropped works every 1,024 calls
 _settings = settings()
 _ref = weakref.ref
 _IN_TIME = timedelta(milliseconds=200)  # for torch to report who is missing, after the time is over
@@ -83,9 +83,7 @@ def stop(monitor: Monitor | None = None) -> None:
 def refuse_calls() -> None:
     """Make calls on the groups that exist raise: this process is a forked child of a rank.
 
-    Groups that it starts itself are its own.
-
-    No-op if calls are not monitored.
+    Groups that it starts itself are its own. No-op if calls are not monitored.
     """
     global _installed
     if _installed is None:
@@ -113,10 +111,9 @@ def _refuse_in_child(
             return original(group, *args, **kwargs)
         raise CollectiveError(
             f"{name} in process {os.getpid()}, which rank {rank} (process {parent}) has forked: "
-            f"the child has none of the threads that "
-            "communicate, so the collective would hang. Call it in the rank itself; a child that "
-            "must communicate needs to be started "
-            'by the "spawn" method of multiprocessing, with a process group of its own.'
+            "the child has none of the threads that communicate, so the collective would hang. "
+            "Call it in the rank itself; a child that must communicate needs to be started by the "
+            '"spawn" method of multiprocessing, with a process group of its own.'
         )
 
     return call
@@ -156,12 +153,17 @@ class _Installed:
             setattr(owner, name, replacement)
 
     def undo(self) -> None:
+        """Restore what `put` has replaced, the last first."""
         for owner, name, before, replacement in reversed(self._undo):
             if vars(owner).get(name) is replacement:  # else another library has wrapped it since
                 setattr(owner, name, before)
         cpp_calls.forget()
 
     def new_recorder(self, handle: Any) -> TorchRecorder | None:
+        """Return the recorder of a group that is called for the first time.
+
+        None for the library's own groups, groups of one rank and those without this rank.
+        """
         with self._lock:
             ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, ()))
             name = distributed_c10d._world.pg_names.get(handle, OWN_PREFIX)
@@ -181,6 +183,7 @@ class _Installed:
     def channel(
         self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int
     ) -> MessageRecorder:
+        """Return the recorder of the messages with this tag to or from one rank of the group."""
         own_rank, peer_rank = recorder.group.global_rank, recorder.group.ranks[peer]
         src, dst = (own_rank, peer_rank) if is_sending else (peer_rank, own_rank)
         key = id(recorder), src, dst, tag
@@ -237,6 +240,7 @@ def _recorder_of(handle: Any) -> TorchRecorder | None:
 def _collective(
     original: Callable[..., Any], enter: Enter, installed: _Installed
 ) -> Callable[..., Any]:
+    """Record a collective, compare it, and note that its work is under way."""
     recorders = installed.recorders
     monitor_settings = _settings
 
@@ -316,12 +320,14 @@ def _record_refused(
 
 
 def _forget_dropped() -> None:
+    """Remove works that the program has dropped without waiting for them."""
     for key, (_, reference, *_) in list(_pending.items()):
         if reference() is None:
             _pending.pop(key, None)
 
 
 def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wait for a work as the monitor does: checking the other ranks, and naming what is wrong."""
     pop = _pending.pop
 
     def wait(work: Any, timeout: timedelta | None = None) -> Any:
@@ -357,9 +363,9 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_future(work: Any) -> Any:
         entry = _pending.pop(id(work), None)
         if entry is not None and entry[1]() is work:
-            at, _, recorder, number = entry
-            recorder.under_way[at & _LAST] = _pending[id(work)] = (
-                at,
+            sequence, _, recorder, number = entry
+            recorder.under_way[sequence & _LAST] = _pending[id(work)] = (
+                sequence,
                 (lambda: work),
                 recorder,
                 number,
@@ -396,6 +402,8 @@ def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """Record a message to or from one rank, and compare it with what the other rank calls."""
+
     def call(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
         recorder = _recorder_of(group)
         installed = _installed
@@ -420,6 +428,8 @@ def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 
 def _from_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that this rank receives from anyone: its messages cannot be matched any more."""
+
     def recv_anysource(group: Any, *args: Any, **kwargs: Any) -> Any:
         installed = _installed
         if installed is not None:

@@ -126,8 +126,9 @@ def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
 
 
 def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
-    """Rename for removal all but `keep` complete checkpoints: that of `step` and the newest others.
-    Return the renamed ones.
+    """Rename for removal all but `keep` complete checkpoints, and return the renamed ones.
+
+    That of `step` and the newest others stay.
     """
     others = sorted(
         (checkpoint for checkpoint in complete(folder).values() if checkpoint.step != step),

@@ -355,10 +355,7 @@ def _expect(value: Any, kind: type, what: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return (
-        value.name
-        if type(value) is PickledObject
-        else value
-        if type(value) is Name
-        else f"a {type(value).__name__}"
-    )
+    """Return what a value is, for errors: the name of a pickled class, or the value's type."""
+    if type(value) is PickledObject:
+        return value.name
+    return value if type(value) is Name else f"a {type(value).__name__}"

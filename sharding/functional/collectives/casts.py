@@ -17,6 +17,7 @@ from .linear_maps import KeepFirstMap, apply
 
 def axis_size(axis_name: AxisName) -> int:
     """axis_size(axis) -> int: return the number of ranks along the axis; of a tuple, the product.
+
     Communication: none.
     """
     return bound_axes(axis_name).size
@@ -84,6 +85,7 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
 
 def pvary(x: Any, axis_name: AxisName) -> Any:
     """pvary(x: R | S, axis) -> S: `pcast(x, axis, to="varying")` by JAX's older name.
+
     Communication: none, forward and backward.
     """
     return pcast(x, axis_name, to="varying")

@@ -169,8 +169,9 @@ def stop_gradient(x: Any) -> Any:
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """remat(f) -> f that recomputes its intermediate values in backward instead of keeping them:
-    `torch.utils.checkpoint`.
+    """remat(f) -> f that recomputes its intermediate values in backward instead of keeping them.
+
+    By `torch.utils.checkpoint`.
 
     Collectives inside run again too, over the same axes; random numbers are the same.
 

@@ -190,6 +190,24 @@ class _Hoist:
         )
 
 
+def unmovable_read(program: Program) -> str | None:
+    """Return why a value that an installed package reads cannot be known before the graph, with its
+    place; None if all can, as far as one rank can tell.
+    """
+    graph, values = fx.Graph(), {}
+    graph.output(graph.graph_copy(program.graph, values))
+    copies = [values[node] for node in program.graph.nodes if is_movable(node)]
+    if copies:
+        for old, new in values.items():
+            new.meta = dict(old.meta)
+        hoist_reads(dataclasses.replace(program, graph=graph), (), agreed=False)
+    for node in copies:
+        if len(node.args) > 3:
+            _, _, place, why = node.args
+            return f"{place}: a value is read that cannot select a recording, since {why}"
+    return None
+
+
 def is_movable(node: fx.Node) -> bool:
     """Return whether a node is a read that may select the recording: it does not say why not."""
     return node.target is expect and len(node.args) == 3

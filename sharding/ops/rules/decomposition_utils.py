@@ -128,13 +128,13 @@ def from_parts(
     return wrap(func(*[x._local for x in tensors]), layout)
 
 
-def replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
+def as_replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
     """Return `local`, the same on every rank, as a replicated tensor on the mesh of `like`."""
     return wrap(local, nonmember.whole_like(local, like._layout))
 
 
 @cached_on_mesh(attrgetter("mesh"), 1024)
-def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
+def layout_after_reduction(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
     """Return the layout after a reduction to one element of `dims`, pending over their axes."""
     cuts = [() if d in dims else old for d, old in enumerate(layout.spec.cuts)]
     shape = [1 if d in dims else n for d, n in enumerate(layout.shape)]

@@ -54,7 +54,8 @@ def context_parallel_attention(
     balanced: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l):
+    """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l).
+
     `F.scaled_dot_product_attention` of sequences split over an axis.
 
         rank 0   q0 k0 v0   ->   softmax(q0 [k0 k1]') [v0 v1]     each query attends to the keys of

@@ -265,9 +265,8 @@ class _Memory:
         self._devices = {
             number: device for unit in units for number, device in unit.plan.parameter_devices()
         }
-        self._allocated_params: dict[
-            int, tuple[Tensor, nn.Parameter]
-        ] = {}  # by id of the old one, kept alive
+        # by id of the old one, which is kept alive
+        self._allocated_params: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str]] = []
 

@@ -110,7 +110,6 @@ def _check_caller(module: nn.Module, caller: nn.Module | None) -> None:
             f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, as "
             "copy.copy, higher.innerloop_ctx and learn2learn make one; its call would be one of "
             "the module itself, with that module's parameters, since fully_shard and data_parallel "
-            "gather these in each call. For an inner loop, use "
-            "torch.func.functional_call(model, values, inputs); for a model of its own, "
-            "copy.deepcopy(model)"
+            "gather these in each call. For an inner loop, use torch.func.functional_call(model, "
+            "values, inputs); for a model of its own, copy.deepcopy(model)"
         )

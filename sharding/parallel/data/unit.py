@@ -32,7 +32,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ...trees import tensors_in
 from .buffers import BuffersInUse, any_sharded
 from .controls import UnitControls
-from .grads.averaging import Grads, average, scaled
+from .grads.averaging import Grads, average, scale_gradient
 from .grads.grad_bucketing import UnitGrads
 from .grads.grad_places import ContiguousGrads, GradPlaces, GradWriter
 from .grads.grad_reduction import reduction_tag
@@ -533,7 +533,7 @@ class UnitStep:
         return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
     def _scale_gradient(self, number: int, grad: Tensor) -> Tensor:
-        return scaled(grad, self._factors[number]) if self._factors else grad
+        return scale_gradient(grad, self._factors[number]) if self._factors else grad
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> tuple[Grads, GradWriter]:
         """Return the gradients of all values, and the buffers that some of them are in.

@@ -132,9 +132,8 @@ def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
     if not blocks:
         raise ValueError(
             f'units="auto": {type(module).__name__} neither names its blocks, as models of Hugging '
-            f"Face do in _no_split_modules, nor has "
-            "it a ModuleList of blocks of one class; name them, such as units=Block or "
-            'units="layers.*"'
+            "Face do in _no_split_modules, nor has it a ModuleList of blocks of one class; name "
+            'them, such as units=Block or units="layers.*"'
         )
     return lambda _, inner: inner in blocks
 

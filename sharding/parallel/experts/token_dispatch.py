@@ -346,6 +346,7 @@ def all_to_all_v(
     rows: Tensor, peers: ExpertGroup, recv_sizes: Sequence[int], send_sizes: Sequence[int]
 ) -> Tensor:
     """Send rows to every rank of the group, in its order; differentiable any number of times.
+
     Communication: one all_to_all.
     """
     return _AllToAllRows.apply(rows, peers, recv_sizes, send_sizes)  # type: ignore[return-value]

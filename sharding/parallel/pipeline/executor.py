@@ -58,12 +58,14 @@ class RunningStage:
         inputs: the stage's inputs, leaves of its graph.
         roots: where backward begins: outputs that later stages use, and losses.
         losses: how many of the roots are losses, whose gradient is 1; they come last.
+        added: what the stage that runs has passed to `add_loss`.
         split: the backward in two parts, if the schedule has it in two parts.
     """
 
     inputs: list[Tensor]
     roots: list[GradientEdge] = field(default_factory=list)
     losses: int = 0
+    added: list[Tensor] = field(default_factory=list)
     split: SplitBackward | None = None
 
 
@@ -110,7 +112,7 @@ class StepRun:
         self._loss = loss
         self._scales = scales
         self._running: dict[tuple[int, int], RunningStage] = {}
-        self._current: tuple[RunningStage, int] | None = None
+        self._current: RunningStage | None = None
         self.total: Tensor | None = None
         self.outputs: dict[int, Any] = {}
 
@@ -154,15 +156,14 @@ class StepRun:
             buffer.set_doing("")
 
     def add_loss(self, value: Tensor) -> None:
-        """Add a loss of the stage and microbatch that run."""
+        """Add a loss of the stage and microbatch that run; recomputation in backward adds none."""
         if self._current is None:
-            raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
-        running, microbatch = self._current
+            return
         if not self._scales:
             raise RuntimeError(
                 "add_loss: pass targets to `step` on every rank, which weigh the loss"
             )
-        self._add_root(running, value, self._scales[microbatch].mean)
+        self._current.added.append(value)
 
     def _forward(self, action: Action, in_two_parts: bool) -> None:
         stage, _, number = action
@@ -171,17 +172,24 @@ class StepRun:
         inputs: list[Tensor] = []
         if stage:
             inputs = self._transport.take_activations(stage, number, signature)
+        carried = inputs
+        if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
+            # autocast caches the casts of leaves, and adds up their gradients in the lower dtype
+            carried = [x.view_as(x) if x.requires_grad else x for x in inputs]
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
         seeded = nullcontext() if self._random is None else self._random.microbatch(number)
-        self._current = running, number
+        self._current = running
         try:
             with seeded, recording:
-                result = self._stages[stage](tuple(inputs), microbatch.args, microbatch.kwargs)
+                result = self._stages[stage](tuple(carried), microbatch.args, microbatch.kwargs)
+                for value in running.added:  # here, outside of what a unit recomputes
+                    self._add_root(running, value, self._scales[number].mean)
                 if stage == self._last_stage:
                     self._finish_forward(running, number, result)
         finally:
             self._current = None
+            running.added = []
         if stage < self._last_stage:
             self._transport.put_activations(action, signature, result)
             roots = [local_of(value) for value in result if value.requires_grad]
@@ -203,9 +211,11 @@ class StepRun:
         self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
-        """Add a loss, scaled, to those of the step and to the roots of backward."""
+        """Add a loss, scaled, to those of the step and to the roots of backward. One that counts
+        nothing is 0, also if it is a mean over nothing, which is NaN.
+        """
         whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
-        value = whole.reshape(()) * scale.to(whole.dtype)
+        value = whole.reshape(()).where(scale != 0, 0) * scale.to(whole.dtype)
         detached = value.detach()
         self.total = detached if self.total is None else self.total + detached
         if value.requires_grad:

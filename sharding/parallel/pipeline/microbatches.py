@@ -49,8 +49,8 @@ def microbatches_of(
         default_count: the number of microbatches if nothing is a list.
 
     Raises:
-        ValueError: lists of different lengths; fewer rows than microbatches; a tensor with neither
-            the batch's rows nor one in its first dim.
+        ValueError: lists of different lengths; fewer rows than microbatches, but not none; a tensor
+            with neither the batch's rows nor one in its first dim.
     """
     named = {"inputs": inputs, **kwargs, "targets": targets}
     counts = {name: len(value) for name, value in named.items() if isinstance(value, list)}
@@ -62,7 +62,7 @@ def microbatches_of(
     if count < 1:
         raise ValueError("there is no microbatch: a list is empty")
     rows = _rows(named.values())
-    if rows is not None and rows < count:
+    if rows and rows < count:  # a rank that has run out of batches has no rows at all
         raise ValueError(f"{rows} rows cannot be split into {count} microbatches")
     parts = {name: _split(name, value, count, rows) for name, value in named.items()}
     microbatches: list[Microbatch] = []
@@ -143,7 +143,8 @@ def _split_leaf(name: str, leaf: Any, count: int, rows: int | None) -> list[Any]
 
 def _split_sharded(name: str, x: ShardedTensor, count: int) -> list[ShardedTensor]:
     """Split each rank's rows: nothing is moved, and the rows of a microbatch are not neighbours."""
-    ranks = x.mesh.size(x.spec.dims[0]) if x.spec.dims else 1
+    axes = x.spec.dims[0] if x.spec.dims else ()
+    ranks = x.mesh.size(axes) if axes else 1
     if ranks > 1 and x.shape[0] % (ranks * count):
         raise ValueError(
             f"{name} has {x.shape[0]} rows over {ranks} ranks, which are not split evenly into "

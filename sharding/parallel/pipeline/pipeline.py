@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....mesh.comm.agreement import gather_facts
 from ....mesh.comm.recording.recorder import CommTag
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd.leaf_grads import accumulate_grads
@@ -32,6 +33,8 @@ from .stage_layers import parallelize_stages, shard_stages
 from .stage_meshes import StageMeshes, make_stage_meshes
 from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
+from .stages.precision import merged, precision_of
+from .stages.recording import Recorder
 from .stages.stage import Stage
 from .stages.staged_model import Split, StagedModel
 from .state import WholeModel
@@ -336,7 +339,8 @@ class Pipeline:
         Communication: as `sm.parallel.fully_shard`, over this rank's slice of the mesh.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, False, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, False, options)
         return self
 
     def data_parallel(
@@ -346,7 +350,8 @@ class Pipeline:
         communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
         """
         mesh = self._inner_mesh(mesh)
-        shard_stages(self.model, self.stages.values(), mesh, units, True, options)
+        last = self._staged.num_stages - 1
+        shard_stages(self.model, self.stages, last, mesh, units, True, options)
         return self
 
     def materialize(self, init: Callable[[nn.Module], object] | None = None) -> Pipeline:
@@ -504,8 +509,25 @@ class Pipeline:
         loss of the batch is the weighted mean of both. Outside of `step` and `eval` it is an error.
 
         Args:
-            value: a tensor with one element.
+            value: a tensor with one element, computed in a unit.
+
+        Raises:
+            RuntimeError: no stage runs; on every rank, the call is between units, which every stage
+                computes; inside of a reentrant checkpoint.
         """
+        recorder = thread_context.module_calls
+        if isinstance(recorder, Recorder):
+            if not recorder.units_around:
+                raise RuntimeError(
+                    "add_loss: called between units, which every stage computes; call it in the "
+                    "forward of a module with parameters, such as a block"
+                )
+            if recorder.has_grad and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    "add_loss: called without gradients, as inside of a reentrant checkpoint; "
+                    "write checkpoint(..., use_reentrant=False)"
+                )
+            return
         if self._run is None:
             raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
         self._run.add_loss(value)
@@ -536,10 +558,10 @@ class Pipeline:
             self.whole.refresh_copies()
         if self._rows is not None:
             batches = [self._rows.own(batch) for batch in batches]
-        signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
-        self._check_static(signatures)
         data = self._data_ranks(batches)
         self._check_same(kind, len(batches), targets is not None, loss is not None, data)
+        signatures = [self._staged.signature(batch.args, batch.kwargs) for batch in batches]
+        self._check_static(signatures)
         scales: list[Scales] = []
         if loss is not None and targets is not None:
             scales = self._scales(loss, batches, data)
@@ -574,7 +596,8 @@ class Pipeline:
     def _check_same(
         self, kind: str, count: int, has_targets: bool, has_loss: bool, data: DataRanks
     ) -> None:
-        """Compare the ranks' calls, once for each kind of call.
+        """Compare the ranks' calls, and tell each other the precision of stages; once for each kind
+        of call.
 
         Raises:
             ValueError: on every rank, if they differ, or the last stage has no targets.
@@ -582,19 +605,20 @@ class Pipeline:
         if (kind, count) in self._checked:
             return
         last = self._staged.num_stages - 1
+        precision = precision_of(self.stages.values())
         is_averaged = True
         if self._stage_meshes is not None:
             is_averaged = data.size == self._stage_meshes.data_size(self._stage_meshes.place)
-        facts = kind, count, has_loss, has_targets, last in self.stages, is_averaged
+        facts = kind, count, has_loss, has_targets, last in self.stages, is_averaged, precision
         told = gather_facts(self._group, facts, tag=_FACTS)
         calls = {rank: facts[:3] for rank, facts in told.items()}
         if len(set(calls.values())) > 1:
             text = ", ".join(
                 f"rank {rank} calls {called} with {number} microbatches"
-                for rank, (called, number, _) in calls.items()
+                for rank, (called, number, *_) in calls.items()
             )
             raise ValueError(f"pipeline: ranks differ: {text}")
-        for rank, (called, _, loss, targets, is_last, averages) in told.items():
+        for rank, (called, _, loss, targets, is_last, averages, _) in told.items():
             if called == "step" and not averages:
                 place = self._group.ranks.index(rank)
                 raise ValueError(
@@ -607,6 +631,7 @@ class Pipeline:
                     f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
                     "targets; pass targets at least there"
                 )
+        self._staged.set_precision(merged([facts[-1] for facts in told.values()]))
         self._checked.add((kind, count))
 
     def _data_ranks(self, batches: Sequence[Microbatch]) -> DataRanks:
@@ -618,9 +643,9 @@ class Pipeline:
         for stage in self.stages.values():
             units += units_of(stage)
         axes = {unit.plan.options.data_axes: unit.plan.options.mesh for unit in units}
-        if not axes:
+        names = max(axes, key=len, default=())
+        if not names:
             return DataRanks()
-        names = max(axes, key=len)
         mesh = axes[names]
         if mesh.size(names) == 1:
             return DataRanks()

@@ -6,6 +6,7 @@ A pattern must match somewhere in the model, but not in every stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from ....mesh.device_mesh import DeviceMesh
 from ...ops.torch_compile import original_of
 from ..data.fully_shard import data_parallel, fully_shard
+from ..data.precision import precision_of
 from ..data.wrap import Units, matching_modules
 from ..tensor.hf_plan import with_styles
 from ..tensor.plan import apply_plan, check_matched, tensors_of
@@ -46,24 +48,31 @@ def parallelize_stages(
 
 def shard_stages(
     model: nn.Module,
-    stages: Iterable[nn.Module],
+    stages: Mapping[int, nn.Module],
+    last_stage: int,
     mesh: DeviceMesh,
     units: Units | None,
     is_data_parallel: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Call `fully_shard` or `data_parallel` for each stage; a stage is the outermost unit.
+    """Call `fully_shard` or `data_parallel` for each stage; a stage is the outermost unit. Only the
+    outputs of the last one are cast.
 
     Raises:
         ValueError: `units` matches no module of the model.
     """
     matching = {original_of(inner) or inner for _, inner in matching_modules(model, units)}
     shard = data_parallel if is_data_parallel else fully_shard
-    for stage in stages:
+    for number, stage in stages.items():
         has_units = any(inner in matching for inner in stage.modules())
+        own_options = dict(options)
+        if number != last_stage and options.get("mp_policy") is not None:
+            own_options["mp_policy"] = replace(
+                precision_of(options["mp_policy"]), output_dtype=None
+            )
         shard(
             stage,
             mesh,
             units=(lambda _, inner: inner in matching) if has_units else None,
-            **options,
+            **own_options,
         )

@@ -84,12 +84,16 @@ class InputHook:
     def __post_init__(self) -> None:
         _check_axes(self.site, [*self.positional.values(), *self.named.values()])
         names = {
-            id(lay): (name, lay) for name, lay in [*self.positional.items(), *self.named.items()]
+            id(desired): (name, desired)
+            for name, desired in [*self.positional.items(), *self.named.items()]
         }
         object.__setattr__(
             self,
             "shown",
-            tuple(f"input {name}: {lay} along {self.site.axis}" for name, lay in names.values()),
+            tuple(
+                f"input {name}: {desired} along {self.site.axis}"
+                for name, desired in names.values()
+            ),
         )
 
     @not_compiled(
@@ -98,12 +102,16 @@ class InputHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        inputs = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
-        inputs += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
-        laid = redistribute_activations(
-            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in inputs]
+        inputs = [(i, args[i], desired) for i, desired in self.positional.items() if i < len(args)]
+        inputs += [
+            (name, kwargs[name], desired) for name, desired in self.named.items() if name in kwargs
+        ]
+        moved = redistribute_activations(
+            self.site,
+            module,
+            [(f"argument {key!r}", value, desired) for key, value, desired in inputs],
         )
-        by_key = {key: value for (key, *_), value in zip(inputs, laid, strict=True)}
+        by_key = {key: value for (key, *_), value in zip(inputs, moved, strict=True)}
         return tuple([by_key.get(i, x) for i, x in enumerate(args)]), {
             name: by_key.get(name, x) for name, x in kwargs.items()
         }
@@ -115,43 +123,43 @@ class OutputHook:
 
     Attributes:
         site: its place.
-        lays: one layout for all tensors in the result, or one for each part of a tuple.
+        layouts: one layout for all tensors in the result, or one for each part of a tuple.
         shown: its lines in `repr(module)`.
     """
 
     site: HookSite
-    lays: tuple[ActivationLayout, ...]
+    layouts: tuple[ActivationLayout, ...]
     shown: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_axes(self.site, self.lays)
-        text = ", ".join(map(str, self.lays))
+        _check_axes(self.site, self.layouts)
+        text = ", ".join(map(str, self.layouts))
         object.__setattr__(self, "shown", (f"output: {text} along {self.site.axis}",))
 
     @not_compiled(
         "parallelize redistributes a module's inputs and outputs here, outside of any graph"
     )
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
-        if len(self.lays) == 1:
+        if len(self.layouts) == 1:
             return redistribute_activations(
-                self.site, module, [("the output", output, self.lays[0])]
+                self.site, module, [("the output", output, self.layouts[0])]
             )[0]
-        if not isinstance(output, (tuple, list)) or len(output) != len(self.lays):
+        if not isinstance(output, (tuple, list)) or len(output) != len(self.layouts):
             actual = (
                 f"{len(output)} of them"
                 if isinstance(output, (tuple, list))
                 else f"one {type(output).__name__}"
             )
             raise ValueError(
-                f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned "
+                f"{self.site} has layouts for {len(self.layouts)} outputs, but the module returned "
                 f"{actual}; give one for each, or one for all"
             )
         outputs = [
-            (f"output {i}", x, lay)
-            for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))
+            (f"output {i}", x, desired)
+            for i, (x, desired) in enumerate(zip(output, self.layouts, strict=True))
         ]
-        laid = redistribute_activations(self.site, module, outputs)
-        return output._make(laid) if hasattr(output, "_make") else type(output)(laid)  # type: ignore[attr-defined]
+        moved = redistribute_activations(self.site, module, outputs)
+        return output._make(moved) if hasattr(output, "_make") else type(output)(moved)  # type: ignore[attr-defined]
 
 
 def input_hook(
@@ -179,15 +187,17 @@ def input_hook(
             f"{site} has a layout for the argument {unknown[0]!r}, but forward takes "
             f"{', '.join(map(repr, names))}"
         )
-    at = {i: lay for i, lay in enumerate(positional) if lay is not None}
-    by_name = {names[i]: lay for i, lay in at.items() if i < len(names)}
-    at |= {names.index(name): lay for name, lay in named.items() if name in names}
+    at = {i: desired for i, desired in enumerate(positional) if desired is not None}
+    by_name = {names[i]: desired for i, desired in at.items() if i < len(names)}
+    at |= {names.index(name): desired for name, desired in named.items() if name in names}
     return InputHook(site, at, {**by_name, **named})
 
 
-def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
+def _check_axes(site: HookSite, layouts: Iterable[ActivationLayout]) -> None:
     """Raise a ValueError for a spec with an unknown axis."""
-    for where in [w for lay in lays for w in (lay.to, lay.plain) if isinstance(w, P)]:
+    for where in [
+        w for desired in layouts for w in (desired.to, desired.plain) if isinstance(w, P)
+    ]:
         unknown = [axis for axis in where.axes if axis not in site.mesh.axis_names]
         if unknown:
             raise ValueError(
@@ -212,36 +222,37 @@ def redistribute_activations(
     Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if
     `from_local` needs it.
     """
-    if all(_has_layout(site, value, lay) for _, value, lay in values):
+    if all(_has_layout(site, value, desired) for _, value, desired in values):
         return [value for _, value, _ in values]
     refuse_jit_trace()
     trees = [pytree.tree_flatten(value) for _, value, _ in values]
     leaves = [
-        (name, leaf, lay)
-        for (name, _, lay), (flat, _) in zip(values, trees, strict=True)
+        (name, leaf, desired)
+        for (name, _, desired), (flat, _) in zip(values, trees, strict=True)
         for leaf in flat
     ]
-    laid = iter(_redistribute_leaves(site, module, leaves))
-    return [pytree.tree_unflatten([next(laid) for _ in flat], shape) for flat, shape in trees]
+    moved = iter(_redistribute_leaves(site, module, leaves))
+    return [pytree.tree_unflatten([next(moved) for _ in flat], shape) for flat, shape in trees]
 
 
 # (desired placement, axis) -> the layout of an activation that has it
 _targets: LayoutCache[tuple[Any, str], Layout] = LayoutCache()
 
 
-def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
+def _has_layout(site: HookSite, x: Any, desired: ActivationLayout) -> bool:
     """Return whether this is a tensor known to have the layout: the common case, and cheap."""
-    if type(x) is not ShardedTensor or lay.local:
+    if type(x) is not ShardedTensor or desired.local:
         return False
-    return lay.to is None or _targets.get(x._layout, (lay.to, site.axis)) is x._layout
+    return desired.to is None or _targets.get(x._layout, (desired.to, site.axis)) is x._layout
 
 
 def _redistribute_leaves(
     site: HookSite, module: nn.Module, leaves: Sequence[tuple[str, Any, ActivationLayout]]
 ) -> list[Any]:
-    values = [_on_mesh(site, module, name, x, lay) for name, x, lay in leaves]
+    values = [_on_mesh(site, module, name, x, desired) for name, x, desired in leaves]
     targets = [
-        _target(site, name, x, lay) for (name, _, lay), x in zip(leaves, values, strict=True)
+        _target(site, name, x, desired)
+        for (name, _, desired), x in zip(leaves, values, strict=True)
     ]
     moving = [
         i
@@ -255,25 +266,26 @@ def _redistribute_leaves(
         for i, x in zip(moving, redistribute_many([values[i] for i in moving], specs), strict=True):
             values[i] = x
     return [
-        x.to_local() if lay.local and isinstance(x, ShardedTensor) else x
-        for (_, _, lay), x in zip(leaves, values, strict=True)
+        x.to_local() if desired.local and isinstance(x, ShardedTensor) else x
+        for (_, _, desired), x in zip(leaves, values, strict=True)
     ]
 
 
-def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout | None:
+def _target(site: HookSite, name: str, x: Any, desired: ActivationLayout) -> Layout | None:
     """Return the desired layout of a tensor, None to leave a value unchanged."""
-    if lay.to is None or not isinstance(x, ShardedTensor):
+    if desired.to is None or not isinstance(x, ShardedTensor):
         return None
     layout = x._layout
-    key = lay.to, site.axis
+    key = desired.to, site.axis
     target = _targets.get(layout, key)
     if target is not None:
         return target
     try:
-        target = layout.replace(along(layout, lay.to, site.axis))
+        target = layout.replace(along(layout, desired.to, site.axis))
     except ValueError as error:
         raise ValueError(
-            f"{site}: {name} is {layout} and cannot become {lay.to} along {site.axis!r}: {error}"
+            f"{site}: {name} is {layout} and cannot become {desired.to} along {site.axis!r}: "
+            f"{error}"
         ) from None
     return _targets.keep(layout, key, target)
 
@@ -322,13 +334,15 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
 # -- plain tensors ---------------------------------------------------------------------------------
 
 
-def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
+def _on_mesh(
+    site: HookSite, module: nn.Module, name: str, x: Any, desired: ActivationLayout
+) -> Any:
     """Return a plain tensor with a desired layout as a sharded one; other values unchanged.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
     """
-    where = lay.to if lay.plain is None else lay.plain
+    where = desired.to if desired.plain is None else desired.plain
     if where is None or not isinstance(x, Tensor):
         return x
     if isinstance(x, ShardedTensor):
@@ -341,8 +355,8 @@ def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: Activati
     ).padded(x.ndim)
     known = (
         None
-        if lay.size is None
-        else [lay.size if axes else n for n, axes in zip(x.shape, spec.dims, strict=True)]
+        if desired.size is None
+        else [desired.size if axes else n for n, axes in zip(x.shape, spec.dims, strict=True)]
     )
     return from_local(x, mesh, spec, shape=known)
 

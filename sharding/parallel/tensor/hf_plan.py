@@ -262,15 +262,11 @@ def _style_of(style_name: str, module: nn.Module, parent: nn.Module | None) -> S
     """Return the style for a module; projections of an attention are split by whole heads."""
     known = feature_dims_of(module)
     size = getattr(parent, "head_dim", None)
-    dims = (
-        None
-        if known is None
-        else known.outputs
-        if style_name in _BY_OUTPUTS
-        else known.inputs
-        if style_name in _BY_INPUTS
-        else None
-    )
+    dims = None
+    if known is not None and style_name in _BY_OUTPUTS:
+        dims = known.outputs
+    elif known is not None and style_name in _BY_INPUTS:
+        dims = known.inputs
     features = None if not dims else module.weight.shape[dims["weight"]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
     return _OF_MODULES[style_name](features // size if whole else None)  # type: ignore[operator]

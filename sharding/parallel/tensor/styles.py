@@ -77,14 +77,14 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def first_input(site: HookSite, module: nn.Module, lay: ActivationLayout) -> InputHook | None:
+def first_input(site: HookSite, module: nn.Module, desired: ActivationLayout) -> InputHook | None:
     """Return the hook for the first argument."""
-    return None if lay.to is None else input_hook(site, module, [lay], {})
+    return None if desired.to is None else input_hook(site, module, [desired], {})
 
 
-def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
+def every_output(site: HookSite, desired: ActivationLayout) -> OutputHook | None:
     """Return the hook for all results of the module."""
-    return None if lay.to is None and not lay.local else OutputHook(site, (lay,))
+    return None if desired.to is None and not desired.local else OutputHook(site, (desired,))
 
 
 @dataclass(frozen=True, repr=False)

@@ -436,7 +436,7 @@ class PrepareModuleInput(_TorchStyle):
             name: (as_axis_layout(x, name), as_axis_layout(desired[name], name))
             for name, x in layouts.items()
         }
-        lays = {
+        by_name = {
             name: ActivationLayout(to, plain, local)
             for name, (plain, to) in named.items()
             if plain is not None
@@ -445,7 +445,7 @@ class PrepareModuleInput(_TorchStyle):
             site,
             module,
             [None if plain is None else ActivationLayout(to, plain, local) for plain, to in pairs],
-            lays,
+            by_name,
         )
 
     def _prepare_input_arg(
@@ -663,13 +663,9 @@ def _pairs(name: str, actual: Any, desired: Any) -> list[tuple[AxisLayout, AxisL
 
 
 def _as_sequence(layouts: Any) -> tuple[Any, ...]:
-    return (
-        ()
-        if layouts is None
-        else tuple(layouts)
-        if isinstance(layouts, (tuple, list))
-        else (layouts,)
-    )
+    if layouts is None:
+        return ()
+    return tuple(layouts) if isinstance(layouts, (tuple, list)) else (layouts,)
 
 
 # -- torch's own objects ---------------------------------------------------------------------------

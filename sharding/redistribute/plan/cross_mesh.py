@@ -133,7 +133,7 @@ def plan_cross_mesh(src: Layout, dst: Layout, topology: Topology | None = None) 
     ranks = tuple(sorted({*src.mesh.ranks.ravel().tolist(), *dst.mesh.ranks.ravel().tolist()}))
     reduce, target = _cheapest(src, dst, ranks, topology)
     transfers = direct(
-        _boxes_on(reduce.dst, ranks), _boxes_on(target, ranks), _nodes(src, ranks, topology)
+        _boxes_on(reduce.dst, ranks), _boxes_on(target, ranks), nodes_of(src, ranks, topology)
     )
     return CrossMeshPlan(reduce, plan(target, dst), ranks, tuple(transfers))
 
@@ -196,8 +196,8 @@ def _missing(have: Box, want: Box) -> int:
     return box_size(want) - overlap(have, want)
 
 
-def _nodes(src: Layout, ranks: Sequence[int], topology: Topology) -> list[int]:
-    """Return the node of each rank."""
+def nodes_of(src: Layout, ranks: Sequence[int], topology: Topology) -> list[int]:
+    """Return the node of each global rank."""
     mesh = src.mesh
     known = dict(
         zip(mesh.ranks.ravel().tolist(), topology.node_ids(mesh).ravel().tolist(), strict=True)

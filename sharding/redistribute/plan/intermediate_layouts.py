@@ -149,7 +149,7 @@ def is_scatter(cur: Layout, target: Layout) -> bool:
 def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
     """Return whether both cut the tensor by the same grid of equal boxes.
 
-    And `axes` hold each box once before and after.
+    It is one only if `axes` hold each box once before and after.
     """
     if not all(axis in target.dim_of for axis in axes):
         return False

@@ -13,7 +13,7 @@ from ...layout.mesh_answers import cached_on_mesh
 from .overlap import Coordinate
 from .routes import routes
 from .steps import RING_OPS, Step
-from .traffic import bytes_received, bytes_sent, sampled, sampled_boxes
+from .traffic import bytes_received, bytes_sent, sample_of_ranks, sampled_boxes
 
 
 def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
@@ -73,13 +73,13 @@ def _all_to_all_buffers(step: Step) -> int:
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "hierarchical_all_to_all_v":
         common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
-        moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
+        moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sample_of_ranks(mesh))
         # What stays on a rank may go through the buffers as well, see `AllToAllV`.
         return max(
             exchanged + 2 * staying * step.src.dtype.itemsize
             for exchanged, staying in zip(moved, common, strict=True)
         )
-    return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
+    return max(_round_numel(step, c) for c in sample_of_ranks(mesh)) * step.src.dtype.itemsize
 
 
 def _round_numel(step: Step, coordinate: Coordinate) -> int:

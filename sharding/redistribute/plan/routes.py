@@ -128,8 +128,15 @@ def group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]
     )
 
 
-def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> list[Transfer]:
-    """Return transfers in which each rank receives the elements that it lacks, each once.
+def direct(
+    have: Sequence[Box],
+    want: Sequence[Box],
+    nodes: Sequence[int],
+    load: list[int] | None = None,
+    weight: int = 1,
+) -> list[Transfer]:
+    """Return transfers in which each rank receives the elements that it lacks, each once. Elements
+    that no rank has are in none.
 
     The sender is a holder in the receiver's own node if there is one, and among those the least
     loaded so far.
@@ -138,6 +145,9 @@ def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> li
         have: the box of each rank before; two are equal or disjoint.
         want: the box of each rank after.
         nodes: the node of each rank.
+        load: how much each rank sends already; these transfers are added. By default the holders of
+            each box are balanced by themselves.
+        weight: what an element adds to the load.
     """
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(have):
@@ -145,18 +155,19 @@ def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> li
             holders.setdefault(box, []).append(rank)
     transfers = []
     for box, owners in holders.items():
-        load = dict.fromkeys(owners, 0)
+        sent = [0] * len(have) if load is None else load
+        holding = set(owners)
         for rank, target in enumerate(want):
-            common = None if rank in load else intersect(box, target)
+            common = None if rank in holding else intersect(box, target)
             if common is not None:
-                sender = min(owners, key=_distance(rank, nodes, load, len(have)))
-                load[sender] += box_size(common)
+                sender = min(owners, key=_distance(rank, nodes, sent, len(have)))
+                sent[sender] += box_size(common) * weight
                 transfers.append(Transfer(sender, rank, common))
     return sorted(transfers, key=lambda t: (t.sender, t.receiver))
 
 
 def _distance(
-    rank: int, nodes: Sequence[int], load: dict[int, int], n: int
+    rank: int, nodes: Sequence[int], load: Sequence[int], n: int
 ) -> Callable[[int], tuple[bool, int, int]]:
     return lambda owner: (nodes[owner] != nodes[rank], load[owner], (owner - rank) % n)
 

@@ -61,13 +61,9 @@ class Step:
     @property
     def variant(self) -> str:
         """` as int8` if quantized, ` in shared memory`, or nothing: follows the op in texts."""
-        return (
-            f" as {self.transport}"
-            if self.transport
-            else " in shared memory"
-            if self.symmetric
-            else ""
-        )
+        if self.transport:
+            return f" as {self.transport}"
+        return " in shared memory" if self.symmetric else ""
 
     @property
     def launches(self) -> int:

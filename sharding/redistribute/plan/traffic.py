@@ -109,7 +109,7 @@ def traffic(step: Step, topology: Topology) -> Traffic:
         received = max(map(_bytes_received, repeat(step), before, after))
         sent = max(
             _bytes_sent(step, c, b, a)
-            for c, b, a in zip(sampled(mesh), before, after, strict=True)
+            for c, b, a in zip(sample_of_ranks(mesh), before, after, strict=True)
             if _is_counted(step, c)
         )
     if not set(step.axes) & set(topology.crossing_axes(mesh)):
@@ -153,7 +153,7 @@ def _received_everywhere(step: Step) -> np.ndarray:
 
 
 @cached_on_mesh(lambda mesh: mesh, 1)
-def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
+def sample_of_ranks(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
     """Return all ranks of a small mesh, a sample of those of a large one.
 
     The sample is the corners, the middle and some ranks between, always the same.
@@ -168,5 +168,5 @@ def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
 
 @cached_on_mesh(attrgetter("mesh"), 256)
 def sampled_boxes(layout: Layout) -> tuple[Box, ...]:
-    """Return the boxes of the ranks of `sampled`."""
-    return tuple(layout.box_at(c) for c in sampled(layout.mesh))
+    """Return the boxes of the ranks of `sample_of_ranks`."""
+    return tuple(layout.box_at(c) for c in sample_of_ranks(layout.mesh))

@@ -45,9 +45,9 @@ class _GradReducer:
         waiting: leaf number -> leaf; leaves are numbered in the order of creation, which is the
             same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
-        before: pairs of callbacks for gradients that are not in leaves: reduce them, before those
-            of leaves, or drop them.
-        flushing: callbacks for the end of backward, before everything else.
+        outside_leaves: pairs of callbacks for gradients that are not in leaves: reduce them, before
+            those of leaves, or drop them.
+        before_flush: callbacks for the end of backward, before everything else.
         started: for each reduction in flight, the leaves, the function that waits for the sums, and
             their lineage.
         task: the backward pass that will call `flush` at its end.
@@ -57,17 +57,19 @@ class _GradReducer:
     def __init__(self, _: World) -> None:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
-        self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        self.flushing: list[Callable[[], None]] = []
+        self.outside_leaves: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.before_flush: list[Callable[[], None]] = []
         self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
         self.count = 0
 
     def add(self, number: int, leaf: ShardedTensor) -> None:
+        """Reduce this leaf's gradient at the end of the running backward."""
         self.waiting[number] = leaf
         self.flush_at_end()
 
     def flush_at_end(self) -> None:
+        """Call `flush` once at the end of the running backward, if it may reduce gradients."""
         task = engine_hooks.current_backward()
         if not self.accumulating and task != self.task:
             self.task = task
@@ -78,12 +80,12 @@ class _GradReducer:
         self.task = -1
         if self.accumulating:
             return
-        flushing, self.flushing = self.flushing, []
-        for call in flushing:
+        calls, self.before_flush = self.before_flush, []
+        for call in calls:
             call()
-        before, self.before = self.before, []
-        for call, _ in before:
-            call()
+        pairs, self.outside_leaves = self.outside_leaves, []
+        for reduce, _ in pairs:
+            reduce()
         leaves = [self.waiting[number] for number in sorted(self.waiting)]
         self.waiting.clear()
         done = self._finish_started()
@@ -91,6 +93,7 @@ class _GradReducer:
         _call_hooks([*done, *leaves])
 
     def _finish_started(self) -> list[ShardedTensor]:
+        """Wait for the reductions in flight, add the sums to `.grad`, and return the leaves."""
         started, self.started = self.started, []
         for leaves, wait, lineage in started:
             for leaf, grad in zip(leaves, wait(), strict=True):
@@ -99,7 +102,7 @@ class _GradReducer:
 
     def drop_started(self) -> None:
         """Wait for the reductions that a failed backward has launched, and drop them."""
-        self.flushing.clear()
+        self.before_flush.clear()
         started, self.started = self.started, []
         for _, wait, _ in started:
             wait()
@@ -109,8 +112,8 @@ class _GradReducer:
 
         So later ones do not include them.
         """
-        before, self.before = self.before, []
-        for _, drop in before:
+        pairs, self.outside_leaves = self.outside_leaves, []
+        for _, drop in pairs:
             drop()
 
 
@@ -151,13 +154,13 @@ def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[
 
     An exception calls `give_up` instead.
     """
-    world.state(_GradReducer).before.append((call, give_up))
+    world.state(_GradReducer).outside_leaves.append((call, give_up))
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
     """Register a callback for the end of backward, where `start` can still launch reductions."""
     reducer = world.state(_GradReducer)
-    reducer.flushing.append(call)
+    reducer.before_flush.append(call)
     reducer.flush_at_end()
 
 
@@ -228,10 +231,11 @@ def _needs_no_reduction(leaf: ShardedTensor) -> bool:
 
     No rank holds a copy of another one's part then.
     """
-    return _without_copies(leaf) and leaf.mesh.coordinate is not None
+    return _has_no_copies(leaf) and leaf.mesh.coordinate is not None
 
 
-def _without_copies(leaf: ShardedTensor) -> bool:
+def _has_no_copies(leaf: ShardedTensor) -> bool:
+    """Return True if the leaf is replicated over no axis."""
     return leaf._layout.dual is leaf._layout.grad
 
 
@@ -252,9 +256,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
     reducer.count += 1
     number = leaf._number = reducer.count  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
-    origins: list[
-        Origin
-    ] = []  # of the gradient that autograd is about to store, or to copy, in `.grad`
+    # of the gradient that autograd is about to store, or to copy, in `.grad`
+    origins: list[Origin] = []
 
     def before_accumulation(grads: tuple[Tensor, ...]) -> None:
         origins.clear()
@@ -401,7 +404,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
         old._local += grad
         reduced = old
     # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
-    if not _without_copies(leaf):
+    if not _has_no_copies(leaf):
         reduced._lineage = mixed(lineage, [leaf, *before])
 
 

@@ -184,7 +184,7 @@ class LateGroup(SimulatedGroup):
         return work if async_op else work.wait()
 
     def arrive(self, call: Arrival, move: Move, sender: int | None) -> LateRendezvous:
-        call = self._recorded(call)
+        call = self._with_record(call)
         return self._scheduler.run_collective(self.ranks, self.world.rank, call, move, sender)
 
     def _send(self, x: Tensor, dst: int) -> Work:

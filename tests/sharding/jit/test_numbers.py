@@ -152,3 +152,26 @@ def test_strategies_do_not_hold_the_numbers_of_a_recording() -> None:
     graph = sm.jit(lambda x, a: x * a + a, backend="eager", fullgraph=True).lower(x, 0.5)
     assert "mul" in str(graph)
     assert not any(isinstance(part, torch.SymFloat) for key in x.strategies for part in key)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["graph", "break"])
+@pytest.mark.parametrize("passed", [False, True], ids=["item", "argument"])
+def test_numbers_that_autograd_saves_for_a_backward_outside(reads: bool, passed: bool) -> None:
+    """The first call has the history of eager code, also where a recording is dropped."""
+    weight = torch.nn.Parameter(torch.linspace(1, 2, 4))
+
+    def f(x: Tensor, a: float) -> Tensor:
+        y = x * weight
+        y = y * (a if passed else y.detach().abs().mean().item())
+        return (y / 2 if reads and y.sum() > -99 else y).square().mean()
+
+    def use(f: Callable[..., Tensor]) -> list[Tensor]:
+        found = []
+        for i in range(4):
+            weight.grad = None
+            loss = f(X + i, 0.5 + i)
+            loss.backward()
+            found += [loss.detach(), weight.grad]
+        return found
+
+    assert_same(use(sm.jit(f, backend="eager")), use(f))

@@ -168,21 +168,30 @@ OBSTACLES: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_values_that_are_known_only_inside(name: str) -> None:
-    """They are compared in the graph, and the error says why."""
+def test_values_that_are_known_only_inside(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They are a break; with `fullgraph=True` compared in the graph, and the error says why."""
     function, why = OBSTACLES[name]
     read = package("count")
 
     def step(x: Tensor) -> Tensor:
         return x * read(function(x))
 
-    f = sm.jit(step, backend="eager")
+    f = sm.jit(step, backend="eager", fullgraph=True)
     torch.manual_seed(0)
     f(X.clone())
     assert not f.recorded[0]._program.reads
     with pytest.raises(JitError, match=rf"masks.py:6: the value was .*{why}"):
         for _ in range(30):
             f(torch.full((4,), 20.0))
+    with_break = sm.jit(step, backend="eager")
+    with caplog.at_level(logging.WARNING, "shardmesh"):
+        for i in range(4):
+            torch.manual_seed(i)
+            expected = step(X * 4)
+            torch.manual_seed(i)
+            assert torch.equal(with_break(X * 4), expected)
+    assert not with_break.recorded
+    assert re.search(rf"masks.py:6: a value is read that cannot select .*{why}", caplog.text)
 
 
 def test_a_write_inside_what_is_read() -> None:

@@ -391,7 +391,7 @@ def test_skipped_batches_are_logged(caplog):
         )
         on_mesh((2,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [2, 2]), mesh)))
     assert {record.getMessage() for record in caplog.records} == {
-        "join: rank 1 had 2 batches, after which all ranks stop; ranks 0, 2 had more"
+        "uneven_inputs: rank 1 had 2 batches, after which all ranks stop; ranks 0, 2 had more"
     }
 
 
@@ -506,7 +506,7 @@ def test_ranks_that_must_have_the_same_batches(rows, mode, words):
 
     text = same_error((2, 2), program, ValueError, silent=False)
     assert words in text
-    assert "join over ['a']" in text
+    assert "uneven_inputs over ['a']" in text
     assert "differ only along ['b']" in text
     assert "axes=('a', 'b')" in text
 

@@ -25,8 +25,8 @@ from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axe
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, handler, rule
-from .index import expanded, index_names, patterns, selects
-from .local_indices import Part, widened
+from .index import expand_index, index_names, patterns, selects
+from .local_indices import Part, pad_by_one
 from .masked import mask_of
 
 
@@ -78,6 +78,7 @@ class _Writer:
         return indices if self.func is torch.Tensor.__setitem__ else tuple(indices)
 
     def write(self, x: Tensor, entries: Any, value: Any) -> None:
+        """Write a value at local indices of x."""
         if self.func is torch.Tensor.__setitem__:
             x[entries] = value
         else:
@@ -107,7 +108,7 @@ def _rule_of_write(input: Tensor, index: Any, value: Any, writer: _Writer) -> Ru
     mask = mask_of(index, input.ndim)
     if mask is not None:
         return _written_where(input, *mask, value, writer)
-    entries = expanded(index, input.ndim)
+    entries = expand_index(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) and e.ndim == 0 for e in entries):
         return None
     left, before, after = patterns(input, entries)
@@ -132,6 +133,7 @@ def _pattern_of_value(taken: Sequence[str], ndim: int) -> str:
 
 
 def _bind_entries(writer: _Writer, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+    """Return what writes into this rank's part: the operator itself if no dim is split."""
     layout = targets[0]
     split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
     return partial(_write_entries, writer, layout, split) if split else writer.func
@@ -161,7 +163,7 @@ def _write_entries(
     if parts and (_needs_static_shapes() or _has_summed_gradient(entries, values, after)):
         wide = result
         for d in indexed:
-            wide = widened(wide, d)
+            wide = pad_by_one(wide, d)
         for n, part in parts.items():
             entries[n] = part.find(entries[n], part.length)[0]
         writer.write(wide, tuple(entries), values)
@@ -194,7 +196,7 @@ def _local_slices(
     Slices and integers of split dims become those of the part. The index is None if it selects
     nothing of the part.
     """
-    entries = expanded(index, local.ndim, local.device) or []
+    entries = expand_index(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
     order, _ = _result_dims(entries)
     for dim in split:
@@ -236,6 +238,7 @@ def _local_slice(
 
 
 def _narrow_value(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
+    """Return the interval of a value along a dim from the right; all of it if it is broadcast."""
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
     if dim < 0 or value.shape[dim] == 1:
         return value
@@ -258,6 +261,12 @@ def _local_entries(
 
 
 def _values_at(value: Any, is_local: Tensor, after: int) -> Any:
+    """Return the values of this rank's indices; a value that is broadcast to all stays whole.
+
+    Args:
+        is_local: for each index, whether it is in this rank's part.
+        after: the dims of the value after those of the indices.
+    """
     if not isinstance(value, Tensor) or value.ndim <= after:
         return value
     tail = value.ndim - after
@@ -275,7 +284,7 @@ def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
     input, index, value = a.input, a.index, a.value
     if not (is_operand(value) and is_operand(input)) or mask_of(index, input.ndim) is not None:
         return None
-    entries = expanded(index, input.ndim)
+    entries = expand_index(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
         return None
     input[index] = value  # raises torch's own error first
@@ -319,6 +328,7 @@ def _cuts_of_value(
 
 
 def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> Sequence[Cut]:
+    """Return the cuts of a slice of a dim by which each rank has what its part of the dim has."""
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
     edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
@@ -395,6 +405,7 @@ def _bind_numbered(
 
 
 def _mask_in(index: Any) -> Tensor:
+    """Return the mask that an index consists of, next to whole dims."""
     entries = index if isinstance(index, (tuple, list)) else (index,)
     return next(e for e in entries if isinstance(e, Tensor))
 

@@ -14,12 +14,12 @@ from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, rule
-from .local_indices import Part, kind_of_sum, masked, not_empty, reads_in_parts
+from .local_indices import Part, kind_of_sum, mask_values, not_empty, reads_in_parts
 
 Local = Callable[..., Tensor]
 
 
-def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
+def expand_index(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
     """Return the index with one entry per dim (None adds one), or None if it has no rule."""
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
@@ -86,7 +86,7 @@ def index_names(entries: Sequence[Any]) -> tuple[list[Tensor], list[str], str]:
 @rule("__getitem__", view=True)
 def _getitem(input: Tensor, index: Any) -> Rule | None:
     """Read dims that tensors index in parts; the result is pending."""
-    entries = expanded(index, input.ndim)
+    entries = expand_index(index, input.ndim)
     if entries is None:
         return None
     # A 0-d meta tensor cannot be an index.
@@ -108,13 +108,13 @@ def _bind_getitem(dims: Sequence[int], after: int, targets: Sequence[Layout], _:
 
 
 def _read_parts(parts: dict[int, Part], after: int, local: Tensor, index: Any) -> Tensor:
-    entries = expanded(index, local.ndim, local.device) or []
+    entries = expand_index(index, local.ndim, local.device) or []
     numbers = [i for i, e in enumerate(entries) if e is not None]
     is_local = torch.ones((), dtype=torch.bool, device=local.device)
     for dim, part in parts.items():
         entries[numbers[dim]], in_part = part.find(entries[numbers[dim]], 0)
         is_local = is_local & in_part
-    return masked(is_local, not_empty(local, list(parts))[tuple(entries)], after)
+    return mask_values(is_local, not_empty(local, list(parts))[tuple(entries)], after)
 
 
 @rule("index_select")
@@ -137,7 +137,7 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
     def read(input: Tensor, dim: int, index: Tensor) -> Tensor:
         local, is_local = part.find(index.reshape(-1), 0)
-        return masked(
+        return mask_values(
             is_local, not_empty(input, [dim % input.ndim]).index_select(dim, local), after
         )
 
@@ -169,7 +169,7 @@ def _bind_gather(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
     def read(input: Tensor, _: Any = None, index: Any = None, **__: Any) -> Tensor:
         local, is_local = part.find(index, 0)
-        return masked(is_local, not_empty(input, [dim]).gather(dim, local))
+        return mask_values(is_local, not_empty(input, [dim]).gather(dim, local))
 
     return read
 
@@ -194,7 +194,7 @@ def _bind_take(targets: Sequence[Layout], _: Any) -> Local:
 
     def read(input: Tensor, index: Tensor) -> Tensor:
         local, is_local = part.find(index, 0)
-        return masked(is_local, not_empty(input.reshape(-1), [0]).take(local))
+        return mask_values(is_local, not_empty(input.reshape(-1), [0]).take(local))
 
     return read
 

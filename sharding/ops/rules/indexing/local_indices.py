@@ -90,7 +90,7 @@ def reads_in_parts(input: Tensor, taken: int) -> bool:
     return adds_in_parts(input) and taken <= input.numel()
 
 
-def masked(is_local: Tensor, values: Tensor, after: int = 0) -> Tensor:
+def mask_values(is_local: Tensor, values: Tensor, after: int = 0) -> Tensor:
     """Return the values read, neutral where not `is_local`, which has no `after` last dims."""
     return values.masked_fill(
         ~is_local.reshape((*is_local.shape, *[1] * after)), nothing(values.dtype)
@@ -101,11 +101,11 @@ def not_empty(local: Tensor, dims: Sequence[int]) -> Tensor:
     """Return the part with one element along those of these dims that are empty."""
     for d in dims:
         if not local.shape[d]:
-            local = widened(local, d)
+            local = pad_by_one(local, d)
     return local
 
 
-def widened(local: Tensor, dim: int) -> Tensor:
+def pad_by_one(local: Tensor, dim: int) -> Tensor:
     """Return the part with one extra element along a dim, for what belongs to other ranks."""
     shape = [1 if d == dim else n for d, n in enumerate(local.shape)]
     return torch.cat([local, local.new_ones(shape)], dim)

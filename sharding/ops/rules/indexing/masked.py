@@ -24,7 +24,7 @@ from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, reduce_pending, replicated, unshard
+from ..decomposition_utils import all_splitting_axes, as_replicated, reduce_pending, unshard
 from ..elementwise.pointwise import is_operand
 from ..registry import decomposition
 
@@ -187,13 +187,13 @@ def _unique(
     proposed = concatenate_parts(x.mesh, all_splitting_axes(x._layout), values)
     numbers = wrap(counts, proposed._layout.replace(dtype=torch.int64))
     final, indices = torch.unique(unshard(proposed, 0)._local, return_inverse=True)
-    results = [replicated(final, x)]
+    results = [as_replicated(final, x)]
     if return_inverse:
         numbers_of_x = indices[inverse + proposed._layout.box[0][0]]
         results.append(wrap(numbers_of_x, x._layout.replace(dtype=torch.int64)))
     if return_counts:
         zeros = final.new_zeros(len(final), dtype=torch.int64)
-        results.append(replicated(zeros.index_add(0, indices, unshard(numbers, 0)._local), x))
+        results.append(as_replicated(zeros.index_add(0, indices, unshard(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -206,5 +206,5 @@ def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -
     check_not_recorded("unique_consecutive", input)
     result = func(input.detach().full_tensor(), *args, **kwargs)
     if isinstance(result, tuple):
-        return tuple(replicated(x, input) for x in result)
-    return replicated(result, input)
+        return tuple(as_replicated(x, input) for x in result)
+    return as_replicated(result, input)

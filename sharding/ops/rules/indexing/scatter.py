@@ -21,7 +21,7 @@ from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand, with_in_place
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import rule
-from .local_indices import Part, widened
+from .local_indices import Part, pad_by_one
 
 Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this rank writes along them
 
@@ -165,7 +165,7 @@ def _with_one_more(
     if fill is not None:
         args = tuple(_fill_nonlocal(a, is_local, dim, fill) for a in args)
         kwargs = {name: _fill_nonlocal(a, is_local, dim, fill) for name, a in kwargs.items()}
-    return func(widened(input, dim), dim, local, *args, **kwargs).narrow(dim, 0, part.length)
+    return func(pad_by_one(input, dim), dim, local, *args, **kwargs).narrow(dim, 0, part.length)
 
 
 def _fill_nonlocal(x: Any, is_local: Tensor, dim: int, fill: float) -> Any:
@@ -210,6 +210,6 @@ def _put_local(
     accumulate: bool = False,
 ) -> Tensor:
     local, _ = part.find(index, part.length)
-    flat = widened(input.reshape(-1), 0).put(local, source, accumulate)
+    flat = pad_by_one(input.reshape(-1), 0).put(local, source, accumulate)
     result = flat[: part.length].reshape(input.shape)
     return input.copy_(result) if in_place else result

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....layout.spec import P
-from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
+from ..decomposition_utils import from_parts, is_split, layout_after_reduction, reduce_pending
 from ..notation import Rule, einrule
 from ..reductions.reduction import accumulator_dtype
 from ..registry import decomposition_maker
-from .loss import check_arguments, narrowed
+from .loss import check_arguments, round_result
 from .softmax import log_sum_exp, max_over
 
 
@@ -82,7 +82,7 @@ def _of_rows(
     elif reduction == "mean":
         weights = _weights(target, options["weight"], options["ignore_index"], total.dtype)
         total = total / weights.sum()
-    return narrowed(total, each.dtype)
+    return round_result(total, each.dtype)
 
 
 def _weights(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) -> Any:
@@ -160,7 +160,7 @@ def _of_probabilities(
     total = -each.sum(at if reduction == "none" else None)
     if reduction == "mean":
         total = total / (input.numel() // classes)
-    return narrowed(total, input.dtype)
+    return round_result(total, input.dtype)
 
 
 def _align_labels(x: Any, target: Any, at: int) -> Any:
@@ -173,7 +173,9 @@ def _at_labels(x: Any, labels: Any, at: int, ignore_index: int, *peak: Any) -> A
     """Return x at each row's label, less the peak; pending over the axes that split the classes."""
     dtype = accumulator_dtype(x.dtype)
     take = partial(_hits, x._layout, at, ignore_index)
-    return from_parts(reduced(x._layout.replace(dtype=dtype), (at,)), take, x, labels, *peak)
+    return from_parts(
+        layout_after_reduction(x._layout.replace(dtype=dtype), (at,)), take, x, labels, *peak
+    )
 
 
 def _hits(
@@ -214,6 +216,6 @@ def _finish_loss(
 ) -> Any:
     """Return the loss `held - pending`. With the rows reduced first, a single number is pending."""
     if reduction == "none":
-        return narrowed((held - pending).squeeze(at), dtype)
+        return round_result((held - pending).squeeze(at), dtype)
     total = (held if isinstance(held, int) else held.sum()) - pending.sum()
-    return narrowed(total / weights.sum() if reduction == "mean" else total, dtype)
+    return round_result(total / weights.sum() if reduction == "mean" else total, dtype)

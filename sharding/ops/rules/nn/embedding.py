@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
-from ..indexing.local_indices import Part, adds_in_parts, masked, not_empty
+from ..indexing.local_indices import Part, adds_in_parts, mask_values, not_empty
 from ..notation import Rule, dim_names, einrule
 from ..registry import rule
 
@@ -73,7 +73,7 @@ def _rows(
     """Return the rows that this rank has; zeros for others, and for those that are not counted."""
     local, own = part.find(input, 0)
     own = own if counted is None else own & counted
-    return masked(own, F.embedding(local, not_empty(weight, [0]), padding), 1)
+    return mask_values(own, F.embedding(local, not_empty(weight, [0]), padding), 1)
 
 
 @rule("torch.embedding")

@@ -35,7 +35,7 @@ def check_arguments(reduction: str, **legacy: Any) -> None:
         raise ValueError(f"{reduction} is not a valid value for reduction")
 
 
-def narrowed(x: Any, dtype: torch.dtype) -> Any:
+def round_result(x: Any, dtype: torch.dtype) -> Any:
     """Return the result in its dtype; a pending sum is reduced before it is rounded."""
     return x if x.dtype is dtype else reduce_pending(x).to(dtype)
 
@@ -49,7 +49,7 @@ def _of_all(*operands: Tensor) -> Rule:
 
 def _reduce_loss(each: Any, reduction: str) -> Any:
     total = each.sum(dtype=accumulator_dtype(each.dtype))
-    return narrowed(total / each.numel() if reduction == "mean" else total, each.dtype)
+    return round_result(total / each.numel() if reduction == "mean" else total, each.dtype)
 
 
 def _any_split(*args: Any, **kwargs: Any) -> bool:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....autograd.engine_hooks import transforming
-from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
+from ..decomposition_utils import from_parts, is_split, layout_after_reduction, reduce_pending
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, whole_reduction
 from ..registry import decomposition
 
@@ -115,7 +115,7 @@ def log_sum_exp(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
     """
     if transforming():
         return reduce_pending((x - peak).exp().sum(dims, keepdim=True)).log()
-    layout = reduced(x._layout.replace(dtype=peak.dtype), dims)
+    layout = layout_after_reduction(x._layout.replace(dtype=peak.dtype), dims)
     return reduce_pending(from_parts(layout, partial(_SumOfExp.apply, dims), x, peak)).log()
 
 

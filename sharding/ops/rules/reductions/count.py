@@ -16,7 +16,7 @@ from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
+from ..decomposition_utils import all_splitting_axes, as_replicated, is_split, reduce_pending
 from ..elementwise.pointwise import is_operand, tensors_of
 from ..indexing.masked import check_inside, check_not_recorded
 from ..notation import Rule, dim_names, einrule, whole_dims
@@ -167,7 +167,7 @@ def _histogram(
         None if weight is None else reduce_pending(weight.detach()).redistribute(x.spec)._local
     )
     local = torch.histogram(x._local, bins, range=(low, high), weight=local_weight)
-    edges = replicated(local.bin_edges, x)
+    edges = as_replicated(local.bin_edges, x)
     counts = _as_pending_sum(x, local.hist)
     if density:
         counts = reduce_pending(counts)

@@ -18,7 +18,7 @@ from torch import Tensor, return_types
 
 from ....autograd.engine_hooks import transforming
 from ....redistribute.autograd import redistribute_local
-from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
+from ..decomposition_utils import from_parts, is_split, layout_after_reduction, reduce_pending
 from ..registry import decomposition
 from .reduction import Dims, split_dims, whole_reduction
 
@@ -56,7 +56,9 @@ def _reduce(
 ) -> Any:
     x = reduce_pending(input)
     kind = _KINDS[extreme.__name__]
-    value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
+    value = from_parts(
+        layout_after_reduction(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach()
+    )
     if x.is_floating_point() and (transforming() or (x.requires_grad and torch.is_grad_enabled())):
         value = _with_gradient(x, reduce_pending(value), dims, nan_is_equal)
     return value if keepdim else value.squeeze(dims)

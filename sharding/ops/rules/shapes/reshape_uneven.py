@@ -26,7 +26,7 @@ from ..registry import decomposition_maker
 from .view import factor_shapes, groups
 
 
-def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
+def reshaped_layout(layout: Layout, shape: Sequence[int]) -> Layout | None:
     """Return the layout under another shape with all elements where they are; None if not boxes."""
     alone = [d for d, n in enumerate(layout.shape) if n == 1 and splitting_axes(layout, d)]
     if alone or not prod(shape):
@@ -72,7 +72,7 @@ def _reshape(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..
     result, layout = func(input, *args, **kwargs), layout_of(input)
     if result.dtype != layout.dtype or not prod(result.shape):
         return None
-    target = reshaped(layout, result.shape) if _rule_moves(layout, result.shape) else None
+    target = reshaped_layout(layout, result.shape) if _rule_moves(layout, result.shape) else None
     reshape = Tensor.view if func is Tensor.view else Tensor.reshape
     return target and (
         lambda input, *_, **__: from_parts(

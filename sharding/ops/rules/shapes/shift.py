@@ -23,7 +23,7 @@ from ...sliced_from import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, decomposition_maker
-from .view import grown, listed, with_whole_dims
+from .view import dims_of_call, pattern_with_new_dims, with_whole_dims
 
 Decomposition = Callable[..., Any]
 
@@ -63,10 +63,10 @@ def _mirror(size: int, start: int, stop: int) -> list[Interval]:
 @decomposition_maker(
     "Tensor.flip",
     check=torch.Tensor.flip,
-    rule=lambda a: with_whole_dims(a.input, listed(a.dims) if a.dims else a.kwargs["dims"]),
+    rule=lambda a: with_whole_dims(a.input, dims_of_call(a.dims) if a.dims else a.kwargs["dims"]),
 )
 def _flip_method(input: Tensor, *dims: Any, **kwargs: Any) -> Decomposition | None:
-    return _flip(input, listed(dims) if dims else kwargs["dims"])
+    return _flip(input, dims_of_call(dims) if dims else kwargs["dims"])
 
 
 decomposition("fliplr", check=torch.fliplr)(lambda input: input.flip(1))
@@ -152,15 +152,18 @@ def _unroll(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tensor:
 
 def _repeat_rule(a: Any) -> Rule:
     """Return the rule: dims repeated once may be split; the others must not."""
-    pattern = grown(a.input.ndim, [n == 1 for n in _counts(a.input, a.sizes, a.kwargs)])
+    pattern = pattern_with_new_dims(
+        a.input.ndim, [n == 1 for n in _counts(a.input, a.sizes, a.kwargs)]
+    )
     return einrule(pattern, a.input, linear=((0,),), transparent=True)
 
 
 def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     """Return how often each dim is repeated; `tile` may leave out counts of leading dims."""
-    counts = list(
-        listed(sizes) if sizes else kwargs["repeats"] if "repeats" in kwargs else kwargs["dims"]
-    )
+    if sizes:
+        counts = list(dims_of_call(sizes))
+    else:
+        counts = list(kwargs["repeats"] if "repeats" in kwargs else kwargs["dims"])
     return [1] * (input.ndim - len(counts)) + counts
 
 

@@ -131,7 +131,7 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
 # -- one slice -------------------------------------------------------------------------------------
 
 
-def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
+def decompose_slices(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
     """Return the decomposition of `x[entries]`, one for each dim; None if no split dim is cut."""
     dim_entries = [e for e in entries if e is not None]
     ranges = {
@@ -190,7 +190,7 @@ def _getitem(input: Tensor, index: Any) -> Callable[..., Any] | None:
     if entries is None:
         return index_by_mask(input, index)
     input[index]  # raises torch's own error before any of Python's
-    slice_of = sliced(input, entries)
+    slice_of = decompose_slices(input, entries)
     return slice_of and partial(_sliced_by_index, slice_of)
 
 
@@ -201,7 +201,7 @@ def _sliced_by_index(slice_of: Callable[[Any], Any], input: Any, index: Any) -> 
 
 
 def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
-    return sliced(
+    return decompose_slices(
         input, [entry if d == dim % input.ndim else slice(None) for d in range(input.ndim)]
     )
 

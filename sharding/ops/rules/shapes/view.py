@@ -32,13 +32,13 @@ rules(
             a.input, *a.args, *a.kwargs.values()
         ),
         "t adjoint(input)": lambda a: _last_two(a.input),
-        "Tensor.permute(input, *dims)": lambda a: permuted(a.input, listed(a.dims)),
-        "torch.permute(input, dims)": lambda a: permuted(a.input, a.dims),
+        "Tensor.permute(input, *dims)": lambda a: permutation_rule(a.input, dims_of_call(a.dims)),
+        "torch.permute(input, dims)": lambda a: permutation_rule(a.input, a.dims),
         "movedim moveaxis(input, source, destination)": lambda a: _movedim(
             a.input, a.source, a.destination
         ),
         "expand(input, *sizes, size=(), implicit=False)": lambda a: _broadcast_to(
-            a.input, listed(a.sizes) if a.sizes else a.size
+            a.input, dims_of_call(a.sizes) if a.sizes else a.size
         ),
         "broadcast_to(input, size)": lambda a: _broadcast_to(a.input, a.size),
         "split chunk tensor_split split_with_sizes(input, sections=None, dim=0, **_)": lambda a: (
@@ -194,7 +194,7 @@ def _view(
 # -- transpose -------------------------------------------------------------------------------------
 
 
-def permuted(input: Tensor, order: Sequence[int]) -> Rule:
+def permutation_rule(input: Tensor, order: Sequence[int]) -> Rule:
     """Return the rule of an operator whose result has the input's dim order[i] as dim i."""
     right = " ".join(f"d{i % input.ndim}" for i in order)
     return einrule(f"{dim_names(input.ndim)} -> {right}", input, linear=((0,),), transparent=True)
@@ -204,11 +204,11 @@ def _swap(input: Tensor, dim0: int, dim1: int) -> Rule:
     order = list(range(input.ndim))
     if order:
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permuted(input, order)
+    return permutation_rule(input, order)
 
 
 def _last_two(input: Tensor) -> Rule:
-    return _swap(input, -2, -1) if input.ndim > 1 else permuted(input, range(input.ndim))
+    return _swap(input, -2, -1) if input.ndim > 1 else permutation_rule(input, range(input.ndim))
 
 
 rule(also=(Tensor.mT.__get__, Tensor.mH.__get__), view=True)(_last_two)  # type: ignore[attr-defined]
@@ -216,30 +216,32 @@ rule(also=(Tensor.mT.__get__, Tensor.mH.__get__), view=True)(_last_two)  # type:
 
 @rule(also=(Tensor.T.__get__, Tensor.H.__get__), view=True)  # type: ignore[attr-defined]
 def _reverse(input: Tensor) -> Rule:
-    return permuted(input, list(reversed(range(input.ndim))))
+    return permutation_rule(input, list(reversed(range(input.ndim))))
 
 
 def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Rule:
     if not input.ndim:
-        return permuted(input, [])
+        return permutation_rule(input, [])
     sources, targets = (
         [d % input.ndim for d in ([dims] if isinstance(dims, int) else dims)]
         for dims in (source, destination)
     )
     rest = iter(d for d in range(input.ndim) if d not in sources)
     moved = dict(zip(targets, sources, strict=True))
-    return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
+    return permutation_rule(
+        input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)]
+    )
 
 
 # -- expand ----------------------------------------------------------------------------------------
 
 
-def listed(dims: Sequence[Any]) -> Sequence[int]:
+def dims_of_call(dims: Sequence[Any]) -> Sequence[int]:
     """Return the dims of a call that takes them as `f(2, 0, 1)` or as `f((2, 0, 1))`."""
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
-def grown(ndim: int, same: Sequence[bool]) -> str:
+def pattern_with_new_dims(ndim: int, same: Sequence[bool]) -> str:
     """Return the pattern of a tensor with new dims first, and whole other dims that change size."""
     new = len(same) - ndim
     left = " ".join(f"d{i}" if same[new + i] else f"[d{i}]" for i in range(ndim))
@@ -252,7 +254,9 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     new = len(shape) - input.ndim
     same = [d >= new and n == input.shape[d - new] for d, n in enumerate(shape)]
     bind = partial(_to_local_shape, Tensor.expand)
-    return einrule(grown(input.ndim, same), input, linear=((0,),), transparent=True, bind=bind)
+    return einrule(
+        pattern_with_new_dims(input.ndim, same), input, linear=((0,),), transparent=True, bind=bind
+    )
 
 
 @decomposition_maker(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]

@@ -33,7 +33,9 @@ def average(
 
     Communication: that of redistributing the gradients.
     """
-    wholes = {i: scaled(grad, scales[i]) for i, grad in enumerate(grads) if grad is not None}
+    wholes = {
+        i: scale_gradient(grad, scales[i]) for i, grad in enumerate(grads) if grad is not None
+    }
     pairs = [
         (bases[i].dual.replace(dtype=x.dtype), rests[i].dual.replace(dtype=x.dtype))
         for i, x in wholes.items()
@@ -44,7 +46,7 @@ def average(
     return averages
 
 
-def scaled(grad: Tensor, scale: float) -> Tensor:
+def scale_gradient(grad: Tensor, scale: float) -> Tensor:
     """Return a gradient times a factor; the gradient of the result is not scaled."""
     if scale == 1:
         return grad
@@ -72,4 +74,4 @@ class _Used(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return scaled(grads[0], ctx.scale), None
+        return scale_gradient(grads[0], ctx.scale), None

@@ -30,6 +30,8 @@ from .skeleton import as_fake
 from .units import Place, places_of
 from .values import ValueTree, split_value, tensors_of
 
+_READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
 # -- what happens ----------------------------------------------------------------------------------
 
 
@@ -137,7 +139,8 @@ def record(
     skeleton: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    flags: Callable[[nn.Module], None],
+    prepare: Callable[[nn.Module], None],
+    is_in_unit: Callable[[str], bool],
     count_flops: bool,
 ) -> Recording:
     """Run a copy of the skeleton on arguments without values, and record it.
@@ -145,19 +148,22 @@ def record(
     Args:
         skeleton: the model on "meta".
         args, kwargs: of the forward; their values are not read.
-        flags: sets `training` and `requires_grad` of the copy.
+        prepare: changes the copy before it is recorded: modes, dtypes.
+        is_in_unit: of the path of a module, whether it is a unit or inside of one. If such a module
+            reads values, its result counts as one tensor like its first floating-point argument, as
+            that of experts is; the run of a stage checks what the unit then returns.
         count_flops: whether to count floating-point operations.
 
     Raises:
-        RuntimeError: the forward reads a value of a tensor; the text has the line.
+        RuntimeError: the forward reads a value of a tensor outside of units; the text has the line.
     """
     devices = [x.device for x in tensors_of((args, kwargs)) if not x.is_meta]
     device = devices[0] if devices else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
     model = as_fake(skeleton, mode, device)
-    flags(model)
-    recorder = _Recorder(model, device, count_flops)
+    prepare(model)
+    recorder = Recorder(model, device, is_in_unit, count_flops)
     for module in model.modules():
         intercept_calls(module)
     has_cache = torch.is_autocast_cache_enabled()
@@ -165,7 +171,7 @@ def record(
     try:
         with mode, recorder, thread_context.setting(module_calls=recorder):
             result = model(*fake_args, **fake_kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _READS_VALUES as error:
         raise RuntimeError(
             f"{_line_of(error.__traceback__)}: the forward is recorded on shapes alone to split it "
             f"into stages, but this line reads values of a tensor ({error}). Pass the number as an "
@@ -177,11 +183,25 @@ def record(
     return recorder.recording
 
 
-class _Recorder(TorchDispatchMode):
-    """Records operators as a mode, and calls of modules as their observer."""
+class Recorder(TorchDispatchMode):
+    """Records operators as a mode, and calls of modules as their observer.
 
-    def __init__(self, model: nn.Module, device: torch.device, count_flops: bool) -> None:
+    Attributes:
+        units_around: how many calls of units, and of modules in them, are running.
+        has_grad: whether the forward began with gradients enabled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        is_in_unit: Callable[[str], bool],
+        count_flops: bool,
+    ) -> None:
         super().__init__()
+        self._is_in_unit = is_in_unit
+        self.units_around = 0
+        self.has_grad = torch.is_grad_enabled()
         self.recording = Recording(device)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._flop_counts = _flop_counts() if count_flops else {}
@@ -210,7 +230,19 @@ class _Recorder(TorchDispatchMode):
         arguments = tensors_of((args, kwargs))
         enter = Enter(path, [self.key(x) for x in arguments])
         self.recording.events.append(enter)
-        result = original(*args, **kwargs)
+        count = len(self.recording.events)
+        is_in_unit = self._is_in_unit(path)
+        self.units_around += is_in_unit
+        try:
+            result = original(*args, **kwargs)
+        except _READS_VALUES:
+            stand_in = _like_argument(module, arguments) if is_in_unit else None
+            if stand_in is None:
+                raise
+            del self.recording.events[count:]
+            result = stand_in
+        finally:
+            self.units_around -= is_in_unit
         try:
             tensors, tree = split_value(result)
         except TypeError as error:
@@ -235,6 +267,19 @@ class _Recorder(TorchDispatchMode):
         event = Operator(str(func), inputs, outputs, written, draws, flops)
         self.recording.events.append(event)
         return result
+
+
+def _like_argument(module: nn.Module, arguments: Sequence[Tensor]) -> Tensor | None:
+    """Return a tensor like the first floating-point argument, computed from all arguments and
+    parameters; None if there is no such argument.
+    """
+    first = next((x for x in arguments if x.is_floating_point()), None)
+    if first is None:
+        return None
+    result = first.clone()
+    for x in (*arguments, *module.parameters()):
+        result = result + x.reshape(-1)[:0].sum().to(first.dtype)
+    return result
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -188,7 +188,6 @@ class StageRun:
             output = Output(self._next - 1, index)
             if output in self._needed_later:
                 _check_tensor(call, index, x, "returned")
-                x = x.to(call.metas[index].dtype)
                 self._values[output] = x.clone() if index in call.written else x
 
     def _check_checkpoint(self, call: UnitCall) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from .dependencies import (
 )
 from .module_calls import intercept_calls
 from .ownership import first_places, own_places, owned_by_calls, owned_by_order
+from .precision import Precision, apply_precision
 from .recording import Recording, TensorMeta, record
 from .run import AfterUnit, StageRun, shared_tensors
 from .signature import flags_of, set_flags, signature_of
@@ -89,7 +89,7 @@ class StagedModel:
             order; a number of boundaries that does not give `num_stages`; a stage without units;
             a stage needs what no unit returns; parameters that are sharded already.
         TypeError: a unit returns an object that is neither a tensor nor a constant.
-        RuntimeError: the forward reads values of tensors.
+        RuntimeError: the forward reads values of tensors outside of units.
 
     Communication: none.
 
@@ -120,6 +120,8 @@ class StagedModel:
         self._modules = list(model.modules())
         self._skeleton = on_meta(model)
         self._dependencies: dict[Hashable, Dependencies] = {}
+        self._precision = Precision()
+        self._tree = blocks(model)
         recording = None
         if example is not None:
             recording = self._record(
@@ -150,6 +152,12 @@ class StagedModel:
     def model(self) -> nn.Module:
         """The whole model; units of other ranks' stages are on "meta"."""
         return self._model
+
+    def set_precision(self, precision: Precision) -> None:
+        """Set how the units in all stages cast, which decides dtypes of what is between units."""
+        if precision != self._precision:
+            self._precision = precision
+            self._dependencies.clear()
 
     def copy_on_meta(self) -> nn.Module:
         """Return a copy of the whole model on "meta", as it was before it was split."""
@@ -205,8 +213,18 @@ class StagedModel:
     def _record(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count_flops: bool
     ) -> Recording:
-        flags = partial(set_flags, flags_of(self._modules))
-        return record(self._skeleton, args, dict(kwargs), flags, count_flops)
+        flags = flags_of(self._modules)
+
+        def prepare(model: nn.Module) -> None:
+            set_flags(flags, model)
+            apply_precision(self._precision, model)
+
+        units = tuple(self._tree.units)
+
+        def is_in_unit(path: str) -> bool:
+            return any(f"{path}.".startswith(f"{unit}.") for unit in units)
+
+        return record(self._skeleton, args, dict(kwargs), prepare, is_in_unit, count_flops)
 
     def _tree_of(self, recording: Recording | None) -> ModuleTree:
         """Return the units between the boundaries; those whose insides are called from outside are

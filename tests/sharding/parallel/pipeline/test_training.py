@@ -316,7 +316,7 @@ def test_a_pattern_that_matches_in_no_stage_raises():
 # -- batches ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["stop", "shadow"])
+@pytest.mark.parametrize("mode", ["stop", "shadow", "empty"])
 def test_batches_of_uneven_numbers(mode):
     """The ranks of a pipeline have the same batches; those along fsdp different numbers of them."""
     rows = {0: [0, 1, 2], 1: [3]}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.layout.layout import Layout
-from shardmesh.sharding.ops.rules.shapes.reshape_uneven import reshaped
+from shardmesh.sharding.ops.rules.shapes.reshape_uneven import reshaped_layout
 from tests.sharding.ranks import collectives, launched, on_mesh
 from tests.sharding.strategies import ragged_specs
 
@@ -96,7 +96,7 @@ def test_no_communication(shape, spec, call, becomes):
 )
 def test_what_is_left_to_the_rule(shape, spec, after):
     mesh = sm.AbstractMesh((4,), ("a",))
-    assert reshaped(Layout.of(mesh, spec, shape), after) is None
+    assert reshaped_layout(Layout.of(mesh, spec, shape), after) is None
 
     def program(mesh):
         x = laid_out(mesh, shape, spec)
@@ -125,7 +125,7 @@ def test_any_reshape_of_any_layout_keeps_the_values(data):
         x = laid_out(mesh, shape, spec)
         with collectives() as records:
             out = x.reshape(after)
-        if (found := reshaped(sm.typeof(x), after)) is not None:
+        if (found := reshaped_layout(sm.typeof(x), after)) is not None:
             assert launched(records) == []
             assert sm.typeof(out) is found
         assert torch.equal(out.full_tensor(), x.full_tensor().reshape(after))

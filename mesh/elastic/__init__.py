@@ -1,0 +1,1 @@
+"""Jobs that lose ranks and go on: what survivors agree on (docs/elastic.md)."""

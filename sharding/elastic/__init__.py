@@ -1,0 +1,1 @@
+"""State of a job that has lost ranks (docs/elastic.md)."""

@@ -1,0 +1,524 @@
+"""State is recovered bit for bit from the ranks that are left; what nobody holds is named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import Layout, P, ShardedTensor
+from shardmesh.kernels.box import slices
+from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
+from shardmesh.sharding.checkpoint.tree import PerRank, leaves, name_of, opened
+from shardmesh.sharding.elastic.recovery import StateLostError, plan_recovery, recover
+from shardmesh.sharding.redistribute.plan.cross_mesh import box_on
+from tests.device import DEVICE, on_device
+from tests.sharding.checkpoint.trees import DTYPES, MESHES, mesh_of, shape_of, spec_of, values_of
+from tests.sharding.ranks import collectives, place
+from tests.tiers import examples, slow
+
+State = dict[str, Any]
+Build = Callable[[sm.DeviceMesh], State]
+
+
+def on_ranks(n: int, program: Callable[[], Any]) -> list[Any]:
+    def rank() -> Any:
+        with on_device():
+            return program()
+
+    return sm.simulate(n)(rank)()
+
+
+def mesh_over(ranks: Sequence[int], shape: Sequence[int], names: str) -> sm.DeviceMesh:
+    numbers = torch.tensor(list(ranks), device="cpu").reshape(tuple(shape))
+    return sm.DeviceMesh(DEVICE, numbers, axis_names=tuple(names))
+
+
+# -- models on meshes ------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Uneven sizes, a 0-d parameter and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu()) * self.scale
+
+
+def with_optimizer(model: nn.Module) -> State:
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+def ddp(mesh: sm.DeviceMesh) -> State:
+    return with_optimizer(sm.parallel.data_parallel(Model(), mesh, src_data_rank=None))
+
+
+def fsdp(mesh: sm.DeviceMesh) -> State:
+    return with_optimizer(sm.parallel.fully_shard(Model(), mesh, src_data_rank=None))
+
+
+def tensor_parallel(mesh: sm.DeviceMesh) -> State:
+    plan = {"first": sm.parallel.colwise(axis="t"), "last": sm.parallel.rowwise(axis="t")}
+    model = sm.parallel.parallelize(Model(), mesh, plan, src_data_rank=None)
+    return with_optimizer(model)
+
+
+def train(state: State, steps: int = 2) -> None:
+    """Take steps with gradients that do not need a forward, different for each parameter."""
+    for step in range(steps):
+        for number, parameter in enumerate(state["model"].parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 + number + step)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def whole_values(state: State) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by name, whole."""
+    named = ((name_of(path), leaf) for path, leaf in leaves(opened(state)))
+    return {
+        name: leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf.clone()
+        for name, leaf in named
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def assert_equals(state: State, expected: dict[str, torch.Tensor]) -> None:
+    """Compare this rank's parts bit for bit."""
+    named = {name_of(path): leaf for path, leaf in leaves(opened(state))}
+    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    assert tensors.keys() == expected.keys()
+    rank = current_world().rank
+    for name, leaf in tensors.items():
+        part, whole = leaf, expected[name]
+        if isinstance(leaf, ShardedTensor):
+            if leaf.mesh.coordinate_of(rank) is None:
+                continue
+            part, whole = leaf.to_local(), _at_box(whole, leaf._layout)
+        assert _bits(part) == _bits(whole), name
+
+
+def _at_box(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return this rank's part of a whole tensor."""
+    return whole[slices(box_on(layout, current_world().rank))] if whole.dim() else whole
+
+
+def _bits(x: torch.Tensor) -> tuple[Any, ...]:
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(x.shape), x.dtype, bytes(flat.numpy()) if flat.numel() else b""
+
+
+def lost_elements(state: State, alive: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return by name, of tensors with any, a mask of the elements that no rank of `alive` has."""
+    masks: dict[str, torch.Tensor] = {}
+    for path, leaf in leaves(opened(state)):
+        if isinstance(leaf, ShardedTensor):
+            mask = torch.ones(leaf.shape or (1,), dtype=torch.bool, device="cpu")
+            for rank in alive:
+                mask[slices(box_on(leaf._layout, rank))] = False
+            if mask.any():
+                masks[name_of(path)] = mask
+    return masks
+
+
+# -- every choice of lost ranks --------------------------------------------------------------------
+
+
+def new_shape(form: str, n: int) -> tuple[tuple[int, ...], str]:
+    """Return the shape and axes of the mesh for n ranks; it may leave some as spares."""
+    if form == "tensor parallel":
+        return (n // 2, 2), "dt"
+    if form.startswith("hsdp") and n % 2 == 0:
+        return (2, n // 2), "rs"
+    return (n,), "s"
+
+
+@pytest.mark.parametrize(
+    ("form", "build", "shape", "names"),
+    [
+        ("ddp", ddp, (3,), "d"),
+        ("hsdp", fsdp, (2, 2), "rs"),
+        slow("hsdp of 8", fsdp, (2, 4), "rs"),
+        ("fsdp", fsdp, (4,), "s"),
+        ("tensor parallel", tensor_parallel, (2, 2), "dt"),
+        slow("tensor parallel of 6", tensor_parallel, (3, 2), "dt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_choice_of_one_and_two_lost_ranks(
+    form: str, build: Build, shape: tuple[int, ...], names: str
+):
+    size = int(torch.tensor(shape).prod())
+
+    def program() -> list[str]:
+        torch.manual_seed(0)
+        state = build(mesh_over(range(size), shape, names))
+        train(state)
+        expected = whole_values(state)
+        outcomes: list[str] = []
+        for lost in [*combinations(range(size), 1), *combinations(range(size), 2)]:
+            alive = [rank for rank in range(size) if rank not in lost]
+            if current_world().rank in lost:
+                continue
+            new, axes = new_shape(form, len(alive))
+            used = alive[: int(torch.tensor(new).prod())]
+            torch.manual_seed(1)
+            like = build(mesh_over(used, new, axes))
+            outcomes.append(f"{lost}: {outcome(state, like, alive, expected)}")
+        return outcomes
+
+    outcomes = {text for outcomes in on_ranks(size, program) for text in outcomes}
+    assert len(outcomes) == size * (size + 1) // 2  # all ranks come to the same
+    ends = {text.partition(": ")[2] for text in outcomes}
+    assert ends == {"ddp": {"recovered"}, "fsdp": {"lost"}}.get(form, {"recovered", "lost"})
+
+
+def outcome(
+    state: State, like: State, alive: Sequence[int], expected: dict[str, torch.Tensor]
+) -> str:
+    missing = lost_elements(state, alive)
+    try:
+        recover(state, like, alive)
+    except StateLostError as error:
+        assert error.lost.keys() == missing.keys()
+        for name, boxes in error.lost.items():
+            mask = torch.zeros_like(missing[name])
+            for box in boxes:
+                mask[slices(box)] = True
+            assert torch.equal(mask, missing[name])
+        assert all(f"lost: {name}[" in str(error) for name in list(missing)[:8])
+        return "lost"
+    assert not missing
+    assert_equals(like, expected)
+    assert_equals(like, whole_of(like, alive, expected))
+    return "recovered"
+
+
+def whole_of(
+    like: State, alive: Sequence[int], expected: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the whole values of the recovered state on ranks of its mesh."""
+    meshes = [leaf.mesh for _, leaf in leaves(opened(like)) if isinstance(leaf, ShardedTensor)]
+    if any(mesh.coordinate_of(current_world().rank) is None for mesh in meshes):
+        return expected
+    return whole_values(like)
+
+
+@pytest.mark.parametrize("seed", range(examples(60)))
+def test_random_layouts(seed: int):
+    """Ragged and empty parts, 0-d tensors, all dtypes, meshes of some of the ranks in any order."""
+    rng = random.Random(seed)
+    old_shape, new_mesh_shape = rng.choice(MESHES[2:]), rng.choice(MESHES)
+    size = max(int(torch.tensor(old_shape).prod()), 2)
+    lost = rng.sample(range(size), rng.randint(1, min(2, size - 1)))
+    alive = [rank for rank in range(size) if rank not in lost]
+    if int(torch.tensor(new_mesh_shape).prod()) > len(alive):
+        new_mesh_shape = (len(alive),)
+    tensors = [(shape_of(rng), rng.choice(DTYPES)) for _ in range(6)]
+
+    def program() -> str:
+        own = random.Random(seed + 1)
+        old_mesh = mesh_of(own, old_shape)
+        ranks = torch.tensor(
+            own.sample(alive, int(torch.tensor(new_mesh_shape).prod())), device="cpu"
+        )
+        old_specs = [spec_of(own, old_mesh, shape) for shape, _ in tensors]
+        state: State = {}
+        wholes: dict[str, torch.Tensor] = {}
+        for i, ((shape, dtype), spec) in enumerate(zip(tensors, old_specs, strict=True)):
+            whole = values_of(seed + i, shape, dtype).to(DEVICE)
+            state[str(i)], wholes[str(i)] = (
+                part_of(whole, Layout.of(old_mesh, spec, shape, dtype)),
+                whole,
+            )
+        if current_world().rank in lost:
+            return ""
+        names = ("x", "y", "z")[: len(new_mesh_shape)]
+        new_mesh = sm.DeviceMesh(DEVICE, ranks.reshape(new_mesh_shape), axis_names=names)
+        like = {
+            str(i): Layout.of(new_mesh, spec_of(own, new_mesh, shape), shape, dtype)
+            for i, (shape, dtype) in enumerate(tensors)
+        }
+        missing = lost_elements(state, alive)
+        try:
+            result = recover(state, like, alive)
+        except StateLostError as error:
+            assert error.lost.keys() == missing.keys()
+            return "lost"
+        assert not missing
+        assert_equals(result, wholes)
+        return "recovered"
+
+    outcomes = set(on_ranks(size, program)) - {""}
+    assert len(outcomes) == 1
+
+
+def part_of(whole: torch.Tensor, layout: Layout) -> ShardedTensor:
+    """Return this rank's part, without communication; an empty one outside the mesh."""
+    if layout.mesh.coordinate_of(current_world().rank) is None:
+        return ShardedTensor._make_guarded(whole.new_empty((0,)), layout)
+    return ShardedTensor._make_guarded(_at_box(whole, layout).clone(), layout)
+
+
+# -- what is state ---------------------------------------------------------------------------------
+
+
+def everything(mesh: sm.DeviceMesh) -> State:
+    state = fsdp(mesh)
+    model, optimizer = state["model"], state["optimizer"]
+    return {
+        **state,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "scaler": sm.training.GradScaler(DEVICE),
+        "average": sm.training.EMA(model, 0.5),
+        "random": sm.checkpoint.RandomState(),
+        "data": sm.training.DistributedSampler(range(100), mesh=mesh, axes="s"),
+        "epoch": 0,
+        "own": PerRank(current_world().rank),
+    }
+
+
+def test_everything_that_is_state():
+    def program() -> None:
+        rank = current_world().rank
+        state = everything(mesh_over(range(4), (2, 2), "rs"))
+        train(state, 3)
+        state["schedule"].step()
+        state["average"].update()
+        state["scaler"].load_state_dict({**state["scaler"].state_dict(), "scale": 8.0})
+        state["data"].advance(10)
+        state["epoch"] = 3
+        sm.random.manual_seed(7)
+        expected = whole_values({key: state[key] for key in ("model", "optimizer", "average")})
+        if rank == 2:
+            return
+        torch.manual_seed(100 + rank)
+        state = opened(state)  # what a job keeps of a version
+        new_mesh = mesh_over([0, 1, 3], (3,), "s")
+        drawn = torch.rand(3), sm.rand(3, device_mesh=new_mesh).full_tensor()
+        like = everything(new_mesh)
+        result = recover(state, like, [0, 1, 3])
+        assert result["model"] is like["model"]
+        assert_equals({key: result[key] for key in ("model", "optimizer", "average")}, expected)
+        assert result["schedule"].last_epoch == 1
+        assert result["optimizer"].param_groups[0]["lr"] == pytest.approx(0.01)
+        assert result["scaler"].state_dict()["scale"] == 8.0
+        assert result["data"].consumed == 10
+        assert len(list(result["data"])) == 30
+        assert (result["epoch"], result["own"]) == (3, rank)
+        again = torch.rand(3), sm.rand(3, device_mesh=new_mesh).full_tensor()
+        assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+    on_ranks(4, program)
+
+
+def test_an_optimizer_before_its_first_step():
+    def program() -> None:
+        state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+        expected = whole_values(state)
+        if current_world().rank == 1:
+            return
+        like = fsdp(mesh_over([0, 2, 3], (3,), "s"))
+        recover(state, like, [0, 2, 3])
+        assert not like["optimizer"].state
+        assert_equals(like, expected)
+        train(like, 1)
+        steps = {int(values["step"]) for values in like["optimizer"].state.values()}
+        assert steps == {1}
+
+    on_ranks(4, program)
+
+
+def test_the_state_by_name():
+    """`state_dict(model, optimizer)`, as for checkpoints."""
+
+    def program() -> None:
+        state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+        train(state)
+        expected = whole_values(state)
+        if current_world().rank == 0:
+            return
+        like = fsdp(mesh_over([1, 2, 3], (3,), "s"))
+        train(like, 1)
+        old, new = (sm.checkpoint.state_dict(s["model"], s["optimizer"]) for s in (state, like))
+        result = recover(old, new, [1, 2, 3])
+        sm.checkpoint.load_state_dict(like["model"], result, like["optimizer"])
+        assert_equals(like, expected)
+
+    on_ranks(4, program)
+
+
+def test_survivors_in_another_world():
+    """As processes that have built their groups anew: rank i was rank `alive[i]`."""
+
+    def before() -> tuple[Any, dict[str, torch.Tensor]]:
+        state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+        train(state)
+        return opened(state), whole_values(state)
+
+    alive = [0, 2, 3]
+    held = on_ranks(4, before)
+
+    def after() -> None:
+        state, expected = held[alive[current_world().rank]]
+        like = fsdp(mesh_over(range(3), (3,), "s"))
+        recover(state, like, alive)
+        assert_equals(like, expected)
+
+    on_ranks(3, after)
+
+
+def test_what_a_rank_holds_before_is_not_changed():
+    def program() -> None:
+        state = fsdp(mesh_over(range(4), (2, 2), "rs"))
+        train(state)
+        expected = whole_values(state)
+        if current_world().rank != 3:
+            like = ddp(mesh_over(range(3), (3,), "d"))
+            recover(state, like, range(3))
+            train(like)
+            # every rank has all now; what it had before is as it was
+            named = {name_of(p): x for p, x in leaves(opened(state)) if isinstance(x, torch.Tensor)}
+            assert_equals_parts(named, expected)
+
+    on_ranks(4, program)
+
+
+def assert_equals_parts(
+    tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    for name, leaf in tensors.items():
+        if isinstance(leaf, ShardedTensor):
+            assert _bits(leaf._local) == _bits(_at_box(expected[name], leaf._layout))
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def test_holders_share_the_sending():
+    """Twelve tensors in two halves on three replicas, wanted whole."""
+
+    def program() -> Any:
+        old = mesh_over(range(6), (3, 2), "rs")
+        state = {str(i): place(old, torch.ones(8, 8)).redistribute(P("s")) for i in range(12)}
+        if current_world().rank == 5:
+            return None
+        new = mesh_over(range(5), (5,), "d")
+        like = {name: Layout.of(new, P(), (8, 8)) for name in state}
+        return plan_recovery(state, like, range(5)).bytes_sent()
+
+    sent = on_ranks(6, program)[0]
+    half = 4 * 8 * 4
+    by_sender = {r: sum(n for pair, n in sent.items() if pair[0] == r) for r in range(5)}
+    # ranks 0, 2, 4 have the first halves, which 1 and 3 lack; 1 and 3 have the second ones
+    assert sum(by_sender.values()) == 12 * 5 * half
+    assert [by_sender[r] for r in (0, 2, 4)] == [8 * half] * 3
+    assert [by_sender[r] for r in (1, 3)] == [18 * half] * 2
+
+
+def test_ranks_that_have_all_do_not_communicate_but_to_agree():
+    def program() -> Any:
+        state = ddp(mesh_over(range(4), (4,), "d"))
+        train(state)
+        if current_world().rank == 0:
+            return None
+        like = ddp(mesh_over([1, 2, 3], (3,), "d"))
+        with collectives() as records:
+            recover(state, like, [1, 2, 3])
+        return len(records)
+
+    assert on_ranks(4, program)[1:] == [1, 1, 1]
+
+
+def test_text():
+    def program() -> Any:
+        old = mesh_over(range(4), (2, 2), "rs")
+        x = place(old, torch.ones(8, 2)).redistribute(P("s"))
+        y = place(old, torch.ones(4)).redistribute(P(("r", "s")))
+        if current_world().rank == 2:
+            return None
+        new = mesh_over([0, 1, 3], (3,), "s")
+        like = {"w": Layout.of(new, P("s"), (8, 2)), "b": Layout.of(new, P("s"), (4,))}
+        plan = plan_recovery({"w": x, "b": y}, like, [0, 1, 3])
+        with pytest.raises(StateLostError) as error:
+            recover({"w": x, "b": y}, like, [0, 1, 3])
+        return str(plan), str(error.value)
+
+    texts = on_ranks(4, program)
+    assert texts[0] == texts[1] == texts[3]
+    plan, error = texts[0]
+    assert plan.splitlines() == [
+        "recovery of 2 tensors from 3 ranks; rank 2 lost",
+        "rank  is now  bytes  receives  sends  from",
+        "   0       0     32         4      8  1: 4",
+        "   1       1     32        12      4  0: 8, 3: 4",
+        "   3       3     16         0      4",
+        "lost: b[2:3]",
+    ]
+    assert error.splitlines() == [
+        "recover: 1 of 2 tensors have elements that only ranks held which are lost (2); load the "
+        "newest checkpoint, or replicate the state along another axis",
+        "lost: b[2:3]",
+    ]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def _two(program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
+    return on_ranks(2, lambda: program(mesh_over(range(2), (2,), "d")))
+
+
+def test_pending_values_are_refused():
+    def program(mesh: sm.DeviceMesh) -> None:
+        x = ShardedTensor.from_local(torch.ones(2), mesh, P(None, unreduced={"d"}), shape=(2,))
+        with pytest.raises(ValueError, match=r"recover: 'x' is .* which is pending"):
+            recover({"x": x}, {"x": Layout.of(mesh, P(), (2,))}, [0, 1])
+
+    _two(program)
+
+
+def test_ranks_that_do_not_fit_are_refused():
+    def program(mesh: sm.DeviceMesh) -> None:
+        state, like = {"x": place(mesh, torch.ones(2))}, {"x": Layout.of(mesh, P(), (2,))}
+        with pytest.raises(ValueError, match=r"alive=\[0, 0\] must name each rank"):
+            recover(state, like, [0, 0])
+        if current_world().rank == 1:
+            with pytest.raises(ValueError, match=r"rank 1 is not in alive=\[0\]"):
+                recover(state, like, [0])
+
+    _two(program)
+
+
+def test_other_names_and_shapes_are_refused():
+    def program(mesh: sm.DeviceMesh) -> None:
+        state = {"x": place(mesh, torch.ones(2))}
+        with pytest.raises(ValueError, match="has no 'y'; it has"):
+            recover(state, {"y": Layout.of(mesh, P(), (2,))}, [0, 1])
+        with pytest.raises(ValueError, match=r"'x' is torch.float32\[3\] in like="):
+            recover(state, {"x": Layout.of(mesh, P(), (3,))}, [0, 1])
+
+    _two(program)
+
+
+def test_different_trees_are_refused():
+    def program(mesh: sm.DeviceMesh) -> None:
+        names = ["x", "y"] if current_world().rank == 0 else ["x"]
+        state = {name: place(mesh, torch.ones(2)) for name in ("x", "y")}
+        like = {name: Layout.of(mesh, P(), (2,)) for name in names}
+        with pytest.raises(CheckpointError, match="only rank 0 has 'y'"):
+            recover(state, like, [0, 1])
+
+    _two(program)
