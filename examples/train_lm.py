@@ -7,7 +7,8 @@ of processes.
     python examples/train_lm.py --compare                 both, with their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
     python examples/train_lm.py --parallel dp=2,fsdp=2    with the library's parallel layers:
-                                                          dp, zero1, zero2, fsdp, tp, sp
+                                                          dp, zero1, zero2, fsdp, tp, sp, pp
+    python examples/train_lm.py --parallel pp=2,fsdp=2    in stages, one on each rank along pp
     python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume
                                                           from the newest checkpoint, of any mesh
     python examples/train_lm.py --jit inductor            compile the step with Inductor;
@@ -36,6 +37,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ from shardmesh.parallel import (
     distribute_module,
     fully_shard,
     parallelize,
+    pipeline,
     prepare_outputs,
     sequence_parallel,
     shard_parameter,
@@ -162,25 +165,47 @@ IN_SEQUENCE = {
     },
 }
 DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # axes over which the batch is sharded
-LAYERS = (*DATA_AXES, "tp", "sp")
+LAYERS = (*DATA_AXES, "tp", "sp", "pp")
+MICROBATCHES = 4  # of a batch, with pp
 
 
-def parallelize_model(model: nn.Module, mesh: sm.DeviceMesh) -> None:
+def in_stages(model: GPT, mesh: sm.DeviceMesh, size: Size) -> sm.parallel.Pipeline:
+    """Return the model in stages over "pp", parallelized inside of these by the other axes."""
+    example = torch.empty(size.b // MICROBATCHES, size.s, dtype=torch.int64, device="meta")
+    pipe = pipeline(model, mesh, microbatches=MICROBATCHES, example=((example,), {}))
+    inner = inner_mesh(mesh)
+    if inner is not None:
+        parallelize_model(pipe, inner)
+    return pipe
+
+
+def inner_mesh(mesh: sm.DeviceMesh) -> sm.DeviceMesh | None:
+    """Return the mesh of the ranks with the same stages; None if each is alone."""
+    names = tuple(axis for axis in mesh.axis_names if axis != "pp")
+    return mesh[names] if names else None
+
+
+def parallelize_model(model: nn.Module | sm.parallel.Pipeline, mesh: sm.DeviceMesh) -> None:
     """Parallelize the model in the forms that the mesh's axes are named after."""
-    data_axes = [axis for axis in DATA_AXES if axis in mesh.axis_names]
-    if "tp" in mesh.axis_names:
-        parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
-    if "sp" in mesh.axis_names:
-        parallelize(model, mesh, IN_SEQUENCE, src_data_rank=None)
-    if "fsdp" in data_axes:
-        fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
+    if isinstance(model, sm.parallel.Pipeline):
+        shard, replicate = model.fully_shard, model.data_parallel
     else:
-        optimizer = tuple(axis for axis in data_axes if axis != "dp")
-        data_parallel(
-            model,
+        shard, replicate = partial(fully_shard, model), partial(data_parallel, model)
+    data_axes = [axis for axis in DATA_AXES if axis in mesh.axis_names]
+    for axis, plan in (("tp", SPLIT | SUMMED), ("sp", IN_SEQUENCE)):
+        if axis not in mesh.axis_names:
+            continue
+        if isinstance(model, sm.parallel.Pipeline):
+            model.parallelize(plan, mesh, src_data_rank=None)
+        else:
+            parallelize(model, mesh, plan, src_data_rank=None)
+    if "fsdp" in data_axes:
+        shard(mesh, axes="fsdp", units=Block, src_data_rank=None)
+    else:
+        replicate(
             mesh,
             gradient="zero2" if "zero2" in data_axes else (),
-            optimizer=optimizer,
+            optimizer=tuple(axis for axis in data_axes if axis != "dp"),
             units=Block,
             src_data_rank=None,
         )
@@ -322,6 +347,27 @@ def train_on(
     return torch.stack(losses).sum()
 
 
+def train_in_stages(
+    pipe: sm.parallel.Pipeline,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Do the same with a model in stages."""
+
+    def loss_fn(logits_tv: Tensor, targets_bs: Tensor) -> Tensor:
+        return loss_of(logits_tv, targets_bs) / len(parts)
+
+    losses = [pipe.step(ids_bs, targets_bs, loss_fn=loss_fn) for ids_bs, targets_bs in parts]
+    sm.training.clip_grad_norm_(pipe, MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum()
+
+
+def loss_of(logits_tv: Tensor, targets_bs: Tensor) -> Tensor:
+    return F.cross_entropy(logits_tv, targets_bs.flatten())
+
+
 class Trainer:
     """Model, optimizer and data. For the same seed they are equal on every mesh, and without a
     mesh.
@@ -336,11 +382,18 @@ class Trainer:
         self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
         by_hand = mesh is not None and options.parallel is None
-        self.model = GPT(self.size, reshard if by_hand else keep_layout).to(self.device)
+        model = GPT(self.size, reshard if by_hand else keep_layout).to(self.device)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.model: Any = model
+        self.is_staged = mesh is not None and "pp" in mesh.axis_names
         if mesh is not None and by_hand:
-            distribute_module(self.model, mesh, place_weights, src_data_rank=None)
+            distribute_module(model, mesh, place_weights, src_data_rank=None)
         elif mesh is not None:
-            parallelize_model(self.model, mesh)
+            if self.is_staged:
+                self.model = in_stages(model, mesh, self.size)
+                self.mesh = inner_mesh(mesh)  # of the data
+            else:
+                parallelize_model(model, mesh)
             self.stream = self.tokens = P(
                 tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None
             )
@@ -350,11 +403,9 @@ class Trainer:
             self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
-        self.train_on = (
-            train_on
-            if mesh is None or options.jit == "off"
-            else sm.jit(train_on, backend=options.jit)
-        )
+        self.train_on: Any = train_in_stages if self.is_staged else train_on
+        if mesh is not None and options.jit != "off" and not self.is_staged:
+            self.train_on = sm.jit(train_on, backend=options.jit)
         self.train_text, self.valid_text = read_corpus()
         self.random, self.done = torch.Generator().manual_seed(options.seed), 0
         self.batches = self.draw(self.train_text, self.random)
@@ -381,7 +432,8 @@ class Trainer:
         self.done = state["done"]
 
     def draw(self, text: Tensor, random: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield random windows of the text: bytes [b, s], and the byte after each of them [t].
+        """Yield random windows of the text: bytes [b, s], and the byte after each of them [t], or
+        [b, s] for microbatches.
 
         Every rank draws the same windows and keeps its part, so distributing data needs no
         communication.
@@ -390,9 +442,10 @@ class Trainer:
         while True:
             starts_b = torch.randint(len(text) - self.size.s, (self.size.b,), generator=random)
             window = text[starts_b[:, None] + window_s].long().to(self.device)
+            following = window[:, 1:] if self.is_staged else window[:, 1:].flatten()
             yield (
                 place(window[:, :-1], self.mesh, self.stream),
-                place(window[:, 1:].flatten(), self.mesh, self.tokens),
+                place(following, self.mesh, self.tokens),
             )
 
     def step(self) -> Tensor:
@@ -412,20 +465,25 @@ class Trainer:
         batches = itertools.islice(
             self.draw(self.valid_text, torch.Generator().manual_seed(0)), count
         )
-        return (
-            sum(
-                F.cross_entropy(self.model(ids_bs), targets_t).item()
-                for ids_bs, targets_t in batches
-            )
-            / count
-        )
+        total = 0.0
+        for ids_bs, targets in batches:
+            if self.is_staged:
+                total += self.model.eval(ids_bs, targets, loss_fn=loss_of).item()
+            else:
+                total += F.cross_entropy(self.model(ids_bs), targets).item()
+        return total / count
 
     def gathered(self) -> GPT:
-        """Return a copy of the model with full, plain weights on every rank."""
+        """Return a copy of the model with full, plain weights on every rank; of one in stages, on
+        rank 0.
+        """
         model = GPT(self.size).to(self.device)
-        model.load_state_dict(
-            {name: whole(value) for name, value in self.model.state_dict().items()}
-        )
+        if not self.is_staged:
+            state = {name: whole(value) for name, value in self.model.state_dict().items()}
+        else:
+            state = sm.checkpoint.full_state_dict(self.model.state_dict())
+        if state:
+            model.load_state_dict(state)
         return model
 
 
@@ -456,7 +514,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
         if mesh is None
         else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
     )
-    run = report.Run(name, sum(p.numel() for p in trainer.model.parameters()))
+    run = report.Run(name, trainer.parameters)
     say(introduction(run, trainer))
     start = since = time.perf_counter()
     with report.progress_bar(name, options.steps, quiet) as advance:
@@ -505,7 +563,9 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
         f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes",
         f"baseline loss: {guesses}",
     ]
-    if trainer.mesh is not None:
+    if trainer.is_staged:
+        lines += ["", str(trainer.model.schedule)]
+    elif trainer.mesh is not None:
         block: Any = trainer.model.blocks[0]
         pictures = [sm.debug.visualize(block.attention.w_qkv), sm.debug.visualize(block.mlp.w_down)]
         lines += ["\nlayouts of w_qkv and w_down by rank:", *pictures]
@@ -627,10 +687,9 @@ def find_problem(options: argparse.Namespace) -> str | None:
     size = SIZES[options.size]
     ranks = math.prod(options.mesh.values())
     started = int(os.environ.get("WORLD_SIZE", "0"))
-    tp, data = (
-        math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which)
-        for which in (False, True)
-    )
+    stages = options.mesh.get("pp", 1)
+    tp = math.prod(n for axis, n in options.mesh.items() if axis in ("tp", "sp"))
+    data = math.prod(n for axis, n in options.mesh.items() if axis in DATA_AXES)
     named = " x ".join(f"{axis}={n}" for axis, n in options.mesh.items())
     counts = {
         f"--{name.replace('_', '-')}": getattr(options, name)
@@ -650,6 +709,16 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return (
             f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp "
             "that does"
+        )
+    if stages > size.layers:
+        return (
+            f"pp={stages} is more than the {size.layers} layers of --size {options.size}: choose a "
+            "pp of at most that"
+        )
+    if "pp" in options.mesh and size.b % (data * MICROBATCHES):
+        return (
+            f"{named} does not divide the batch of {size.b} of --size {options.size} into {data} x "
+            f"{MICROBATCHES} microbatches: choose sizes that do"
         )
     if size.b % data:
         return (

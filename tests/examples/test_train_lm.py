@@ -79,6 +79,18 @@ def test_training_with_layers_equals_one_process(axes, single):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
+    "axes", ["pp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=2,zero1=2", "pp=2,sp=2", "pp=2,fsdp=2,tp=2"]
+)
+def test_training_in_stages_equals_one_process(axes, single):
+    options = train_lm.parse([*ARGUMENTS, "--parallel", axes])
+    run = sm.simulate(math.prod(options.mesh.values()))(train_lm.train_on_mesh)(options)[0]
+    check_same_losses(run, single)
+    assert run.sample  # of other random numbers: each step of a pipeline takes one
+    assert run.parameters == single.parameters
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
     "how",
     [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=4"], ["--parallel", "zero2=2,sp=2"]],
     ids=" ".join,
@@ -94,7 +106,15 @@ def test_accumulating_equals_one_process(how):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("before", "after"), [("fsdp=2,tp=2", "zero1=4"), ("dp=2", "fsdp=2,sp=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp=2,tp=2", "zero1=4"),
+        ("dp=2", "fsdp=2,sp=2"),
+        ("pp=2,fsdp=2", "fsdp=2,tp=2"),
+        ("tp=2", "pp=2,tp=2"),
+    ],
+)
 def test_resumes_on_another_mesh(before, after, single, tmp_path):
     saving = ["--save", str(tmp_path), "--save-every", "6"]
     first = train_lm.parse([*ARGUMENTS, "--parallel", before, *saving])
@@ -176,6 +196,8 @@ def test_comparison_finds_the_largest_difference(loss, expected):
         (["--accumulate", "0"], "--accumulate 0: all must be at least 1"),
         (["--parallel", "ddp=4"], "write sizes of axes among dp, zero1"),
         (["--parallel", "tp=2,sp=2"], "of tp and sp only one"),
+        (["--parallel", "pp=4"], "pp=4 is more than the 2 layers"),
+        (["--parallel", "pp=2,fsdp=4"], "into 4 x 4 microbatches"),
         (["--resume"], "--resume continues from a checkpoint"),
         (["--device", "abacus"], "invalid choice"),
         (["--single", "--compare"], "not allowed with"),
