@@ -58,8 +58,10 @@ def step(schedule: str, how: str, kind: str, microbatch: int) -> float:
     stages: list[Any] = [nn.Linear(4, 4) for _ in range(4)]
     stages[2] = Failing(how, kind, microbatch)
     pipe = pipeline(stages, mesh, schedule=schedule, microbatches=4)
-    if how == "hangs":
-        mesh.group().barrier()  # on a busy machine ranks start far apart
-        sm.monitor.watchdog(timeout=2)
     x = torch.ones(8, 4)
+    if how == "hangs":  # a step before, since on a busy machine ranks start far apart
+        stages[2].microbatch += 4
+        pipe.step(x, x, loss_fn=F.mse_loss)
+        mesh.group().barrier()
+        sm.monitor.watchdog(timeout=4)
     return pipe.step(x, x, loss_fn=F.mse_loss).item()
