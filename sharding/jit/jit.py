@@ -332,7 +332,7 @@ class JitFunction:
         """
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
-            self._entries[world].pop(key, None)
+            self._entries.get(world, {}).pop(key, None)
             if world not in self._parts:
                 self._parts[world] = self._new_parts(snapshot, world)
             return

@@ -131,6 +131,25 @@ def test_a_function_that_reads_values_runs_eagerly(f: Callable[..., Tensor], cap
     assert not jitted.recorded
 
 
+def test_an_assignment_at_an_index_without_dims_is_a_break() -> None:
+    """torch reads such a tensor as a number, for a ShardedTensor inside of the library."""
+
+    def assigned(y: Any, i: Tensor, value: Tensor) -> Any:
+        y = y.clone()
+        y[i] = value
+        return y
+
+    def main() -> None:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        y = sm.device_put(torch.zeros(4, 2, device=DEVICE), mesh, P())
+        jitted = sm.jit(assigned, backend="eager")
+        for i in range(3):
+            args = y, torch.tensor(i), torch.tensor(1.0 + i, device=DEVICE)
+            assert torch.equal(jitted(*args).full_tensor(), assigned(*args).full_tensor())
+
+    sm.simulate(2)(main)()
+
+
 def test_what_python_changes_changes_once_a_call() -> None:
     losses: list[float] = []
 
