@@ -521,3 +521,58 @@ def test_formulas_give_the_cost_of_a_row(row):
 
 def test_every_row_is_measured():
     assert set(COSTS) == set(BY_ROW)
+
+
+PLACEMENTS = rows("### What a pipeline costs")
+PIPELINES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("interleaved", 2),
+    ("looped_bfs", 3),
+    ("zb_h1", 2),
+    ("zb_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+    ("dualpipe_v", 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), PIPELINES)
+def test_formulas_give_the_bytes_of_a_pipeline(schedule, stages):
+    microbatches, rows_of_each = 8, 3
+    numbered = [row for row in PLACEMENTS if f"`{schedule}`" in row[0]]
+    (formulas,) = [row[1:] for row in numbered if ("with v" in row[0]) == (stages > 1)] or [
+        numbered[0][1:]
+    ]
+    names = {"m": microbatches, "a": 8 * D * rows_of_each, "v": stages}
+
+    def program(mesh):
+        count = mesh.size() * stages
+        model = nn.Sequential(*[nn.Linear(D, D) for _ in range(count)]).double()
+        pipe = sm.parallel.pipeline(
+            model,
+            mesh,
+            split=[str(unit) for unit in range(1, count)],
+            schedule=sm.parallel.make_schedule(
+                schedule, mesh.size(), microbatches, stages_per_rank=stages
+            ),
+            microbatches=microbatches,
+        )
+        x = torch.ones(microbatches * rows_of_each, D, dtype=torch.float64)
+        pipe.step(x, x, loss_fn=F.mse_loss)
+        with collectives() as records:
+            pipe.step(x, x, loss_fn=F.mse_loss)
+        messages = [record.bytes_received for record in records if record.op == "permute"]
+        others = [record.bytes_received for record in records if record.op != "permute"]
+        return sum(messages), others
+
+    by_rank = on_axes((4,), ("pp",), program)
+    expected = [_number(formulas[min(rank, 1) + (rank == 3)], names) for rank in range(4)]
+    assert [messages for messages, _ in by_rank] == expected
+    assert all(others == [24] for _, others in by_rank)
+
+
+def test_every_schedule_has_a_row():
+    named = {name for row in PLACEMENTS for name in re.findall(r"`(.*?)`", row[0])}
+    assert named == {name for name, _ in PIPELINES}
