@@ -16,7 +16,7 @@ from shardmesh import Layout, P, ShardedTensor
 from shardmesh.kernels.box import slices
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
-from shardmesh.sharding.checkpoint.tree import PerRank, leaves, name_of, opened
+from shardmesh.sharding.checkpoint.tree import PerRank, leaves, name_of, without_stateful
 from shardmesh.sharding.elastic.recovery import StateLostError, plan_recovery, recover
 from shardmesh.sharding.redistribute.plan.cross_mesh import box_on
 from tests.device import DEVICE, on_device
@@ -87,7 +87,7 @@ def train(state: State, steps: int = 2) -> None:
 
 def whole_values(state: State) -> dict[str, torch.Tensor]:
     """Return the tensors of a state by name, whole."""
-    named = ((name_of(path), leaf) for path, leaf in leaves(opened(state)))
+    named = ((name_of(path), leaf) for path, leaf in leaves(without_stateful(state)))
     return {
         name: leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf.clone()
         for name, leaf in named
@@ -97,7 +97,7 @@ def whole_values(state: State) -> dict[str, torch.Tensor]:
 
 def assert_equals(state: State, expected: dict[str, torch.Tensor]) -> None:
     """Compare this rank's parts bit for bit."""
-    named = {name_of(path): leaf for path, leaf in leaves(opened(state))}
+    named = {name_of(path): leaf for path, leaf in leaves(without_stateful(state))}
     tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
     assert tensors.keys() == expected.keys()
     rank = current_world().rank
@@ -123,7 +123,7 @@ def _bits(x: torch.Tensor) -> tuple[Any, ...]:
 def lost_elements(state: State, alive: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return by name, of tensors with any, a mask of the elements that no rank of `alive` has."""
     masks: dict[str, torch.Tensor] = {}
-    for path, leaf in leaves(opened(state)):
+    for path, leaf in leaves(without_stateful(state)):
         if isinstance(leaf, ShardedTensor):
             mask = torch.ones(leaf.shape or (1,), dtype=torch.bool, device="cpu")
             for rank in alive:
@@ -212,7 +212,9 @@ def whole_of(
     like: State, alive: Sequence[int], expected: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the whole values of the recovered state on ranks of its mesh."""
-    meshes = [leaf.mesh for _, leaf in leaves(opened(like)) if isinstance(leaf, ShardedTensor)]
+    meshes = [
+        leaf.mesh for _, leaf in leaves(without_stateful(like)) if isinstance(leaf, ShardedTensor)
+    ]
     if any(mesh.coordinate_of(current_world().rank) is None for mesh in meshes):
         return expected
     return whole_values(like)
@@ -307,7 +309,7 @@ def test_everything_that_is_state():
         if rank == 2:
             return
         torch.manual_seed(100 + rank)
-        state = opened(state)  # what a job keeps of a version
+        state = without_stateful(state)  # what a job keeps of a version
         new_mesh = mesh_over([0, 1, 3], (3,), "s")
         drawn = torch.rand(3), sm.rand(3, device_mesh=new_mesh).full_tensor()
         like = everything(new_mesh)
@@ -368,7 +370,7 @@ def test_survivors_in_another_world():
     def before() -> tuple[Any, dict[str, torch.Tensor]]:
         state = fsdp(mesh_over(range(4), (2, 2), "rs"))
         train(state)
-        return opened(state), whole_values(state)
+        return without_stateful(state), whole_values(state)
 
     alive = [0, 2, 3]
     held = on_ranks(4, before)
@@ -423,7 +425,11 @@ def test_what_a_rank_holds_before_is_not_changed():
             recover(state, like, range(3))
             train(like)
             # every rank has all now; what it had before is as it was
-            named = {name_of(p): x for p, x in leaves(opened(state)) if isinstance(x, torch.Tensor)}
+            named = {
+                name_of(p): x
+                for p, x in leaves(without_stateful(state))
+                if isinstance(x, torch.Tensor)
+            }
             assert_equals_parts(named, expected)
 
     on_ranks(4, program)
