@@ -32,8 +32,7 @@ from .verdict import Verdict
 
 # after waiting so long, a rank asks whether the missing ranks are visible at all
 _DOUBT_NS = 50_000_000
-_STACK_S = 0.3  # how long to wait for the stack of a rank on this host
-_FAR_STACK_S = 1.0  # of a rank on another host
+_STACK_S = 1.0  # how long to wait for the stack of another rank, whose host may be busy
 
 
 class HostLink(Protocol):
@@ -241,7 +240,7 @@ class Job:
             return []
         if rank == self.directory.rank:
             return main_thread_stack().splitlines()
-        stack = buffer.ask_for_stack(_STACK_S if is_near(buffer) else _FAR_STACK_S)
+        stack = buffer.ask_for_stack(_STACK_S)
         return [f"  | {line}" for line in stack.splitlines()]
 
     def check_visible(self, recorder: Recorder, since: int) -> None:
