@@ -8,7 +8,7 @@ gradients by its own history.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,40 +70,32 @@ class History:
 def _uses_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[tuple[Any, int]]]:
     """Return for each leaf the nodes that send it a gradient, and at which place among theirs."""
     uses: dict[int, list[tuple[Any, int]]] = {id(x): [] for x in leaves}
+    for node, place, leaf in _edges_to_leaves(outputs):
+        if id(leaf) in uses:
+            uses[id(leaf)].append((node, place))
+    return [uses[id(x)] for x in leaves]
+
+
+def _edges_to_leaves(outputs: Sequence[Tensor]) -> Iterator[tuple[Any, int, Tensor]]:
+    """Yield each leaf of a history with the node that sends it a gradient, and at which place among
+    the node's; once for each such edge.
+    """
     todo = [x.grad_fn for x in outputs]
     seen = set(todo)
     while todo:
         node = todo.pop()
         for place, (other, _) in enumerate(node.next_functions if node is not None else ()):
             leaf = getattr(other, "variable", None)
-            if leaf is not None and id(leaf) in uses:
-                uses[id(leaf)].append((node, place))
+            if leaf is not None:
+                yield node, place, leaf
             elif other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
-    return [uses[id(x)] for x in leaves]
 
 
 def _note_part(parts: list[Tensor], place: int, sent: Sequence[Any], received: Any) -> None:
     if sent[place] is not None:
         parts.append(sent[place])
-
-
-def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves to which backward from the results adds gradients."""
-    leaves: dict[int, Tensor] = {}
-    todo = [x.grad_fn for x in outputs]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        for other, _ in node.next_functions if node is not None else ():
-            leaf = getattr(other, "variable", None)
-            if leaf is not None:
-                leaves[id(leaf)] = leaf
-            elif other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-    return list(leaves.values())
 
 
 def with_known_numbers(result: Any) -> Any:
@@ -115,7 +107,7 @@ def with_known_numbers(result: Any) -> Any:
     outputs = [_local(flat[i]) for i in at]
     if not outputs:
         return result
-    leaves = _leaves_of(outputs)
+    leaves = list({id(leaf): leaf for _, _, leaf in _edges_to_leaves(outputs)}.values())
     history = History(outputs, leaves)
 
     def backward(saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:

@@ -165,7 +165,7 @@ class MetaTable:
     def metas_of_gradients(self, stage: int, signature: Hashable) -> Metas | None:
         """Return what goes back from a stage; None if it is not known yet."""
         metas = self.metas.get((stage, signature))
-        return None if metas is None else tuple(meta for meta in metas if meta.requires_grad)
+        return None if metas is None else _requiring_gradients(metas)
 
     def add(
         self,
@@ -521,8 +521,8 @@ class Transport:
 
     def _metas_of_gradients(self, action: Action) -> Metas:
         signature = self._signatures[action.microbatch]
-        metas = self._table.metas[action.stage, signature]  # the activations went the other way
-        return tuple(meta for meta in metas if meta.requires_grad)
+        # known here, since the activations went the other way
+        return _requiring_gradients(self._table.metas[action.stage, signature])
 
     def _take(self, sender: int, action: Action) -> list[list[Tensor | None]]:
         """Receive a result, in the order of the routes, and free what its senders had used
@@ -561,6 +561,10 @@ class Transport:
         """Wait until everything has been sent."""
         for outbox in self._outboxes.values():
             outbox.release(lambda _: True)
+
+
+def _requiring_gradients(metas: Metas) -> Metas:
+    return tuple(meta for meta in metas if meta.requires_grad)
 
 
 def _places(row: Row) -> dict[Action, int]:

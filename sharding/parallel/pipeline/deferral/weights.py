@@ -123,9 +123,7 @@ class Weights:
             node = operands[0]
 
     def _is_weight_leaf(self, x: Tensor) -> bool:
-        return (
-            type(x) is nn.Parameter or isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves
-        )
+        return isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves
 
     def add_use(self, weight: Tensor) -> WeightGrad:
         """Return the gradient of a new use of a weight, in the order of forward.

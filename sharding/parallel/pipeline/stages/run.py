@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .....mesh.comm.thread_context import thread_context
+from ....autograd.engine_hooks import saved_tensor_hooks
 from .dependencies import Dependencies, Output, UnitCall
 from .recording import TensorMeta
 from .values import split_value, tensors_of
@@ -256,5 +257,5 @@ def _check_tensor(call: UnitCall, index: int, x: Any, what: str) -> None:
 
 def _saved_tensor_hooks() -> Any:
     """Return the pack hook of the innermost `saved_tensors_hooks`, None outside."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = saved_tensor_hooks()
     return hooks and hooks[0]
