@@ -125,10 +125,10 @@ class RecoveryPlan:
         rows = [("rank", "is now", "bytes", "receives", "sends", "from")]
         for i, rank in enumerate(self.alive):
             sources = {pair[0]: count for pair, count in sent.items() if pair[1] == rank}
-            given = sum(count for pair, count in sent.items() if pair[0] == rank)
+            sends = sum(count for pair, count in sent.items() if pair[0] == rank)
             shown = ", ".join(f"{source}: {count:,}" for source, count in sorted(sources.items()))
             received = sum(sources.values())
-            numbers = (f"{after[i]:,}", f"{received:,}", f"{given:,}")
+            numbers = (f"{after[i]:,}", f"{received:,}", f"{sends:,}")
             rows.append((str(rank), str(self.ranks[i]), *numbers, shown))
         head = f"recovery of {len(self.tensors)} tensors from {len(self.alive)} ranks{missing}"
         return "\n".join([head, *table_lines(rows, right=range(5)), *_lost_lines(self)])
