@@ -1,5 +1,6 @@
-"""`recover`: the state of a job that has lost ranks, from the parts that the others hold, in the
-layouts of a new mesh.
+"""`recover`: the state of a job that has lost ranks, from the parts that the others hold.
+
+It is moved to the layouts of a new mesh:
 
     w on (dp=2, tp=2)      rank 0 [0:4]   rank 1 [4:8]     rank 1 is lost
                            rank 2 [0:4]   rank 3 [4:8]
@@ -54,8 +55,9 @@ _SHOWN = 8  # tensors and boxes in a text
 
 
 class StateLostError(RuntimeError):
-    """Ranks that are lost held elements of which no other rank has a copy; the same text on every
-    rank. Load a checkpoint instead.
+    """Lost ranks held elements of which no other rank has a copy; load a checkpoint instead.
+
+    The text is the same on every rank.
 
     Attributes:
         lost: the boxes of the global tensors that are lost, by name.
@@ -162,10 +164,10 @@ class _Old(NamedTuple):
 
 
 def plan_recovery(state: Any, like: Any, alive: Sequence[int]) -> RecoveryPlan:
-    """plan_recovery(state, like, alive) -> where each element of `like` comes from, and what is
-    lost. The arguments and errors are those of `recover`.
+    """plan_recovery(state, like, alive) -> where each element of `like` comes from; what is lost.
 
-    Every pair of a rank and a box of a tensor is compared, as by `plan_cross_mesh`.
+    The arguments and errors are those of `recover`. Every pair of a rank and a box of a tensor is
+    compared, as by `plan_cross_mesh`.
 
     Communication: none.
 
@@ -277,13 +279,12 @@ def _plan_tensor(
 
 
 def recover(state: Any, like: Any, alive: Sequence[int]) -> Any:
-    """recover(state, like, alive) -> a tree like `like` with the values of `state`. Every rank that
-    is left calls it.
+    """recover(state, like, alive) -> a tree like `like` with the values of `state`.
 
-    Each rank receives each element that it lacks once, from the ranks that hold it, which share the
-    sending evenly. Nothing of `state` is changed, and objects in `like` only when all has arrived,
-    so that an exchange in which a further rank is lost can be repeated from `state`. Elements are
-    copied bit for bit.
+    Every rank that is left calls it. Each rank receives each element that it lacks once, from the
+    ranks that hold it, which share the sending evenly. Nothing of `state` is changed, and objects
+    in `like` only when all has arrived, so that an exchange in which a further rank is lost can be
+    repeated from `state`. Elements are copied bit for bit.
 
     Args:
         state: the tree of the ranks' state, on the old mesh: modules, optimizers and other objects
@@ -388,8 +389,9 @@ def _exchange(
 
 
 def _buckets(plan: RecoveryPlan) -> list[list[str]]:
-    """Return the names of tensors in buckets of one dtype of which no rank sends or receives much
-    more than `_BUCKET_BYTES`; the same on every rank.
+    """Return the names of tensors in buckets of one dtype; the same on every rank.
+
+    Of no bucket a rank sends or receives much more than `_BUCKET_BYTES`.
     """
     buckets: list[list[str]] = []
     by_dtype: dict[torch.dtype, list[str]] = {}
@@ -421,8 +423,9 @@ def _local_part(leaf: Tensor, want: Any) -> Tensor:
 
 
 def _own_part(local: Tensor, tensor: TensorRecovery, own: int) -> Tensor:
-    """Return the part of a tensor of which no rank lacks anything; a copy, since what is in `state`
-    must not change with it.
+    """Return a copy of the part of a tensor of which no rank lacks anything.
+
+    What is in `state` must not change with it.
     """
     have, want = tensor.have[own], tensor.want[own]
     kept = intersect(have, want)
