@@ -230,11 +230,11 @@ def _holders_by_box(
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:
-        known[leaf._layout] = _holders_of(leaf._layout)
+        known[leaf._layout] = holders_of(leaf._layout)
     return known[leaf._layout]
 
 
-def _holders_of(layout: Layout) -> dict[Box, list[int]]:
+def holders_of(layout: Layout) -> dict[Box, list[int]]:
     """Return each non-empty box of a layout with the ranks that hold it, in mesh order."""
     holders: dict[Box, list[int]] = {}
     for coordinate, box in layout.boxes():
