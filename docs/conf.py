@@ -60,8 +60,9 @@ def _docstring(app, what, name, value, options, lines: list[str]) -> None:
 
 
 def _without_links_to_folders(app, page: str, source: list[str]) -> None:
-    """Show links to folders and to pages that are not part of the site as text: readers of the
-    repository can follow them.
+    """Show links to folders and to pages that are not part of the site as text.
+
+    Readers of the repository can follow them.
     """
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/.-]*)\)", _link_or_text, source[0])
 

@@ -1,5 +1,7 @@
-"""Writes the pages of the API reference: one for the top level of the package, one for each of its
-namespaces. Sphinx fills them from the docstrings.
+"""Writes the pages of the API reference.
+
+There is one for the top level of the package and one for each of its namespaces. Sphinx fills them
+from the docstrings.
 """
 
 from __future__ import annotations
