@@ -255,6 +255,16 @@ def lose(member: Member, ranks: Collection[int]) -> Member:
     return member._replace(lost=lost, is_interrupted=member.is_interrupted or stops)
 
 
+def interrupt(member: Member) -> Member:
+    """any phase -> interrupted: a step has failed on a member that lives, and all give it up.
+
+    Nobody has ended. What follows is the same agreement, among all that are left.
+    """
+    if not is_interruptible(member):
+        raise ValueError(f"rank {member.rank} is in {member.phase.name}, which is not interrupted")
+    return member._replace(is_interrupted=True)
+
+
 def report(member: Member) -> Report:
     """Return what this survivor writes to the store, at each host that it turns to."""
     return Report(member.rank, member.epoch, member.current, member.copies)

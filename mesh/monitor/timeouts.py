@@ -48,6 +48,14 @@ def group_timeout(backends: str) -> timedelta | None:
     return _on_device() if any(map(waits_on_device, names)) else ON_HOST
 
 
+def connect_timeout(seconds: float) -> timedelta:
+    """Return a timeout for connecting the ranks of a group, until `manage` sets that of its waits.
+
+    No more than the time after which a rank counts as stalled.
+    """
+    return timedelta(seconds=min(seconds, settings().timeout))
+
+
 def manage(handle: Any, is_own: bool) -> None:
     """Keep the timeouts of a group that was started with `group_timeout` in step with the settings.
 

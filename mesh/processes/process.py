@@ -425,7 +425,7 @@ class ProcessWorld(World):
             self._start_monitor()
 
     def _start_monitor(self) -> None:
-        store: Any = _default_store()
+        store: Any = default_store()
         name = None if store is None else find_name(store, self.rank)
         if name is None:
             return
@@ -505,7 +505,7 @@ def process_world() -> ProcessWorld:
     return _world
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
     """Return the store of the default group; None if it has none, as under MPI."""
     try:
         return distributed_c10d._get_default_store()

@@ -1,0 +1,110 @@
+"""Jobs of processes that lose ranks go on as if the same meshes had had no fault, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.forked import Ended, Forked, statuses
+from tests.pool import Pool
+from tests.sharding.elastic.faulty_ranks import STEPS, Fault, replay, train
+from tests.tiers import slow
+
+RANKS = 4
+LIMIT_S = 100.0  # for a job of some seconds, on a machine that is busy
+
+
+def run_job(forked: Forked, form: str, faults: Sequence[Fault], **env: Any) -> list[Ended]:
+    return forked(train, RANKS, form, list(map(list, faults)), limit_s=LIMIT_S, **env)
+
+
+def check_against_replay(ended: list[Ended], world4: Pool, form: str, dead: set[int]) -> None:
+    """Compare the ranks that are left with a run without faults on the same meshes."""
+    for rank, one in enumerate(ended):
+        assert (one.status == 0) == (rank not in dead), one.output
+    left = [rank for rank in range(RANKS) if rank not in dead]
+    values = [ended[rank].value for rank in left]
+    schedule: list[tuple[int, Any]] = [(0, list(range(RANKS)))]
+    schedule += [(step, ranks) for step, _, ranks, _ in values[0]["events"]]
+    expected = world4(replay, form, schedule)
+    for rank, value in zip(left, values, strict=True):
+        assert [event[:3] for event in value["events"]] == [
+            event[:3] for event in values[0]["events"]
+        ]
+        assert value["losses"] == expected[rank]["losses"]
+        assert value["hashes"] == expected[rank]["hashes"]
+    assert schedule[-1][1] == left
+    assert len(values[0]["losses"]) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("form", "faults"),
+    [
+        ("ddp", [(0, 2, "backward", "kill")]),
+        ("hsdp", [(3, 2, "write", "kill")]),
+        slow("ddp", [(0, 2, "data", "kill")]),
+        slow("ddp", [(3, 2, "vote", "kill")]),
+        slow("ddp", [(0, 2, "write", "exit")]),
+        slow("ddp", [(2, 2, "after", "kill")]),
+        slow("hsdp", [(0, 1, "backward", "exit")]),
+        slow("hsdp", [(2, 3, "forward", "kill"), (0, 4, "backward", "kill")]),
+        slow("tp", [(1, 2, "forward", "kill")]),
+        slow("tp", [(0, 0, "backward", "kill")]),
+    ],
+    ids=str,
+)
+def test_ranks_that_end(forked: Forked, world4: Pool, form: str, faults: list[Fault]):
+    ended = run_job(forked, form, faults)
+    check_against_replay(ended, world4, form, {fault[0] for fault in faults})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["agree", "regroup", "build", "exchange", "confirm"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_second_rank_ends_while_the_others_recover(
+    forked: Forked, world4: Pool, place: str, rank: int
+):
+    faults = [(0, 2, "backward", "kill"), (rank, 2, place, "kill")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, world4, "ddp", {0, rank})
+
+
+def test_a_step_that_raises_is_taken_again(forked: Forked, world4: Pool):
+    ended = run_job(forked, "tp", [(1, 3, "forward", "raise")])
+    check_against_replay(ended, world4, "tp", set())
+    assert [event[:3] for event in ended[0].value["events"]] == [[3, [], [0, 1, 2, 3]]]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_ended(forked: Forked, world4: Pool):
+    ended = run_job(forked, "ddp", [(2, 2, "forward", "stop")], SHARDMESH_STALL_TIMEOUT_S="5")
+    check_against_replay(ended, world4, "ddp", {2})
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_twice_ends_the_job(forked: Forked):
+    faults = [(1, 2, "data", "raise"), (1, 2, "forward", "raise")]
+    ended = run_job(forked, "ddp", faults)
+    assert statuses(ended) == [1] * RANKS
+    text = "step 2 has failed 2 times for the same reason: ArithmeticError: a bad batch in step 2"
+    for one in ended:
+        assert f"ElasticJobError: {text}" in one.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_twice_is_left_out(forked: Forked, world4: Pool):
+    faults = [(1, 2, "data", "raise"), (1, 4, "forward", "raise")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, world4, "ddp", {1})
+    assert "ElasticJobError: rank 1 failed 2 times, and must leave" in ended[1].output
+
+
+@pytest.mark.slow
+def test_what_only_a_lost_rank_held_is_named(forked: Forked):
+    ended = run_job(forked, "fsdp", [(2, 1, "forward", "kill")])
+    assert statuses(ended) == [1, 1, -9, 1]
+    for rank in (0, 1, 3):
+        assert "StateLostError" in ended[rank].output
+        assert "state.model.first.weight" in ended[rank].output
