@@ -183,8 +183,9 @@ def _old_state(state: Any, world: World) -> _Old:
 def _refuse_partial_models(tree: Any, path: tuple[Any, ...]) -> None:
     if isinstance(tree, PartialModel) and not isinstance(tree, torch.nn.Module):
         raise ValueError(
-            f"recover: {name_of(path)!r} is a pipeline, whose state the ranks gather from each "
-            "other; load a checkpoint of it instead"
+            f"recover: {name_of(path)!r} is a pipeline, whose ranks ask each other for its state; "
+            "pass what sm.checkpoint.state_dict(pipe, optimizer) returned after the last step, "
+            "while all ranks were there"
         )
     if not is_stateful(tree):
         for key, child in children(tree) or ():
