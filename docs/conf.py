@@ -21,7 +21,6 @@ version = release = sm.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
@@ -33,15 +32,17 @@ suppress_warnings = ["ref.python"]  # attributes of several classes have one nam
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 
-autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_docstring_signature = False  # they open with a call as a user writes it
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Communication", "returns_style")]
 
 html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "shardmesh"
 html_theme_options = {
     "navbar_align": "left",

@@ -29,6 +29,9 @@ SUBJECTS = {
 }
 
 
+_SHORT = 30  # letters of a sentence that says too little without the next one
+
+
 def write_reference(folder: Path) -> None:
     """Write the pages into a folder, in place of those that are there."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,15 +102,39 @@ def _page(module: ModuleType, subjects: dict[str, list[str]], described: set[int
     for title, names in subjects.items():
         if title:
             lines += [f"## {title}", ""]
-        lines += ["```{eval-rst}", f".. currentmodule:: {module.__name__}", ""]
-        lines += [".. autosummary::", ""]
-        lines += [f"   {name}" for name in names]
-        lines += ["```", ""]
+        lines += ["| | |", "|---|---|"]
+        lines += [f"| {_link(module, name)} | {_first_sentence(module, name)} |" for name in names]
+        lines.append("")
         for name in names:
             value = getattr(module, name)
             lines += ["```{eval-rst}", *_entry(module, name, id(value) in described), "```", ""]
             described.add(id(value))
     return lines
+
+
+def _link(module: ModuleType, name: str) -> str:
+    return f"{{py:obj}}`{name} <{module.__name__}.{name}>`"
+
+
+def _first_sentence(module: ModuleType, name: str) -> str:
+    """Return what the docstring of a name says first, without its call."""
+    value = getattr(module, name)
+    if not (inspect.isclass(value) or callable(value)):
+        return type(value).__name__
+    paragraphs = (inspect.getdoc(value) or "").split("\n\n")
+    call, text = _call_and_text(" ".join(paragraphs[0].split()))
+    if call and len(text) < _SHORT and len(paragraphs) > 1:
+        text += " " + re.split(r"(?<=[.:]) ", " ".join(paragraphs[1].split()))[0]
+    return re.sub(r"([|*\[\]<])", r"\\\1", text)
+
+
+def _call_and_text(line: str) -> tuple[str, str]:
+    """Return the two parts of "call(x) -> what it returns" or "Class(x): what it is".
+
+    The first is empty for other lines.
+    """
+    match = re.match(r"((?:with )?[\w.]+\(.*?\))(?: (?=-> )|: )(?=\S)", line)
+    return (match[1], line[match.end() :].replace("->", "→")) if match else ("", line)
 
 
 def _entry(module: ModuleType, name: str, is_described: bool) -> list[str]:
@@ -140,6 +167,10 @@ def as_restructured_text(docstring: list[str]) -> list[str]:
     """
     result: list[str] = []
     is_in_section = False
+    call, first = _call_and_text(docstring[0]) if docstring else ("", "")
+    if call:
+        separator = " " if first.startswith("→") else ": "
+        docstring = [f"`{call}`{separator}{first}", *docstring[1:]]
     for paragraph in "\n".join(docstring).strip("\n").split("\n\n"):
         rows = paragraph.split("\n")
         opening = _OPENING.match(rows[0])
