@@ -8,15 +8,19 @@ from shardmesh.sharding.training.batch_report import BatchReport, batch_report
 from shardmesh.sharding.training.batches import Batches, batches
 from shardmesh.sharding.training.buckets import pad_to_buckets
 from shardmesh.sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
+from shardmesh.sharding.training.global_batches import GlobalBatchSampler
 from shardmesh.sharding.training.norms import tensor_norms
 from shardmesh.sharding.training.sampler import DistributedSampler
 from shardmesh.sharding.training.scaler import GradScaler
+from shardmesh.sharding.training.stream import DistributedStream
 
 __all__ = [
     "EMA",
     "BatchReport",
     "Batches",
     "DistributedSampler",
+    "DistributedStream",
+    "GlobalBatchSampler",
     "GradScaler",
     "batch_report",
     "batches",
