@@ -35,6 +35,7 @@ from shardmesh.mesh import (
     DeviceMesh,
     init_device_mesh,
     make_mesh,
+    mesh_from_env,
     process_count,
     process_index,
     simulate,

@@ -6,12 +6,9 @@ run.losses, run.events
 
 from shardmesh.mesh.elastic.membership import ElasticJobError
 from shardmesh.sharding.elastic.job import Attempt, ElasticEvent, ElasticJob
-from shardmesh.sharding.elastic.recovery import (
-    RecoveryPlan,
-    StateLostError,
-    plan_recovery,
-    recover,
-)
+from shardmesh.sharding.elastic.plan import RecoveryPlan
+from shardmesh.sharding.elastic.recovery import StateLostError, plan_recovery, recover
+from shardmesh.sharding.elastic.redundancy import Redundancy, StateCopy
 from shardmesh.sharding.elastic.run import ElasticRun, run
 
 __all__ = [
@@ -21,6 +18,8 @@ __all__ = [
     "ElasticJobError",
     "ElasticRun",
     "RecoveryPlan",
+    "Redundancy",
+    "StateCopy",
     "StateLostError",
     "plan_recovery",
     "recover",

@@ -1,6 +1,7 @@
-"""How the members of a job take a step, and how survivors of a loss agree on how to go on: the
-protocol as pure functions, without I/O. docs/elastic.md explains it, and tests/mesh/elastic goes
-through its interleavings.
+"""How the members of a job take a step, and how survivors of a loss agree on how to go on.
+
+This is the protocol as pure functions, without I/O. docs/elastic.md explains it, and
+tests/mesh/elastic goes through its interleavings.
 
     a step     COMPUTE -> REDUCE -> VOTE -> WRITE [-> COMMIT] -> COMPUTE of the next step
                                     |                |
@@ -224,16 +225,18 @@ def finish_write(member: Member) -> Member:
 
 
 def finish_commit(member: Member) -> Member:
-    """COMMIT -> COMPUTE: all members have written, and the step is committed; the copy of the
-    version before is freed.
+    """COMMIT -> COMPUTE: all members have written, and the step is committed.
+
+    The copy of the version before is freed.
     """
     _check(member, Phase.COMMIT)
     return _committed(member)
 
 
 def _committed(member: Member) -> Member:
-    """Return the member after a step that cannot be lost any more while each part has a holder: its
-    loss may be shown, and its state saved.
+    """Return the member after a step that cannot be lost while each part has a holder.
+
+    The step's loss may be shown, and its state saved.
     """
     return member._replace(
         phase=Phase.COMPUTE, step=member.step + 1, origin=member.epoch, copies=(member.next,)
@@ -280,11 +283,11 @@ def decide(
     last: Decision | None,
     missing_parts: Callable[[Copy, Collection[int]], tuple[int, ...]],
 ) -> Decision | None:
-    """decide(member, reports, last, missing_parts) -> the decision that this rank is to write into
-    the store in place of `last`; None if it is not its turn.
+    """decide(member, reports, last, missing_parts) -> what this rank is to write into the store.
 
-    The leader waits for the reports of all that it does not know to be lost. Those of earlier
-    epochs than `last` are from before it, and count as missing.
+    The decision takes the place of `last`; it is None if it is not this rank's turn. The leader
+    waits for the reports of all that it does not know to be lost. Those of earlier epochs than
+    `last` are from before it, and count as missing.
 
     Args:
         reports: by rank, as read from the store.
@@ -410,12 +413,11 @@ def _check(member: Member, phase: Phase) -> None:
 def may_continue(
     members: Collection[int], survivors: Collection[int], known_dead: Collection[int]
 ) -> bool:
-    """may_continue(members, survivors, known_dead) -> whether these survivors may go on without the
-    others, which may only be cut off from them.
+    """may_continue(members, survivors, known_dead) -> whether they may go on without the others.
 
-    Members whose end has been seen (the exit of their process, on their own host) count for
-    nothing. Of the others the survivors must be more than half, or half with the lowest of them:
-    so of two sides of a cut network at most one goes on.
+    The others may only be cut off from them. Members whose end has been seen (the exit of their
+    process, on their own host) count for nothing. Of the others the survivors must be more than
+    half, or half with the lowest of them: so of two sides of a cut network at most one goes on.
     """
     possible = sorted(set(members) - set(known_dead))
     alive = set(survivors) & set(possible)

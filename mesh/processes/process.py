@@ -68,7 +68,12 @@ class ProcessGroup(Group):
         self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
-        self._channel = None if _is_default(torch_group) else self._torch_group
+        is_default = (
+            torch_group is not None
+            and torch_group is dist.group.WORLD
+            and dist.get_world_size() > 1
+        )
+        self._channel = None if is_default else self._torch_group
 
     def identity(self) -> str:
         return super().identity() + self._label
@@ -290,7 +295,9 @@ class ProcessGroup(Group):
         self._connect(handle, x)
         if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-        if _needs_host_memory(handle, x.device):
+        # gloo supports other devices in collectives only.
+        needs_host_memory = x.device.type != "cpu" and _is_gloo(handle, x.device)
+        if needs_host_memory:
             arrived = torch.empty_like(out, device="cpu")
             work = self._start_messages(handle, arrived, x.cpu(), dst, src)
             if src is not None:
@@ -388,20 +395,8 @@ class ProcessGroup(Group):
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend sends and receives host memory only.
-
-    gloo supports other devices in collectives only.
-    """
-    return device.type != "cpu" and _is_gloo(handle, device)
-
-
 def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     return handle._get_backend(device).name() == "gloo"
-
-
-def _is_default(handle: dist.ProcessGroup | None) -> bool:
-    return handle is not None and handle is dist.group.WORLD and dist.get_world_size() > 1
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -467,13 +462,11 @@ class ProcessWorld(World):
             if backend.communicator:
                 label = f" {backend.communicator}"
             else:
-                label = f" {backend.name} {self._count_backends(ranks)}"
+                others = [key for key in self._groups if key[:1] == (ranks,)]
+                number = sum(not other.communicator for _, other in others)
+                label = f" {backend.name} {number}"
             group = self._groups[key] = ProcessGroup(self, ranks, None, backend, label)
         return group
-
-    def _count_backends(self, ranks: tuple[int, ...]) -> int:
-        """Return the number of other backends for which these ranks have a group already."""
-        return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
         """Return the group over an existing process group, which it uses."""

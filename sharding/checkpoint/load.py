@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.box import Box
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.world import World
@@ -23,7 +24,14 @@ from .plan import StoredValue, WholeTensor, own_name, wanted_tree
 from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
 from .storage.pieces import value_of
-from .storage.reading import LoadedParts, box_of, plan_reads, read
+from .storage.reading import (
+    LoadedParts,
+    PieceRead,
+    box_of,
+    plan_box_reads,
+    plan_reads,
+    read,
+)
 from .tree import StoredDict, children, is_stateful, items_of, leaves, map_leaves, name_of, rebuilt
 
 
@@ -73,7 +81,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     """
     world = current_world()
     group = all_ranks(world)
-    contents = _read_contents(group, Path(dir), step)
+    contents = read_contents(group, Path(dir), step)
     prepared, failure = attempt(lambda: _prepare(contents, like, world))
     stored, tree, wants = prepared or (None, None, {})
     lines = {
@@ -88,7 +96,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     )
 
 
-def _prepare(contents: _Contents, like: Any, world: World) -> tuple[Stored, Any, dict[str, Any]]:
+def _prepare(contents: Contents, like: Any, world: World) -> tuple[Stored, Any, dict[str, Any]]:
     """Return what is stored, the tree of wanted leaves, and these by name."""
     stored = contents.parsed()
     tree = wanted_tree(like, stored, world)
@@ -107,19 +115,60 @@ def _read_parts(
     Raises:
         CheckpointError: some rank of some node could not read; on every rank, the same text.
     """
-    node = _sharing(world)
+    node = _sharing(world, range(world.size))
     tensors = {
         name: want if isinstance(want, Layout) else None
         for name, want in wants.items()
         if not isinstance(want, StoredValue)
     }
     plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
+    allocate = partial(_allocate, stored, wants, world.rank)
+    return _read_plan(world, group, stored, node, plan, allocate)
+
+
+def read_boxes(
+    world: World,
+    group: Group,
+    stored: Stored,
+    wanted: Mapping[str, Mapping[int, Sequence[Box]]],
+    memory: LoadedParts,
+) -> None:
+    """Read some boxes of stored tensors; every rank of the group calls it.
+
+    Args:
+        group: the ranks that read.
+        wanted: the boxes that each rank of the group needs, by tensor and rank; the same on every
+            rank. Other elements of a piece, between two boxes that a rank needs, are read as well.
+        memory: this rank's boxes of the tensors, to which what is read is written.
+
+    Raises:
+        CheckpointError: some rank could not read; on every rank, the same text.
+
+    Communication: as `load`, without that of the index.
+    """
+    node = _sharing(world, group.ranks)
+    plan = plan_box_reads(stored, wanted, node)
+    _read_plan(world, group, stored, node, plan, lambda: memory)
+
+
+def _read_plan(
+    world: World,
+    group: Group,
+    stored: Stored,
+    node: Sequence[int],
+    plan: Sequence[PieceRead],
+    allocate: Callable[[], LoadedParts],
+) -> LoadedParts:
+    """Read this rank's pieces with the others of its node.
+
+    Raises:
+        CheckpointError: some rank of the group could not read; on every rank, the same text.
+    """
     # each rank starts at another piece, so that together they read an uncached file only once
     if len(node) == 1:
         first = len(plan) * world.rank // world.size
-        plan = plan[first:] + plan[:first]
+        plan = [*plan[first:], *plan[:first]]
     parts: list[LoadedParts] = []
-    allocate = partial(_allocate, stored, wants, world.rank)
 
     def work() -> None:
         parts.append(
@@ -143,7 +192,7 @@ class _Index(NamedTuple):
     problem: str = ""
 
 
-class _Contents(NamedTuple):
+class Contents(NamedTuple):
     """The path and step of a checkpoint, and the bytes of its manifest and its index."""
 
     path: Path
@@ -166,7 +215,7 @@ class _Contents(NamedTuple):
         return stored
 
 
-def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
+def read_contents(group: Group, dir: Path, step: int | None) -> Contents:
     """Return the contents of the checkpoint; rank 0 reads the index and broadcasts it.
 
     Raises:
@@ -192,7 +241,7 @@ def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
         raise FileNotFoundError(index.problem)
     text = _broadcast(group, text, (index.manifest or 0) + index.index)
     manifest = None if index.manifest is None else text[: index.manifest]
-    return _Contents(Path(index.path), index.step, manifest, text[index.manifest or 0 :])
+    return Contents(Path(index.path), index.step, manifest, text[index.manifest or 0 :])
 
 
 def _broadcast(group: Group, text: bytes, length: int) -> bytes:
@@ -280,16 +329,16 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
     return needed
 
 
-def _sharing(world: World) -> range:
-    """Return the ranks that share the pieces they read.
+def _sharing(world: World, ranks: Sequence[int]) -> list[int]:
+    """Return those of the ranks that share the pieces they read.
 
     Those of a node, if data is sent over devices or between threads.
 
     Over sockets (gloo) only this rank: reading from the page cache of the host is faster.
     """
-    node = _node(world)
+    node = [rank for rank in _node(world) if rank in ranks]
     if isinstance(world, ProcessWorld) and _device(world.group(node)).type == "cpu":
-        return range(world.rank, world.rank + 1)
+        return [world.rank]
     return node
 
 

@@ -230,11 +230,11 @@ def _holders_by_box(
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:
-        known[leaf._layout] = _holders_of(leaf._layout)
+        known[leaf._layout] = holders_of(leaf._layout)
     return known[leaf._layout]
 
 
-def _holders_of(layout: Layout) -> dict[Box, list[int]]:
+def holders_of(layout: Layout) -> dict[Box, list[int]]:
     """Return each non-empty box of a layout with the ranks that hold it, in mesh order."""
     holders: dict[Box, list[int]] = {}
     for coordinate, box in layout.boxes():
@@ -385,14 +385,11 @@ def _as_stored(
             layout: Layout | None = own._layout
         else:
             layout = like.layout_of(inner, entry.shape)
-        return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
+        if layout is None:  # a plain tensor of any shape, on the device of the object's own
+            return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
+        return layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
-
-
-def _plain_like(own: Any) -> WholeTensor:
-    """Return a whole tensor of any shape, on the device of the object's own tensor."""
-    return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
 
 
 def _layouts_of(owner: Any) -> Any:

@@ -9,26 +9,28 @@ layouts of a new mesh.
 
 State is what checkpoints see as state: the leaves of a tree, in which modules, optimizers and
 everything else with `state_dict` stand for theirs. Where a checkpoint has files, this has the parts
-of the ranks that are left.
+of the ranks that are left, copies of the parts of others (redundancy.py), and for boxes that nobody
+has a checkpoint of the same step (checkpointed.py).
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.box import Box, box_origin, box_shape, box_size, full_box, intersect, slices
+from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, slices
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.world import World
-from ...mesh.text import rank_ranges, ranks_text, table_lines
-from ..checkpoint.agreement import agree
+from ...mesh.text import rank_ranges
+from ..checkpoint.agreement import agree, run_on_all_ranks
 from ..checkpoint.load import line_of, load_stateful
 from ..checkpoint.plan import StoredValue, own_name, wanted_tree
 from ..checkpoint.storage.manifest import Stored, StoredLeaf
@@ -45,12 +47,19 @@ from ..checkpoint.tree import (
 )
 from ..layout.layout import Layout
 from ..redistribute.all_to_all import AllToAllV, TensorShare
-from ..redistribute.plan.cross_mesh import box_on, nodes_of
-from ..redistribute.plan.routes import Transfer, direct
 from ..tensor.sharded_tensor import ShardedTensor
+from .checkpointed import find_checkpoint, read_lost, stored_parts
+from .plan import (
+    RecoveryPlan,
+    Source,
+    TensorRecovery,
+    lost_lines,
+    plan_tensor,
+    refuse_pending,
+)
+from .redundancy import StateCopy
 
 _BUCKET_BYTES = 256 << 20  # that a rank sends or receives in one collective
-_SHOWN = 8  # tensors and boxes in a text
 
 
 class StateLostError(RuntimeError):
@@ -66,91 +75,6 @@ class StateLostError(RuntimeError):
         self.lost = lost
 
 
-@dataclass(frozen=True, eq=False)
-class TensorRecovery:
-    """How one tensor gets to its new layout. Ranks are indices into `RecoveryPlan.alive`.
-
-    Attributes:
-        dtype: its dtype.
-        have: the box of each rank before.
-        want: the box of each rank after.
-        transfers: which rank sends which box to which.
-        lost: boxes that no rank has.
-    """
-
-    dtype: torch.dtype
-    have: tuple[Box, ...]
-    want: tuple[Box, ...]
-    transfers: tuple[Transfer, ...]
-    lost: tuple[Box, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class RecoveryPlan:
-    """Where each rank gets its new parts from; `print(plan)` shows it.
-
-    Attributes:
-        alive: the ranks that are left, by their numbers in the old world.
-        ranks: the same ranks by their numbers in the current world.
-        missing: ranks of the old meshes that are not left.
-        tensors: by name.
-    """
-
-    alive: tuple[int, ...]
-    ranks: tuple[int, ...]
-    missing: tuple[int, ...]
-    tensors: dict[str, TensorRecovery]
-
-    @property
-    def lost(self) -> dict[str, tuple[Box, ...]]:
-        """The boxes that no rank has, by name, of the tensors that have any."""
-        return {name: tensor.lost for name, tensor in self.tensors.items() if tensor.lost}
-
-    def bytes_sent(self) -> dict[tuple[int, int], int]:
-        """Return how many bytes a rank sends to another, by (sender, receiver), in old numbers."""
-        sent: dict[tuple[int, int], int] = {}
-        for tensor in self.tensors.values():
-            for sender, receiver, box in tensor.transfers:
-                pair = self.alive[sender], self.alive[receiver]
-                sent[pair] = sent.get(pair, 0) + box_size(box) * tensor.dtype.itemsize
-        return sent
-
-    def __str__(self) -> str:
-        sent = self.bytes_sent()
-        after = [0] * len(self.alive)
-        for tensor in self.tensors.values():
-            for i, box in enumerate(tensor.want):
-                after[i] += box_size(box) * tensor.dtype.itemsize
-        missing = f"; {ranks_text(self.missing)} lost" if self.missing else ""
-        rows = [("rank", "is now", "bytes", "receives", "sends", "from")]
-        for i, rank in enumerate(self.alive):
-            sources = {pair[0]: count for pair, count in sent.items() if pair[1] == rank}
-            sends = sum(count for pair, count in sent.items() if pair[0] == rank)
-            shown = ", ".join(f"{source}: {count:,}" for source, count in sorted(sources.items()))
-            received = sum(sources.values())
-            numbers = (f"{after[i]:,}", f"{received:,}", f"{sends:,}")
-            rows.append((str(rank), str(self.ranks[i]), *numbers, shown))
-        head = f"recovery of {len(self.tensors)} tensors from {len(self.alive)} ranks{missing}"
-        return "\n".join([head, *table_lines(rows, right=range(5)), *_lost_lines(self)])
-
-
-def _lost_lines(plan: RecoveryPlan) -> list[str]:
-    """Return what is lost, a line for each tensor."""
-    lines: list[str] = []
-    for name, boxes in list(plan.lost.items())[:_SHOWN]:
-        text = ", ".join(_box_text(box) for box in boxes[:_SHOWN])
-        more = f" and {len(boxes) - _SHOWN} more parts" if len(boxes) > _SHOWN else ""
-        lines.append(f"lost: {name}[{text}]{more}")
-    if len(plan.lost) > _SHOWN:
-        lines.append(f"lost: parts of {len(plan.lost) - _SHOWN} more tensors")
-    return lines
-
-
-def _box_text(box: Box) -> str:
-    intervals = ", ".join(f"{start}:{stop}" for start, stop in box)
-    return f"({intervals})" if len(box) > 1 else intervals
-
-
 # -- the plan --------------------------------------------------------------------------------------
 
 
@@ -161,21 +85,72 @@ class _Old(NamedTuple):
     stored: Stored
 
 
-def plan_recovery(state: Any, like: Any, alive: Sequence[int]) -> RecoveryPlan:
-    """plan_recovery(state, like, alive) -> where each element of `like` comes from, and what is
-    lost. The arguments and errors are those of `recover`.
+class _Recovery(NamedTuple):
+    """A recovery that is planned.
 
-    Every pair of a rank and a box of a tensor is compared, as by `plan_cross_mesh`.
+    Attributes:
+        old: the state before.
+        tree: the wanted leaves.
+        wants: the same by name.
+        plan: where each of them comes from.
+        step: the version of the state; None if it does not matter.
+    """
+
+    old: _Old
+    tree: Any
+    wants: dict[str, Any]
+    plan: RecoveryPlan
+    step: int | None
+
+
+def plan_recovery(
+    state: Any,
+    like: Any,
+    alive: Sequence[int],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+) -> RecoveryPlan:
+    """plan_recovery(state, like, alive) -> where each element of `like` comes from; what is lost.
+
+    The arguments and errors are those of `recover`.
+    Every pair of a rank and a box of a tensor is compared, as by `plan_cross_mesh`. The folder of
+    checkpoints is looked into, but none is read.
 
     Communication: none.
 
     Example:
         >>> print(plan_recovery({"model": model}, {"model": new_model}, alive=[0, 1, 3]))
     """
+    recovery = _prepare(state, like, alive, checkpoint, step)
+    if not recovery.plan.lost or checkpoint is None:
+        return recovery.plan
+    found = find_checkpoint(checkpoint, recovery.step)
+    return replace(recovery.plan, checkpoint=found.checkpoint, newest=found.newest)
+
+
+def _prepare(
+    state: Any,
+    like: Any,
+    alive: Sequence[int],
+    checkpoint: str | os.PathLike[str] | None,
+    step: int | None,
+) -> _Recovery:
+    """Return the plan of a recovery, without looking for a checkpoint. Communication: none."""
+    copies: Mapping[str, Mapping[Box, Sequence[int]]] = {}
+    if isinstance(state, StateCopy):
+        state, copies, step = state.state, state.holders, state.step
+    if checkpoint is not None and type(step) is not int:
+        raise ValueError(
+            f"recover: checkpoint={os.fspath(checkpoint)!r} needs step=, the number under which a "
+            f"checkpoint of this version of the state is saved, got {step!r}"
+        )
     world = current_world()
     old = _old_state(state, world)
-    wants = dict(_named(wanted_tree(like, old.stored, world)))
-    return _plan(old, wants, tuple(alive), world)
+    tree = wanted_tree(like, old.stored, world)
+    wants = dict(_named(tree))
+    plan = _plan(old, wants, tuple(alive), world, copies)
+    return _Recovery(old, tree, wants, plan, step)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
@@ -199,11 +174,8 @@ def _old_state(state: Any, world: World) -> _Old:
             entries[name] = StoredLeaf(leaf.shape, leaf.dtype)
         else:
             entries[name] = StoredLeaf(None, None)
-        if isinstance(leaf, ShardedTensor) and leaf.spec.unreduced:
-            raise ValueError(
-                f"recover: {name!r} is {leaf._layout}, which is pending: ranks that are lost held "
-                "a share of each element; reduce it before it becomes state"
-            )
+        if isinstance(leaf, ShardedTensor):
+            refuse_pending("recover", name, leaf)
     where = Path("the state of the ranks that are left")
     return _Old(by_name, Stored(where, entries, structure_of(tree), {}, None))
 
@@ -211,8 +183,9 @@ def _old_state(state: Any, world: World) -> _Old:
 def _refuse_partial_models(tree: Any, path: tuple[Any, ...]) -> None:
     if isinstance(tree, PartialModel) and not isinstance(tree, torch.nn.Module):
         raise ValueError(
-            f"recover: {name_of(path)!r} is a pipeline, whose state the ranks gather from each "
-            "other; load a checkpoint of it instead"
+            f"recover: {name_of(path)!r} is a pipeline, whose ranks ask each other for its state; "
+            "pass what sm.checkpoint.state_dict(pipe, optimizer) returned after the last step, "
+            "while all ranks were there"
         )
     if not is_stateful(tree):
         for key, child in children(tree) or ():
@@ -220,7 +193,11 @@ def _refuse_partial_models(tree: Any, path: tuple[Any, ...]) -> None:
 
 
 def _plan(
-    old: _Old, wants: Mapping[str, Any], alive: tuple[int, ...], world: World
+    old: _Old,
+    wants: Mapping[str, Any],
+    alive: tuple[int, ...],
+    world: World,
+    copies: Mapping[str, Mapping[Box, Sequence[int]]],
 ) -> RecoveryPlan:
     layouts = [leaf._layout for leaf in old.leaves.values() if isinstance(leaf, ShardedTensor)]
     meshes = {id(layout.mesh): layout.mesh for layout in layouts}
@@ -238,7 +215,9 @@ def _plan(
     for name, want in wants.items():
         if isinstance(want, StoredValue):
             continue
-        tensors[name] = _plan_tensor(old.leaves[name], want, alive, ranks, load)
+        target = want if isinstance(want, Layout) else None
+        copied = copies.get(name, {})
+        tensors[name] = plan_tensor(old.leaves[name], target, alive, ranks, load, copied)
     return RecoveryPlan(alive, ranks, tuple(sorted(missing)), tensors)
 
 
@@ -254,92 +233,122 @@ def _check_ranks(alive: Sequence[int], ranks: Sequence[int], world: World) -> No
         )
 
 
-def _plan_tensor(
-    leaf: Tensor, want: Any, alive: Sequence[int], ranks: Sequence[int], load: list[int]
-) -> TensorRecovery:
-    whole = full_box(leaf.shape) or ((0, 1),)
-    nodes = [0] * len(alive)
-    have, held_before = [whole] * len(alive), {whole}
-    if isinstance(leaf, ShardedTensor):
-        layout = leaf._layout
-        have = [box_on(layout, rank) for rank in alive]
-        held_before = {box_on(layout, rank) for rank in layout.mesh.ranks.ravel().tolist()}
-        nodes = nodes_of(layout, alive, layout.mesh.topology)
-    wanted = [whole] * len(alive)
-    if isinstance(want, Layout):
-        wanted = [box_on(want, rank) for rank in ranks]
-    transfers = direct(have, wanted, nodes, load, leaf.dtype.itemsize)
-    lost = sorted(box for box in held_before - set(have) if box_size(box))
-    return TensorRecovery(leaf.dtype, tuple(have), tuple(wanted), tuple(transfers), tuple(lost))
-
-
 # -- the exchange ----------------------------------------------------------------------------------
 
 
-def recover(state: Any, like: Any, alive: Sequence[int]) -> Any:
-    """recover(state, like, alive) -> a tree like `like` with the values of `state`. Every rank that
-    is left calls it.
+def recover(
+    state: Any,
+    like: Any,
+    alive: Sequence[int],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+) -> Any:
+    """recover(state, like, alive) -> a tree like `like` with the values of `state`.
 
-    Each rank receives each element that it lacks once, from the ranks that hold it, which share the
-    sending evenly. Nothing of `state` is changed, and objects in `like` only when all has arrived,
-    so that an exchange in which a further rank is lost can be repeated from `state`. Elements are
-    copied bit for bit.
+    Every rank that is left calls it. Each rank receives each element that it lacks once, from the ranks that hold it, which share the
+    sending evenly. Boxes that no rank holds come from a checkpoint of the same step, if there is
+    one: each rank reads the pieces of the files that have some of its own. Nothing of `state` is
+    changed, and objects in `like` only when all has arrived, so that an exchange in which a further
+    rank is lost can be repeated from `state`. Elements are copied bit for bit.
 
     Args:
         state: the tree of the ranks' state, on the old mesh: modules, optimizers and other objects
             with `state_dict`, tensors, numbers; as for `sm.checkpoint.save`. All ranks hold the
-            same version of it (docs/elastic.md).
+            same version of it (docs/elastic.md). Or a version with copies of other ranks' parts, by
+            `Redundancy.version`. For a pipeline the tree by `sm.checkpoint.state_dict`, made while
+            all ranks were there.
         like: a tree with the same names on the new mesh, made from scratch; as for
             `sm.checkpoint.load`. An optimizer before its first step takes over the state that there
             is, also none. Values of `PerRank`, such as torch's random state, stay each rank's own.
         alive: the ranks that are left, by their numbers on the old mesh. If the new mesh is of the
             same world, ranks keep their numbers, and only these call; if it is of another one, rank
             i was rank `alive[i]`. Ranks outside the new mesh only send.
+        checkpoint: the folder of checkpoints of this job, which have the tree under the same names.
+        step: the number under which a checkpoint of this version of the state is saved; that of
+            the version, if `state` is one by `Redundancy`.
 
     Raises:
-        StateLostError: no rank has some elements; it names tensors and boxes. On every rank, before
-            anything moves.
+        StateLostError: no rank has some elements, and there is no checkpoint of this step; it names
+            tensors and boxes, and the step of the newest checkpoint. On every rank, before anything
+            moves.
         ValueError: as `sm.checkpoint.load` for names, shapes and dtypes; pending values, pipelines.
-        CheckpointError: ranks have different trees. On every rank, the same text.
+        CheckpointError: ranks have different trees; the checkpoint cannot be read. On every rank,
+            the same text.
 
     Communication: one all_gather of 32 bytes from each rank; for each dtype and every 256 MiB an
-        all_to_all over the ranks that are left, none if no rank lacks anything.
+        all_to_all over the ranks that are left, none if no rank lacks anything. With a checkpoint
+        three all_gathers of small objects and a broadcast of its index, and that of reading it (see
+        `sm.checkpoint.load`).
 
     Memory: the new parts, next to `state` and `like`, until they are loaded; buffers of 256 MiB.
 
     Example:
         >>> like = build(mesh_of_three)
-        >>> recover(state, like, alive=[0, 1, 3])
+        >>> recover(state, like, alive=[0, 1, 3], checkpoint="checkpoints", step=step)
         >>> state = like
     """
-    world = current_world()
-    old = _old_state(state, world)
-    tree = wanted_tree(like, old.stored, world)
-    wants = dict(_named(tree))
-    plan = _plan(old, wants, tuple(alive), world)
-    if plan.lost:
-        lines = "\n".join(_lost_lines(plan))
-        lost_ranks = rank_ranges(plan.missing)
-        raise StateLostError(
-            f"recover: {len(plan.lost)} of {len(plan.tensors)} tensors have elements that only "
-            f"ranks held which are lost ({lost_ranks}); load the newest checkpoint, or replicate "
-            f"the state along another axis\n{lines}",
-            plan.lost,
+    recovery = _prepare(state, like, alive, checkpoint, step)
+    old, wants, plan, step = recovery.old, recovery.wants, recovery.plan, recovery.step
+    if plan.lost and checkpoint is None:
+        raise _state_lost(
+            plan, "load the newest checkpoint, or replicate the state along another axis"
         )
+    world = current_world()
     group = world.group(plan.ranks)
-    compared = {"": f"alive={list(plan.alive)}"}
+    where = None if checkpoint is None else os.fspath(checkpoint)
+    compared = {"": f"alive={list(plan.alive)}, checkpoint={where!r}, step={step}"}
     for name, want in wants.items():
         compared[name] = _line(old.leaves.get(name), want)
     agree(group, "recover", compared)
-    parts = _exchange(group, plan, old, wants)
+    stored: Stored | None = None
+    if plan.lost and checkpoint is not None:
+        plan = _with_checkpoint(group, plan, checkpoint, step)
+        stored = stored_parts(group, checkpoint, plan)
+    copied = state.received if isinstance(state, StateCopy) else {}
+    parts = _exchange(group, plan, old, wants, copied)
+    if stored is not None:
+        read_lost(world, group, stored, plan, parts)
 
     def result(path: tuple[Any, ...], want: Any) -> Any:
         name = name_of(path)
         if isinstance(want, Layout):
             return ShardedTensor._make_guarded(parts[name].reshape(want.local_shape), want)
-        return parts[name] if name in parts else _value(old, name, want)
+        if name in parts:
+            return parts[name].reshape(plan.tensors[name].shape)
+        return _value(old, name, want)
 
-    return load_stateful(like, map_leaves(tree, result))
+    return load_stateful(like, map_leaves(recovery.tree, result))
+
+
+def _with_checkpoint(
+    group: Group, plan: RecoveryPlan, dir: str | os.PathLike[str], step: int | None
+) -> RecoveryPlan:
+    """Return the plan with the checkpoint that has what is lost; the first rank looks for it.
+
+    Raises:
+        StateLostError: there is none of this step; on every rank.
+    """
+    found = run_on_all_ranks(
+        group, lambda: find_checkpoint(dir, step) if group.rank == 0 else None
+    )[0]
+    assert found is not None  # noqa: S101
+    plan = replace(plan, checkpoint=found.checkpoint, newest=found.newest)
+    if plan.checkpoint is None:
+        newest = "has no checkpoint"
+        if plan.newest is not None:
+            newest = f"has none of step {step}; the newest is of step {plan.newest.step}"
+        raise _state_lost(plan, f"{os.fspath(dir)} {newest}: go back to a checkpoint as a whole")
+    return plan
+
+
+def _state_lost(plan: RecoveryPlan, remedy: str) -> StateLostError:
+    lines = "\n".join(lost_lines(plan))
+    return StateLostError(
+        f"recover: {len(plan.lost)} of {len(plan.tensors)} tensors have elements that only ranks "
+        f"held which are lost ({rank_ranges(plan.missing)}); {remedy}\n{lines}",
+        plan.lost,
+    )
 
 
 def _line(leaf: Any, want: Any) -> str:
@@ -358,53 +367,84 @@ def _value(old: _Old, name: str, want: StoredValue) -> Any:
 
 
 def _exchange(
-    group: Group, plan: RecoveryPlan, old: _Old, wants: Mapping[str, Any]
+    group: Group,
+    plan: RecoveryPlan,
+    old: _Old,
+    wants: Mapping[str, Any],
+    copied: Mapping[tuple[str, Box], Tensor],
 ) -> dict[str, Tensor]:
-    """Return this rank's new parts of all tensors, in the shape of their boxes."""
+    """Return this rank's new parts of all tensors, in the shape of their boxes, contiguous; what is
+    lost of them has no values yet.
+
+    Args:
+        copied: this rank's copies of parts of other ranks, by name and box.
+    """
     own = group.rank
     parts: dict[str, Tensor] = {}
-    for names in _buckets(plan):
-        moving: list[str] = []
-        shares: list[TensorShare] = []
-        tensors: list[Tensor] = []
+    own_parts = {name: tensor.parts for name, tensor in plan.tensors.items()}
+    for names in _buckets(plan, own_parts):
+        moving = [name for name in names if own_parts[name].transfers]
+        held = {
+            name: _local_part(old.leaves[name], own_parts[name].have[own], wants[name])
+            for name in names
+        }
         for name in names:
-            tensor = plan.tensors[name]
-            local = _local_part(old.leaves[name], wants[name]).reshape(box_shape(tensor.have[own]))
-            if not tensor.transfers:
-                parts[name] = _own_part(local, tensor, own)
-                continue
-            moving.append(name)
-            shares.append(_share(tensor, own))
-            tensors.append(local)
-        if moving:
-            exchange = AllToAllV(group, plan.tensors[moving[0]].dtype, shares)
-            moved: Any = exchange.start(tensors)
-            parts.update(zip(moving, moved, strict=True))
-    shapes = {name: leaf.shape for name, leaf in old.leaves.items() if isinstance(leaf, Tensor)}
-    return {
-        name: part if isinstance(wants[name], Layout) else part.reshape(shapes[name])
-        for name, part in parts.items()
-    }
+            if name not in moving:
+                parts[name] = _own_part(held[name], plan.tensors[name], own)
+        moved = _move(group, plan, own_parts, moving, [held[name] for name in moving])
+        parts.update(zip(moving, moved, strict=True))
+    most = max((len(tensor.copies) for tensor in plan.tensors.values()), default=0)
+    for i in range(most):
+        sources = {
+            name: tensor.copies[i]
+            for name, tensor in plan.tensors.items()
+            if i < len(tensor.copies)
+        }
+        for names in _buckets(plan, sources):
+            held = {
+                name: _copied_part(copied, name, sources[name].have[own], parts[name])
+                for name in names
+            }
+            outs = [parts[name] for name in names]
+            _move(group, plan, sources, names, list(held.values()), outs)
+    return parts
 
 
-def _buckets(plan: RecoveryPlan) -> list[list[str]]:
+def _move(
+    group: Group,
+    plan: RecoveryPlan,
+    sources: Mapping[str, Source],
+    names: Sequence[str],
+    tensors: list[Tensor],
+    outs: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Return this rank's new parts of some tensors of one dtype, with what the sources have of
+    them; `outs` if they are there already.
+    """
+    if not names:
+        return []
+    shares = [_share(sources[name], plan.tensors[name].want, group.rank) for name in names]
+    exchange = AllToAllV(group, plan.tensors[names[0]].dtype, shares)
+    moved: Any = exchange.start(tensors, outs=outs)
+    return moved
+
+
+def _buckets(plan: RecoveryPlan, sources: Mapping[str, Source]) -> list[list[str]]:
     """Return the names of tensors in buckets of one dtype of which no rank sends or receives much
     more than `_BUCKET_BYTES`; the same on every rank.
     """
     buckets: list[list[str]] = []
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, tensor in plan.tensors.items():
-        by_dtype.setdefault(tensor.dtype, []).append(name)
-    for names in by_dtype.values():
+    for name in sources:
+        by_dtype.setdefault(plan.tensors[name].dtype, []).append(name)
+    for dtype, names in by_dtype.items():
         traffic: dict[tuple[str, int], int] = {}
         bucket: list[str] = []
         for name in names:
             bucket.append(name)
-            tensor = plan.tensors[name]
-            for sender, receiver, box in tensor.transfers:
+            for sender, receiver, box in sources[name].transfers:
                 for key in (("sent", sender), ("received", receiver)):
-                    count = box_size(box) * tensor.dtype.itemsize
-                    traffic[key] = traffic.get(key, 0) + count
+                    traffic[key] = traffic.get(key, 0) + box_size(box) * dtype.itemsize
             if max(traffic.values(), default=0) > _BUCKET_BYTES:
                 buckets.append(bucket)
                 bucket, traffic = [], {}
@@ -413,33 +453,47 @@ def _buckets(plan: RecoveryPlan) -> list[list[str]]:
     return buckets
 
 
-def _local_part(leaf: Tensor, want: Any) -> Tensor:
-    """Return this rank's part of an old tensor, on the device of the new one."""
+def _local_part(leaf: Tensor, box: Box, want: Any) -> Tensor:
+    """Return this rank's part of an old tensor in the shape of its box, on the device of the new
+    one.
+    """
     local = leaf._local if isinstance(leaf, ShardedTensor) else leaf
     target: Any = want.mesh if isinstance(want, Layout) else want
-    return local.detach().to(target.device)
+    if not box_size(box):  # outside of the mesh a tensor without dims has memory for one element
+        return local.new_empty(box_shape(box), device=target.device)
+    return local.detach().to(target.device).reshape(box_shape(box))
+
+
+def _copied_part(
+    copied: Mapping[tuple[str, Box], Tensor], name: str, box: Box, like: Tensor
+) -> Tensor:
+    """Return this rank's copy of a box of another rank, on the device of the new part."""
+    if not box_size(box):
+        return like.new_empty(box_shape(box))
+    return copied[name, box].to(like.device).reshape(box_shape(box))
 
 
 def _own_part(local: Tensor, tensor: TensorRecovery, own: int) -> Tensor:
-    """Return the part of a tensor of which no rank lacks anything; a copy, since what is in `state`
-    must not change with it.
+    """Return the part of a tensor that no rank sends; a copy, since what is in `state` must not
+    change with it.
     """
-    have, want = tensor.have[own], tensor.want[own]
+    have, want = tensor.parts.have[own], tensor.want[own]
+    part = local.new_empty(box_shape(want))
     kept = intersect(have, want)
-    if kept is None:
-        return local.new_empty(box_shape(want))
-    return local[slices(kept, box_origin(have))].clone()
+    if kept is not None:
+        part[slices(kept, box_origin(want))] = local[slices(kept, box_origin(have))]
+    return part
 
 
-def _share(tensor: TensorRecovery, own: int) -> TensorShare:
+def _share(source: Source, want: Sequence[Box], own: int) -> TensorShare:
     """Return the boxes that this rank sends, receives and keeps."""
-    count = len(tensor.have)
+    count = len(source.have)
     sends: list[list[Box]] = [[] for _ in range(count)]
     recvs: list[list[Box]] = [[] for _ in range(count)]
-    for sender, receiver, box in tensor.transfers:
+    for sender, receiver, box in source.transfers:
         if sender == own:
             sends[receiver].append(box)
         elif receiver == own:
             recvs[sender].append(box)
-    have, want = tensor.have[own], tensor.want[own]
-    return TensorShare(have, want, sends, recvs, intersect(have, want))
+    have = source.have[own]
+    return TensorShare(have, want[own], sends, recvs, intersect(have, want[own]))

@@ -118,6 +118,38 @@ def plan_reads(
     return reads
 
 
+def plan_box_reads(
+    stored: Stored, wanted: Mapping[str, Mapping[int, Sequence[Box]]], ranks: Sequence[int]
+) -> list[PieceRead]:
+    """Return the plan of reads of some boxes of tensors.
+
+    A rank that needs several boxes of one piece takes the smallest box around them.
+
+    Args:
+        wanted: the boxes that each rank needs, by tensor and rank.
+        ranks: those that share what they read.
+    """
+    load = dict.fromkeys(ranks, 0)
+    reads: list[PieceRead] = []
+    for name, boxes_by_rank in wanted.items():
+        entry = stored.entries[name]
+        for piece in entry.pieces:
+            parts: Parts = {}
+            for rank in ranks:
+                common = [intersect(piece.box or (), box) for box in boxes_by_rank.get(rank, ())]
+                overlapping = [box for box in common if box is not None]
+                if overlapping:
+                    parts[rank] = _box_around(overlapping)
+            reads += _piece_reads(piece, entry.dtype, parts, load)
+    return reads
+
+
+def _box_around(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box that has all boxes in it."""
+    by_dim = zip(*boxes, strict=True)
+    return tuple((min(dim)[0], max(stop for _, stop in dim)) for dim in by_dim)
+
+
 def _overlaps(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
     common = (
         (rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None

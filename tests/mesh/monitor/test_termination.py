@@ -50,7 +50,7 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> 
 
 
 def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
-    ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="2")
+    ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="4")
     assert statuses(ended) == [0, 0, 1, 0]
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
 
