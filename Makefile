@@ -1,6 +1,7 @@
 # Needs make and Python 3.11 or newer, nothing else: every target sets up its own .venv first (once; quick afterwards).
 #
-#   make demo      train the example language model on four local processes and compare with one process
+#   make demo      train the example language model on four local processes and compare with one process;
+#                  with ARGS=--kill another one, of which a process is killed halfway, and see it go on
 #   make test-fast each property once, without processes: at each change
 #   make test      the tests that need no GPU, but for what only tries more of the same
 #   make test-all  all of them
@@ -36,7 +37,7 @@ TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(WORKERS) --maxproces
 .PHONY: demo test test-fast test-all gpu-test docs lint clean
 
 demo: $(READY)
-	$(PY) examples/train_lm.py --compare $(ARGS)
+	$(PY) $(if $(filter --kill,$(ARGS)),examples/elastic.py,examples/train_lm.py --compare) $(ARGS)
 
 test-fast: $(READY)
 	$(TEST) -m fast $(ARGS)

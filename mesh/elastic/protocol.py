@@ -169,6 +169,13 @@ def first_member(
     )
 
 
+def begin_at(member: Member, step: int) -> Member:
+    """Return the member of a job that begins with the state after `step` steps: a checkpoint's."""
+    _check(member, Phase.COMPUTE)
+    member = member._replace(step=step)
+    return member._replace(copies=(member.current,))
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -368,6 +375,16 @@ def adopt(member: Member, decision: Decision) -> Member:
         frozenset(),
         (source,) if source in member.copies else member.copies,
     )
+
+
+def go_back(member: Member, step: int) -> Member:
+    """RESTORE -> RESTORE: parts of the decided version are lost, and all members load one of `step`
+    from a checkpoint.
+    """
+    _check(member, Phase.RESTORE)
+    if member.decision is None or not member.decision.lost:
+        raise ValueError(f"rank {member.rank}: nothing is lost, so no checkpoint is loaded")
+    return member._replace(step=step, origin=member.epoch)
 
 
 def enter_confirm(member: Member) -> Member:

@@ -11,6 +11,7 @@ a failure, anywhere in it        the members agree, build the state on a new mes
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...mesh.comm.agreement import facts_of
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import CollectiveRecord
 from ...mesh.device_mesh import DeviceMesh
@@ -30,13 +32,18 @@ from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
 from ...mesh.launch.environment import launch_environment
 from ...mesh.monitor import termination
+from ..checkpoint.agreement import CheckpointError
+from ..checkpoint.load import load
+from ..checkpoint.save import save
 from ..checkpoint.state import RandomState
+from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .recovery import StateLostError, recover
 from .snapshot import missing_parts, optimizers_of, refuse_pipelines, snapshot, whole_copy
 
 Build = Callable[[DeviceMesh], Any]
 MakeMesh = Callable[[int], DeviceMesh]
+_SHOWN = 8  # parts in an error
 _COMMUNICATING = (MatrixOptimizer, torch.optim.LBFGS)  # in their step, or in its closure
 
 
@@ -98,23 +105,35 @@ class ElasticJob:
         make_mesh: returns the mesh for so many ranks, of all or of the lowest of them. Ranks beyond
             it are spares until the next loss: they take no steps.
         min_ranks: with fewer left the job ends.
+        checkpoint: the folder of the job's checkpoints, which `save` writes. If there is a complete
+            one, the job begins with the newest; and it goes back to it when ranks are lost that
+            held what no other one has.
 
     Attributes:
         state: the tree that `build` has returned, with the values of the last committed step.
         mesh: the current mesh.
         step: the number of committed steps.
-        losses: one for each committed step.
+        first_step: that of the beginning: 0, or that of the checkpoint.
+        losses: one for each committed step since `first_step`; not a number where an attempt set
+            none.
         events: one for each time that the members were interrupted.
 
     Raises:
         LaunchEnvironmentError: ranks that are simulated, or not monitored.
         ValueError: pipelines.
 
-    Communication: a few messages to the job's store.
+    Communication: a few messages to the job's store; that of loading a checkpoint.
     """
 
-    def __init__(self, build: Build, *, make_mesh: MakeMesh, min_ranks: int = 1) -> None:
-        self._build, self._make_mesh = build, make_mesh
+    def __init__(
+        self,
+        build: Build,
+        *,
+        make_mesh: MakeMesh,
+        min_ranks: int = 1,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._build, self._make_mesh, self._checkpoint = build, make_mesh, checkpoint
         self.mesh = make_mesh(_world_size())
         self.state: Any = build(self.mesh)
         refuse_pipelines(self.state)
@@ -127,6 +146,12 @@ class ElasticJob:
         self._layouts: dict[int, Any] = {}  # a tree of each epoch, for the boxes in it
         self._attempt: Attempt | None = None
         self._is_completing = False
+        self.first_step = 0
+        newest = self._newest_checkpoint()
+        if newest is not None:
+            self._load(newest)
+            self.first_step = newest
+            self._members.member = protocol.begin_at(self._members.member, newest)
         self._interrupted_at = 0.0
         self._hooks: list[Any] = []
         self._members.world.observers.append(self._refuse_in_write)
@@ -168,6 +193,49 @@ class ElasticJob:
         tree = self._layouts.get(version.epoch)
         numbers = [version.members.index(rank) for rank in ranks]
         return tuple(range(len(missing_parts(tree, numbers))))
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save(self, *, keep: int | None = None) -> None:
+        """Save the last committed step as a checkpoint, under its number.
+
+        When a rank is lost meanwhile, the checkpoint is not complete, and nothing else is saved in
+        its place.
+
+        Args:
+            keep: as for `sm.checkpoint.save`.
+
+        Raises:
+            ValueError: the job has no folder of checkpoints.
+            CheckpointError: as `sm.checkpoint.save`. And as `attempt`.
+
+        Communication: as `sm.checkpoint.save`.
+        """
+        folder = self._checkpoint
+        if folder is None:
+            raise ValueError("job.save(): write ElasticJob(..., checkpoint=folder) to save into it")
+        tree = {"state": self.state, "random": RandomState()}
+        try:
+            with termination.interruptible(True):
+                save(tree, folder, step=self.step, keep=keep)
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:
+            self._go_on(error)
+
+    def _newest_checkpoint(self) -> int | None:
+        """Return the step of the newest complete checkpoint, as the lowest rank sees it."""
+        if self._checkpoint is None:
+            return None
+        newest = latest(self._checkpoint)
+        world = current_world()
+        step = None if newest is None else newest.step
+        return facts_of(world.group(range(world.size)), 0, step)
+
+    def _load(self, step: int) -> None:
+        """Load a checkpoint into the state."""
+        like = {"state": self.state, "random": RandomState()}
+        self.state = load(self._checkpoint or "", like, step=step)["state"]
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -330,29 +398,40 @@ class ElasticJob:
         decision = member.decision
         if decision is None:
             raise RuntimeError("there is no decision to go on from")
-        if decision.lost:
-            lost = missing_parts(
-                self._layouts[decision.source.epoch],
-                [decision.source.members.index(rank) for rank in decision.providers],
-            )
-            raise StateLostError(
-                f"{len(lost)} parts of the state were held only by ranks that are lost; load the "
-                f"newest checkpoint: {', '.join(lost[:8])}",
-                {},
-            )
         world = members.regroup()
         with termination.interruptible(True):
             mesh = self._make_mesh(world.size)
             state = self._build(mesh)
-        like = {"state": state, "random": RandomState()}
-        self._layouts[member.epoch] = snapshot(like)
-        alive = [decision.source.members.index(rank) for rank in member.members]
-        recovered = recover(self._trees[decision.source], like, alive)
-        self._layouts[member.epoch] = self._trees[member.current] = snapshot(recovered)
+            like = {"state": state, "random": RandomState()}
+            self._layouts[member.epoch] = snapshot(like)
+            if decision.lost:
+                recovered = self._recover_from_checkpoint(decision, like)
+            else:
+                alive = [decision.source.members.index(rank) for rank in member.members]
+                recovered = recover(self._trees[decision.source], like, alive)
+        current = members.member.current
+        self._layouts[member.epoch] = self._trees[current] = snapshot(recovered)
         members.confirm()
         self.mesh, self.state = mesh, recovered["state"]
-        del self.losses[member.step :]
+        del self.losses[current.step - self.first_step :]
         self._begin_epoch()
+
+    def _recover_from_checkpoint(self, decision: Decision, like: Any) -> Any:
+        """Return `like` with the newest checkpoint: parts of the decided version are lost."""
+        newest = self._newest_checkpoint()
+        if newest is None or self._checkpoint is None:
+            source = decision.source
+            held = [source.members.index(rank) for rank in decision.providers]
+            lost = missing_parts(self._layouts[source.epoch], held)
+            more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+            raise StateLostError(
+                f"after step {source.step} only ranks that are lost held {len(lost)} parts of the "
+                "state, and there is no checkpoint (checkpoint=); replicate it along another "
+                f"axis of the mesh: {', '.join(lost[:_SHOWN])}{more}",
+                {},
+            )
+        self._members.member = protocol.go_back(self._members.member, newest)
+        return load(self._checkpoint, like, step=newest)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +21,14 @@ class ElasticRun:
     Attributes:
         state: the tree that `build` has returned, after the last step.
         mesh: the mesh of the last step.
-        losses: one for each step.
+        first_step: that of the checkpoint with which this run began, else 0.
+        losses: one for each step from there.
         events: one for each time that the ranks were interrupted.
     """
 
     state: Any
     mesh: DeviceMesh
+    first_step: int = 0
     losses: list[float] = field(default_factory=list)
     events: list[ElasticEvent] = field(default_factory=list)
 
@@ -38,6 +41,9 @@ def run(
     make_mesh: MakeMesh,
     steps: int,
     min_ranks: int = 1,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: int | None = None,
 ) -> ElasticRun:
     """run(build, step, data, make_mesh=make_mesh, steps=1000) -> losses, events and the last state.
 
@@ -54,6 +60,9 @@ def run(
         make_mesh: (number of ranks) -> mesh.
         steps: how many.
         min_ranks: with fewer left the job ends.
+        checkpoint: the folder of checkpoints: see `ElasticJob`.
+        save_every: save one after so many steps; None for none.
+        keep: how many to keep, as for `sm.checkpoint.save`; all by default.
 
     Raises: as `ElasticJob` and `ElasticJob.attempt`.
 
@@ -63,13 +72,20 @@ def run(
         >>> run = sm.elastic.run(build, step, data, make_mesh=make_mesh, steps=1000)
         >>> run.losses, run.events
     """
-    job = ElasticJob(build, make_mesh=make_mesh, min_ranks=min_ranks)
+    if save_every is not None and (checkpoint is None or save_every < 1):
+        raise ValueError(
+            f"run(save_every={save_every}): write a positive number of steps, and checkpoint=folder"
+        )
+    job = ElasticJob(build, make_mesh=make_mesh, min_ranks=min_ranks, checkpoint=checkpoint)
     try:
         while job.step < steps:
+            before = job.step
             with job.attempt() as attempt:
                 batch = data(job.step, job.mesh)
                 attempt.loss = step(job.state, batch, job.mesh)
+            if save_every is not None and job.step > before and job.step % save_every == 0:
+                job.save(keep=keep)
         job.finish()
     finally:
         job.close()
-    return ElasticRun(job.state, job.mesh, job.losses, job.events)
+    return ElasticRun(job.state, job.mesh, job.first_step, job.losses, job.events)

@@ -183,8 +183,12 @@ def hashes(state: Any) -> dict[str, str]:
 # -- programs --------------------------------------------------------------------------------------
 
 
-def train(form: str, planned: Sequence[Fault], steps: int = STEPS) -> dict[str, Any]:
-    """Train as an elastic job; return losses, events and hashes of the state."""
+def train(form: str, planned: Sequence[Fault], checkpoint: str = "") -> dict[str, Any]:
+    """Train as an elastic job; return losses, events and hashes of the state.
+
+    Args:
+        checkpoint: the folder to save into after every other step.
+    """
     global faults
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faults = Faults(rank, planned)
@@ -196,7 +200,13 @@ def train(form: str, planned: Sequence[Fault], steps: int = STEPS) -> dict[str, 
         return mesh_over(form, range(n))
 
     run = sm.elastic.run(
-        lambda mesh: build(form, mesh), train_step, batch_of, make_mesh=make_mesh, steps=steps
+        lambda mesh: build(form, mesh),
+        train_step,
+        batch_of,
+        make_mesh=make_mesh,
+        steps=STEPS,
+        checkpoint=checkpoint or None,
+        save_every=2 if checkpoint else None,
     )
     return {
         "losses": run.losses,
@@ -230,15 +240,17 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
     Return losses and hashes as `train`, on the ranks that are left at the end.
     """
     changes: dict[int, Any] = dict(map(tuple, schedule))
-    mesh = mesh_over(form, changes.pop(0))
+    sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    ranks = changes.pop(0)
+    mesh = mesh_over(form, ranks)
     state = build(form, mesh)
     losses: list[float] = []
     for step in range(STEPS):
         if step in changes:
-            ranks = changes[step]
+            before, ranks = ranks, changes[step]
+            mesh = mesh_over(form, ranks)
+            state = sm.elastic.recover(state, build(form, mesh), alive=before)
             if dist.get_rank() not in ranks:
                 return {}
-            mesh = mesh_over(form, ranks)
-            state = sm.elastic.recover(state, build(form, mesh), alive=ranks)
         losses.append(train_step(state, batch_of(step, mesh), mesh))
     return {"losses": losses, "hashes": hashes(state)}

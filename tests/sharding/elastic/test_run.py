@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.forked import Ended, Forked, statuses
-from tests.pool import Pool
 from tests.sharding.elastic.faulty_ranks import STEPS, Fault, replay, train
 from tests.tiers import slow
 
@@ -16,11 +16,14 @@ RANKS = 4
 LIMIT_S = 100.0  # for a job of some seconds, on a machine that is busy
 
 
-def run_job(forked: Forked, form: str, faults: Sequence[Fault], **env: Any) -> list[Ended]:
-    return forked(train, RANKS, form, list(map(list, faults)), limit_s=LIMIT_S, **env)
+def run_job(
+    forked: Forked, form: str, faults: Sequence[Fault], checkpoint: str = "", **env: Any
+) -> list[Ended]:
+    planned = list(map(list, faults))
+    return forked(train, RANKS, form, planned, checkpoint, limit_s=LIMIT_S, **env)
 
 
-def check_against_replay(ended: list[Ended], world4: Pool, form: str, dead: set[int]) -> None:
+def check_against_replay(ended: list[Ended], forked: Forked, form: str, dead: set[int]) -> None:
     """Compare the ranks that are left with a run without faults on the same meshes."""
     for rank, one in enumerate(ended):
         assert (one.status == 0) == (rank not in dead), one.output
@@ -28,13 +31,14 @@ def check_against_replay(ended: list[Ended], world4: Pool, form: str, dead: set[
     values = [ended[rank].value for rank in left]
     schedule: list[tuple[int, Any]] = [(0, list(range(RANKS)))]
     schedule += [(step, ranks) for step, _, ranks, _ in values[0]["events"]]
-    expected = world4(replay, form, schedule)
+    expected = forked(replay, RANKS, form, schedule, limit_s=LIMIT_S)
     for rank, value in zip(left, values, strict=True):
         assert [event[:3] for event in value["events"]] == [
             event[:3] for event in values[0]["events"]
         ]
-        assert value["losses"] == expected[rank]["losses"]
-        assert value["hashes"] == expected[rank]["hashes"]
+        assert expected[rank].value is not None, expected[rank].output
+        assert value["losses"] == expected[rank].value["losses"]
+        assert value["hashes"] == expected[rank].value["hashes"]
     assert schedule[-1][1] == left
     assert len(values[0]["losses"]) == STEPS
 
@@ -55,32 +59,30 @@ def check_against_replay(ended: list[Ended], world4: Pool, form: str, dead: set[
     ],
     ids=str,
 )
-def test_ranks_that_end(forked: Forked, world4: Pool, form: str, faults: list[Fault]):
+def test_ranks_that_end(forked: Forked, form: str, faults: list[Fault]):
     ended = run_job(forked, form, faults)
-    check_against_replay(ended, world4, form, {fault[0] for fault in faults})
+    check_against_replay(ended, forked, form, {fault[0] for fault in faults})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["agree", "regroup", "build", "exchange", "confirm"])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_a_second_rank_ends_while_the_others_recover(
-    forked: Forked, world4: Pool, place: str, rank: int
-):
+def test_a_second_rank_ends_while_the_others_recover(forked: Forked, place: str, rank: int):
     faults = [(0, 2, "backward", "kill"), (rank, 2, place, "kill")]
     ended = run_job(forked, "ddp", faults)
-    check_against_replay(ended, world4, "ddp", {0, rank})
+    check_against_replay(ended, forked, "ddp", {0, rank})
 
 
-def test_a_step_that_raises_is_taken_again(forked: Forked, world4: Pool):
+def test_a_step_that_raises_is_taken_again(forked: Forked):
     ended = run_job(forked, "tp", [(1, 3, "forward", "raise")])
-    check_against_replay(ended, world4, "tp", set())
+    check_against_replay(ended, forked, "tp", set())
     assert [event[:3] for event in ended[0].value["events"]] == [[3, [], [0, 1, 2, 3]]]
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_ended(forked: Forked, world4: Pool):
+def test_a_stopped_rank_is_ended(forked: Forked):
     ended = run_job(forked, "ddp", [(2, 2, "forward", "stop")], SHARDMESH_STALL_TIMEOUT_S="5")
-    check_against_replay(ended, world4, "ddp", {2})
+    check_against_replay(ended, forked, "ddp", {2})
 
 
 @pytest.mark.slow
@@ -94,11 +96,19 @@ def test_a_step_that_fails_twice_ends_the_job(forked: Forked):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_twice_is_left_out(forked: Forked, world4: Pool):
+def test_a_rank_that_fails_twice_is_left_out(forked: Forked):
     faults = [(1, 2, "data", "raise"), (1, 4, "forward", "raise")]
     ended = run_job(forked, "ddp", faults)
-    check_against_replay(ended, world4, "ddp", {1})
+    check_against_replay(ended, forked, "ddp", {1})
     assert "ElasticJobError: rank 1 failed 2 times, and must leave" in ended[1].output
+
+
+@pytest.mark.slow
+def test_parts_that_are_lost_come_from_the_newest_checkpoint(forked: Forked, tmp_path: Path):
+    """All go back to the step of the checkpoint: 2, though 3 were committed."""
+    ended = run_job(forked, "fsdp", [(2, 3, "backward", "kill")], str(tmp_path))
+    check_against_replay(ended, forked, "fsdp", {2})
+    assert ended[0].value["events"][0][0] == 2
 
 
 @pytest.mark.slow
