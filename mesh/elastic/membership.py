@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 _KEYS = "shardmesh/elastic"
 _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
-_CONNECT_S = 20.0  # for the groups of an epoch, of which all members are known to be there
+# to connect ranks that are known to be there; less than SHARDMESH_EXIT_S, which ends processes
+_CONNECT_S = 8.0
 _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
 _jobs: Counter[str] = Counter()  # how many there were in a world, by its name
@@ -106,9 +108,10 @@ class Membership:
         self._failed: Counter[tuple[int, str]] = Counter()  # by step and reason
         self._failed_ranks: Counter[int] = Counter()
         self._gone: set[int] = set()
-        self._backend = dist.get_backend_config() if dist.is_initialized() else "gloo"
+        self._backend = _backend_of_default_group()
         self.member = protocol.first_member(world.rank, range(world.size), 0, write)
         self._world_members = self.member.members  # by their ranks in the current world
+        self._prepare()
         self._store, address = serve_store()
         self._connection: tuple[int, Connection] | None = None
         self._infos, self._addresses = self._introduce(address)
@@ -203,8 +206,9 @@ class Membership:
             self._failure = Failure(rank if rank in ranks else -1, step, reason)
 
     def agree(self) -> Decision | None:
-        """interrupted -> RESTORE: return the decision of the members that are left; None if one of
-        them says that all have finished.
+        """interrupted -> RESTORE: return the decision of the members that are left.
+
+        None if one of them says that all have finished.
 
         Raises:
             ElasticJobError: too few members are left, or the step has failed twice for the same
@@ -373,7 +377,14 @@ class Membership:
         self._monitor = monitor_of(self.world)
         if self.world.size > 1 and self._monitor is None:
             raise ElasticJobError("the monitor could not be started again, and tells who is lost")
+        self._prepare()
         return self.world
+
+    def _prepare(self) -> None:
+        """Let waits of this world that nothing interrupts end before their process is ended."""
+        self.world.connect_s = _CONNECT_S
+        if self._monitor is not None:
+            self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
 
     def _wait_for_members(self) -> None:
         """Wait until all members have adopted the decision. Raises: StoreGoneError."""
@@ -414,3 +425,12 @@ class Membership:
         if self._connection is not None:
             self._connection[1].close()
             self._connection = None
+
+
+def _backend_of_default_group() -> str:
+    """Return the backend with which the default group is started again."""
+    if not dist.is_initialized():
+        return "gloo"
+    config = dist.get_backend_config()
+    names = {part.rpartition(":")[2] for part in config.split(",")}
+    return names.pop() if len(names) == 1 else config

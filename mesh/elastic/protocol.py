@@ -378,8 +378,9 @@ def adopt(member: Member, decision: Decision) -> Member:
 
 
 def go_back(member: Member, step: int) -> Member:
-    """RESTORE -> RESTORE: parts of the decided version are lost, and all members load one of `step`
-    from a checkpoint.
+    """RESTORE -> RESTORE: all members load the version of `step` from a checkpoint.
+
+    Parts of the decided version are lost.
     """
     _check(member, Phase.RESTORE)
     if member.decision is None or not member.decision.lost:

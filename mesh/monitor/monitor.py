@@ -167,8 +167,7 @@ class Monitor(Job):
         termination.set_deadline(self, False)
 
     def suspend(self) -> None:
-        """Stop comparing ranks and ending this process: the program goes on in spite of the
-        verdict, without the ranks that are lost.
+        """Stop comparing ranks and ending this process: the program goes on after the verdict.
 
         Other ranks still see this one, until `close`.
         """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 import weakref
@@ -51,8 +52,10 @@ def group_timeout(backends: str) -> timedelta | None:
 def connect_timeout(seconds: float) -> timedelta:
     """Return a timeout for connecting the ranks of a group, until `manage` sets that of its waits.
 
-    No more than the time after which a rank counts as stalled.
+    No more than the time after which a rank counts as stalled, if it is limited at all.
     """
+    if seconds == math.inf:
+        return ON_HOST
     return timedelta(seconds=min(seconds, settings().timeout))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -174,6 +175,8 @@ class ProcessGroup(Group):
         timeout = (
             timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
         )
+        if timeout is timeouts.ON_HOST and isinstance(self.world, ProcessWorld):
+            timeout = timeouts.connect_timeout(self.world.connect_s)
         backends = without_host(dist.get_backend_config()) if name is None else name
         try:
             handle = new_group(
@@ -416,6 +419,8 @@ class ProcessWorld(World):
     Attributes:
         job: a name of the default group, the same on all ranks and different for each that is
             started; "" if it has no store.
+        connect_s: seconds for the ranks of a new group of gloo to connect, once all are known to be
+            there; as long as it takes by default.
     """
 
     monitor: Monitor | None
@@ -427,6 +432,7 @@ class ProcessWorld(World):
         # torch's meshes, and the DeviceMesh of each
         self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
+        self.connect_s = math.inf
         if default is not None and size > 1:
             self._start_monitor()
 

@@ -11,6 +11,7 @@ a failure, anywhere in it        the members agree, build the state on a new mes
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import traceback
@@ -32,6 +33,7 @@ from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
 from ...mesh.launch.environment import launch_environment
 from ...mesh.monitor import termination
+from ...mesh.text import ranks_text
 from ..checkpoint.agreement import CheckpointError
 from ..checkpoint.load import load
 from ..checkpoint.save import save
@@ -40,6 +42,9 @@ from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .recovery import StateLostError, recover
 from .snapshot import missing_parts, optimizers_of, refuse_pipelines, snapshot, whole_copy
+from .spares import with_empty_parts, without_parts
+
+_log = logging.getLogger(__name__)
 
 Build = Callable[[DeviceMesh], Any]
 MakeMesh = Callable[[int], DeviceMesh]
@@ -84,8 +89,9 @@ class _StepGivenUpError(Exception):
 
 
 class ElasticJob:
-    """ElasticJob(build, make_mesh=make_mesh): state that survives the loss of ranks, for a loop of
-    your own.
+    """ElasticJob(build, make_mesh=make_mesh): state that survives the loss of ranks.
+
+    `run` is a loop around it, and this is for a loop of your own:
 
         job = sm.elastic.ElasticJob(build, make_mesh=make_mesh)
         while job.step < 1000:
@@ -102,9 +108,11 @@ class ElasticJob:
     Args:
         build: makes what lives on a mesh, from scratch: a tree of modules, optimizers and other
             objects with `state_dict`, tensors, numbers. Called again after each loss.
-        make_mesh: returns the mesh for so many ranks, of all or of the lowest of them. Ranks beyond
-            it are spares until the next loss: they take no steps.
+        make_mesh: (n) -> the mesh of ranks 0 to n - 1, or of some of them: n is how many are there,
+            less the spares. Where ranks are left out, write `DeviceMesh(device_type, ranks)`, since
+            `init_device_mesh` takes all.
         min_ranks: with fewer left the job ends.
+        spares: how many ranks wait outside of the mesh until they take the place of lost ones.
         checkpoint: the folder of the job's checkpoints, which `save` writes. If there is a complete
             one, the job begins with the newest; and it goes back to it when ranks are lost that
             held what no other one has.
@@ -131,10 +139,18 @@ class ElasticJob:
         *,
         make_mesh: MakeMesh,
         min_ranks: int = 1,
+        spares: int = 0,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
+        size = _world_size()
+        self._most_ranks = size - spares
+        if self._most_ranks < max(1, min_ranks):
+            raise ValueError(
+                f"{size} ranks with spares={spares} and min_ranks={min_ranks}: start more, or keep "
+                "fewer as spares"
+            )
         self._build, self._make_mesh, self._checkpoint = build, make_mesh, checkpoint
-        self.mesh = make_mesh(_world_size())
+        self.mesh = self._mesh_of(size)
         self.state: Any = build(self.mesh)
         refuse_pipelines(self.state)
         self.losses: list[float] = []
@@ -143,7 +159,9 @@ class ElasticJob:
         write = _kind_of_write(optimizers_of(self.state))
         self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
         self._trees: dict[Copy, Any] = {}
-        self._layouts: dict[int, Any] = {}  # a tree of each epoch, for the boxes in it
+        # by epoch: a tree, for the boxes in it, and its mesh
+        self._layouts: dict[int, Any] = {}
+        self._meshes: dict[int, DeviceMesh] = {}
         self._attempt: Attempt | None = None
         self._is_completing = False
         self.first_step = 0
@@ -158,9 +176,22 @@ class ElasticJob:
         termination.set_interruptible(False)
         self._begin_epoch()
 
+    def _mesh_of(self, size: int) -> DeviceMesh:
+        """Return the mesh for a world of this size, and log which ranks are left out."""
+        mesh = self._make_mesh(min(size, self._most_ranks))
+        outside = sorted(set(range(size)) - set(mesh.ranks.ravel().tolist()))
+        if outside and current_world().rank == 0:
+            _log.info("%s: %s wait as spares", mesh, ranks_text(outside))
+        return mesh
+
     @property
     def step(self) -> int:
         return self._members.member.step
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank is outside of the mesh: its attempts do nothing but vote."""
+        return self.mesh.coordinate is None
 
     @property
     def rank(self) -> int:
@@ -184,6 +215,7 @@ class ElasticJob:
         member = self._members.member
         self._trees = {member.current: self._snapshot()}
         self._layouts = {member.epoch: self._trees[member.current]}
+        self._meshes = {member.epoch: self.mesh}
 
     def _snapshot(self) -> Any:
         return snapshot({"state": self.state, "random": RandomState()})
@@ -400,10 +432,12 @@ class ElasticJob:
             raise RuntimeError("there is no decision to go on from")
         world = members.regroup()
         with termination.interruptible(True):
-            mesh = self._make_mesh(world.size)
+            mesh = self._mesh_of(world.size)
             state = self._build(mesh)
             like = {"state": state, "random": RandomState()}
             self._layouts[member.epoch] = snapshot(like)
+            self._meshes[member.epoch] = mesh
+            self._tell_spares(decision)
             if decision.lost:
                 recovered = self._recover_from_checkpoint(decision, like)
             else:
@@ -416,8 +450,30 @@ class ElasticJob:
         del self.losses[current.step - self.first_step :]
         self._begin_epoch()
 
+    def _tell_spares(self, decision: Decision) -> None:
+        """Let ranks that were outside of the mesh have the state but for parts, and the losses."""
+        source = decision.source
+        mesh = self._meshes[source.epoch]
+        inside = {source.members[number] for number in mesh.ranks.ravel().tolist()}
+        members = decision.members
+        providers = [rank for rank in members if rank in inside]
+        if not providers or inside.issuperset(members):
+            return
+        told: Any = None
+        tree = self._trees[source]
+        if self.rank == providers[0]:
+            told = without_parts(tree, mesh), self.losses
+        group = current_world().group(range(len(members)))
+        sent, losses = facts_of(group, members.index(providers[0]), told)
+        if self.rank not in inside:
+            self._trees[source] = with_empty_parts(sent, mesh, tree)
+            self.losses = losses
+
     def _recover_from_checkpoint(self, decision: Decision, like: Any) -> Any:
-        """Return `like` with the newest checkpoint: parts of the decided version are lost."""
+        """Return `like` with the newest checkpoint: parts of the decided version are lost.
+
+        If it is of the same step, only these are read.
+        """
         newest = self._newest_checkpoint()
         if newest is None or self._checkpoint is None:
             source = decision.source
@@ -430,7 +486,12 @@ class ElasticJob:
                 f"axis of the mesh: {', '.join(lost[:_SHOWN])}{more}",
                 {},
             )
-        self._members.member = protocol.go_back(self._members.member, newest)
+        member = self._members.member
+        if newest == decision.source.step and decision.source in self._trees:
+            alive = [decision.source.members.index(rank) for rank in member.members]
+            tree = self._trees[decision.source]
+            return recover(tree, like, alive, checkpoint=self._checkpoint, step=newest)
+        self._members.member = protocol.go_back(member, newest)
         return load(self._checkpoint, like, step=newest)
 
     # -- the end -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def run(
     make_mesh: MakeMesh,
     steps: int,
     min_ranks: int = 1,
+    spares: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: int | None = None,
@@ -60,6 +61,7 @@ def run(
         make_mesh: (number of ranks) -> mesh.
         steps: how many.
         min_ranks: with fewer left the job ends.
+        spares: how many ranks wait until they take the place of lost ones: see `ElasticJob`.
         checkpoint: the folder of checkpoints: see `ElasticJob`.
         save_every: save one after so many steps; None for none.
         keep: how many to keep, as for `sm.checkpoint.save`; all by default.
@@ -76,13 +78,16 @@ def run(
         raise ValueError(
             f"run(save_every={save_every}): write a positive number of steps, and checkpoint=folder"
         )
-    job = ElasticJob(build, make_mesh=make_mesh, min_ranks=min_ranks, checkpoint=checkpoint)
+    job = ElasticJob(
+        build, make_mesh=make_mesh, min_ranks=min_ranks, spares=spares, checkpoint=checkpoint
+    )
     try:
         while job.step < steps:
             before = job.step
             with job.attempt() as attempt:
-                batch = data(job.step, job.mesh)
-                attempt.loss = step(job.state, batch, job.mesh)
+                if not job.is_spare:
+                    batch = data(job.step, job.mesh)
+                    attempt.loss = step(job.state, batch, job.mesh)
             if save_every is not None and job.step > before and job.step % save_every == 0:
                 job.save(keep=keep)
         job.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ faults = Faults(-1, [])
 class Momentum(torch.optim.Optimizer):
     """Writes one parameter after the other, so that a rank can fail between two of them."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
 
     @torch.no_grad()
@@ -111,16 +111,16 @@ class Model(nn.Module):
 
 
 def ddp(mesh: sm.DeviceMesh) -> nn.Module:
-    return sm.parallel.data_parallel(Model(), mesh)
+    return sm.parallel.data_parallel(Model(), mesh, src_data_rank=None)
 
 
 def hsdp(mesh: sm.DeviceMesh) -> nn.Module:
-    return sm.parallel.fully_shard(Model(), mesh)
+    return sm.parallel.fully_shard(Model(), mesh, src_data_rank=None)
 
 
 def tp(mesh: sm.DeviceMesh) -> nn.Module:
     plan = {"first": sm.parallel.colwise(axis="t"), "last": sm.parallel.rowwise(axis="t")}
-    return sm.parallel.parallelize(Model(), mesh, plan)
+    return sm.parallel.parallelize(Model(), mesh, plan, src_data_rank=None)
 
 
 FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], nn.Module], tuple[str, ...]]] = {
@@ -128,6 +128,7 @@ FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], nn.Module], tuple[str, ...]]] =
     "hsdp": (hsdp, ("r", "s")),
     "fsdp": (hsdp, ("s",)),
     "tp": (tp, ("d", "t")),
+    "two": (hsdp, ("r", "s")),  # with two optimizers
 }
 
 
@@ -146,7 +147,11 @@ def build(form: str, mesh: sm.DeviceMesh) -> dict[str, Any]:
     torch.manual_seed(7)
     faults.reach("build")
     model = FORMS[form][0](mesh)
-    return {"model": model, "optimizer": Momentum(model.parameters())}
+    parameters = list(model.parameters())
+    if form == "two":
+        first, second = parameters[:3], parameters[3:]
+        return {"model": model, "optimizers": [Momentum(first), Momentum(second)]}
+    return {"model": model, "optimizers": [Momentum(parameters)]}
 
 
 def batch_of(index: int, mesh: sm.DeviceMesh) -> tuple[Any, ...]:
@@ -161,10 +166,12 @@ def batch_of(index: int, mesh: sm.DeviceMesh) -> tuple[Any, ...]:
 def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMesh) -> float:
     x, y = batch
     loss = ((Backward.apply(state["model"](x)) - y) ** 2).mean()
-    state["optimizer"].zero_grad()
+    for optimizer in state["optimizers"]:
+        optimizer.zero_grad()
     loss.backward()
     value = loss.item()
-    state["optimizer"].step()
+    for optimizer in state["optimizers"]:
+        optimizer.step()
     faults.reach("after")
     return value
 
@@ -183,11 +190,14 @@ def hashes(state: Any) -> dict[str, str]:
 # -- programs --------------------------------------------------------------------------------------
 
 
-def train(form: str, planned: Sequence[Fault], checkpoint: str = "") -> dict[str, Any]:
+def train(
+    form: str, planned: Sequence[Fault], checkpoint: str = "", spares: int = 0
+) -> dict[str, Any]:
     """Train as an elastic job; return losses, events and hashes of the state.
 
     Args:
         checkpoint: the folder to save into after every other step.
+        spares: how many ranks wait.
     """
     global faults
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -205,6 +215,7 @@ def train(form: str, planned: Sequence[Fault], checkpoint: str = "") -> dict[str
         batch_of,
         make_mesh=make_mesh,
         steps=STEPS,
+        spares=spares,
         checkpoint=checkpoint or None,
         save_every=2 if checkpoint else None,
     )
@@ -242,15 +253,17 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
     changes: dict[int, Any] = dict(map(tuple, schedule))
     sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     ranks = changes.pop(0)
+    if dist.get_rank() not in ranks:
+        return {}
     mesh = mesh_over(form, ranks)
     state = build(form, mesh)
     losses: list[float] = []
     for step in range(STEPS):
         if step in changes:
-            before, ranks = ranks, changes[step]
-            mesh = mesh_over(form, ranks)
-            state = sm.elastic.recover(state, build(form, mesh), alive=before)
+            ranks = changes[step]
             if dist.get_rank() not in ranks:
                 return {}
+            mesh = mesh_over(form, ranks)
+            state = sm.elastic.recover(state, build(form, mesh), alive=ranks)
         losses.append(train_step(state, batch_of(step, mesh), mesh))
     return {"losses": losses, "hashes": hashes(state)}
