@@ -384,7 +384,7 @@ def _as_stored(
         if isinstance(own, ShardedTensor) and own.shape == entry.shape:
             layout: Layout | None = own._layout
         else:
-            layout = like.layout_of(inner, entry.shape)
+            layout = like.layout_of(inner, entry.shape, entry.is_sharded)
         return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
@@ -399,7 +399,7 @@ def _layouts_of(owner: Any) -> Any:
     return (
         optimizer_layouts(dict(enumerate(parameters_of(owner))))
         if isinstance(owner, Optimizer)
-        else lambda path, shape: None
+        else lambda path, shape, is_sharded=False: None
     )
 
 
