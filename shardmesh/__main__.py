@@ -11,6 +11,7 @@ from shardmesh.mesh.doctor import command as doctor_command
 from shardmesh.mesh.launch import run_command
 from shardmesh.mesh.monitor.ledger import command as ledger_command
 from shardmesh.mesh.text import shortened
+from shardmesh.sharding.checkpoint import convert_command
 from shardmesh.sharding.debug import plan_command
 
 PROG = "python -m shardmesh"
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog=PROG,
         description="Sharded tensors on N-D device meshes.",
-        epilog=f"examples:\n{run_command.EXAMPLE}{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}",
+        epilog=f"examples:\n{run_command.EXAMPLE}{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}{convert_command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan_command.add_to(commands)
     doctor_command.add_to(commands)
     ledger_command.add_to(commands)
+    convert_command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if "run" not in parsed:
         parser.print_help()
