@@ -11,6 +11,7 @@ from shardmesh.mesh.doctor import command as doctor_command
 from shardmesh.mesh.monitor.ledger import command as ledger_command
 from shardmesh.mesh.text import shortened
 from shardmesh.sharding.debug import plan_command
+from shardmesh.sharding.tune import command as tune_command
 
 _LONGEST = 1000  # characters of an error
 
@@ -31,11 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="python -m shardmesh",
         description="Sharded tensors on N-D device meshes.",
-        epilog=f"examples:\n{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}",
+        epilog=f"examples:\n{plan_command.EXAMPLE}{tune_command.EXAMPLE}{doctor_command.EXAMPLE}"
+        f"{ledger_command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")
     plan_command.add_to(commands)
+    tune_command.add_to(commands)
     doctor_command.add_to(commands, plan_command.parse_mesh)
     ledger_command.add_to(commands)
     parsed = parser.parse_args(arguments)
