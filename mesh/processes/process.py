@@ -298,9 +298,7 @@ class ProcessGroup(Group):
         self._connect(handle, x)
         if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-        # gloo supports other devices in collectives only.
-        needs_host_memory = x.device.type != "cpu" and _is_gloo(handle, x.device)
-        if needs_host_memory:
+        if _needs_host_memory(handle, x.device):
             arrived = torch.empty_like(out, device="cpu")
             work = self._start_messages(handle, arrived, x.cpu(), dst, src)
             if src is not None:
@@ -396,6 +394,14 @@ class ProcessGroup(Group):
             return handle.bound_device_id
         kind = sorted(types)[0]
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the backend sends and receives host memory only.
+
+    gloo supports other devices in collectives only.
+    """
+    return device.type != "cpu" and _is_gloo(handle, device)
 
 
 def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:

@@ -384,7 +384,7 @@ def _as_stored(
         if isinstance(own, ShardedTensor) and own.shape == entry.shape:
             layout: Layout | None = own._layout
         else:
-            layout = like.layout_of(inner, entry.shape)
+            layout = like.layout_of(inner, entry.shape, entry.is_sharded)
         if layout is None:  # a plain tensor of any shape, on the device of the object's own
             return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
         return layout.replace(dtype=entry.dtype)
@@ -396,7 +396,7 @@ def _layouts_of(owner: Any) -> Any:
     return (
         optimizer_layouts(dict(enumerate(parameters_of(owner))))
         if isinstance(owner, Optimizer)
-        else lambda path, shape: None
+        else lambda path, shape, is_sharded=False: None
     )
 
 

@@ -7,7 +7,7 @@ number generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout.layout import Layout
+from ..layout.spec import P
 from ..ops.torch_compile import ORIGINAL
 from ..tensor.random import get_rng_state, set_rng_state
 from ..tensor.sharded_tensor import ShardedTensor
-from .tree import PartialModel, Path, PerRank, StoredDict, ties
+from .tree import LayoutOf, PartialModel, Path, PerRank, StoredDict, ties
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _WRAPPED = (ORIGINAL, _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
@@ -192,25 +193,23 @@ def _state_by_number(
     }
 
 
-def optimizer_layouts(
-    parameters: Mapping[Any, Tensor],
-) -> Callable[[Path, Sequence[int]], Layout | None]:
+def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> LayoutOf:
     """Return the layout function of optimizer state.
 
-    The layout is that of the parameter if shapes are equal, else whole on every rank.
+    The layout is that of the parameter if shapes are equal. Tensors of other shapes are whole and
+    plain; those that are known to be ShardedTensors, as of Adafactor and LBFGS, are replicated on
+    the parameter's mesh, as `new_zeros` makes them.
     """
 
-    def layout_of(path: Path, shape: Sequence[int]) -> Layout | None:
-        parameter = (
-            parameters.get(_key(path[1], parameters))
-            if len(path) == 3 and path[0] == "state"
-            else None
-        )
-        return (
-            parameter._layout
-            if isinstance(parameter, ShardedTensor) and tuple(shape) == tuple(parameter.shape)
-            else None
-        )
+    def layout_of(path: Path, shape: Sequence[int], is_sharded: bool = False) -> Layout | None:
+        if len(path) < 3 or path[0] != "state":
+            return None
+        parameter = parameters.get(_key(path[1], parameters))
+        if not isinstance(parameter, ShardedTensor):
+            return None
+        if len(path) == 3 and tuple(shape) == tuple(parameter.shape):
+            return parameter._layout
+        return Layout.of(parameter.mesh, P(), shape, parameter.dtype) if is_sharded else None
 
     return layout_of
 

@@ -90,14 +90,22 @@ class PartialModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
+class LayoutOf(Protocol):
+    """The layout of a tensor of a `StoredDict`; None for one that is whole and plain."""
+
+    def __call__(
+        self, path: Path, shape: Sequence[int], is_sharded: bool = False
+    ) -> Layout | None: ...
+
+
 class StoredDict(dict[Any, Any]):
-    """A dict of a checkpoint's leaves; `layout_of(path in it, shape)` gives tensors' layouts."""
+    """A dict of a checkpoint's leaves; `layout_of(path in it, shape, whether it is known to be a
+    ShardedTensor)` gives tensors' layouts.
+    """
 
-    layout_of: Callable[[Path, Sequence[int]], Layout | None]
+    layout_of: LayoutOf
 
-    def __init__(
-        self, items: Mapping[Any, Any], layout_of: Callable[[Path, Sequence[int]], Layout | None]
-    ) -> None:
+    def __init__(self, items: Mapping[Any, Any], layout_of: LayoutOf) -> None:
         super().__init__(items)
         self.layout_of = layout_of
 

@@ -171,7 +171,8 @@ def _old_state(state: Any, world: World) -> _Old:
         if isinstance(leaf, PerRank):
             entries[own_name(name, world.rank)] = StoredLeaf(None, None)
         elif isinstance(leaf, Tensor):
-            entries[name] = StoredLeaf(leaf.shape, leaf.dtype)
+            is_sharded = isinstance(leaf, ShardedTensor)
+            entries[name] = StoredLeaf(leaf.shape, leaf.dtype, is_sharded=is_sharded)
         else:
             entries[name] = StoredLeaf(None, None)
         if isinstance(leaf, ShardedTensor):

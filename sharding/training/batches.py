@@ -17,7 +17,9 @@ from ..tensor.mesh_arguments import mesh_and_spec
 from ..tensor.part_shapes import lengths_along
 from ..tensor.process_data import make_array_from_process_local_data
 from .buckets import Buckets, Pad
+from .global_batches import GlobalBatchSampler
 from .sampler import DistributedSampler
+from .stream import DistributedStream
 
 
 def batches(
@@ -38,9 +40,9 @@ def batches(
     ranks take the same number of steps.
 
     Args:
-        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or any
-            iterable of this rank's batches, which must be the same on ranks that differ only along
-            other axes.
+        loader: a DataLoader with a `DistributedSampler` or a `GlobalBatchSampler` along the axes of
+            the batch dim, or of a `DistributedStream`; or any iterable of this rank's batches,
+            which must be the same on ranks that differ only along other axes.
         mesh: the mesh; optional if one is set: `batches(loader, P("dp"))`.
         spec: the spec of a batch: dim 0, the batch dim, is split over the axes along which ranks
             load different rows. If other dims are split, as in P("dp", "cp"), each rank loads them
@@ -60,7 +62,7 @@ def batches(
             bucket. On one rank: a tensor whose number of rows is not the number of samples in the
             batch.
 
-    Communication: with a `DistributedSampler`, none. With other loaders that of `uneven_inputs`,
+    Communication: with one of the two samplers, none. With other loaders that of `uneven_inputs`,
         and one small all_gather per batch over the axes of the batch dim. With buckets one more.
 
     Example:
@@ -102,8 +104,13 @@ class Batches:
         self._axes = spec.dims[0] if spec.dims else ()
         mesh.size(self._axes) if self._axes else None
         self._sampler = _sampler_of(loader)
+        self._stream = _stream_of(loader)
         if self._sampler is not None:
-            _check_sampler(self._sampler, mesh, self._axes)
+            _check_sampler("sampler", "DistributedSampler(dataset", self._sampler, mesh, self._axes)
+        if self._stream is not None:
+            made_by = "DistributedStream(dataset, batch_size"
+            _check_sampler("stream", made_by, self._stream, mesh, self._axes)
+            _check_stream(self._stream, loader)
 
     def __len__(self) -> int:
         """Return the number of batches of the next iteration.
@@ -136,6 +143,8 @@ class Batches:
     def _rows(self) -> list[tuple[int, ...]]:
         """Return by step the number of rows of each rank along the axes of the batch dim."""
         loader: Any = self.loader
+        if isinstance(loader.batch_sampler, GlobalBatchSampler):
+            return loader.batch_sampler.rows()
         size = loader.batch_size
         lengths = loader.sampler.lengths()
         if loader.drop_last:
@@ -145,13 +154,25 @@ class Batches:
 
     def _with_exchanged_sizes(self) -> Iterator[Any]:
         """Yield batches if ranks have to exchange their numbers of rows."""
+        if self._stream is not None:
+            self._stream.begin()
         if not self._axes:
             for batch in self.loader:
-                yield self._to_sharded(batch, (), _row_count(batch))
-            return
-        for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
-            rows = _row_count(batch)
-            yield self._to_sharded(batch, lengths_along(self.mesh, self._axes, rows), rows)
+                rows = _row_count(batch)
+                yield self._counted(self._to_sharded(batch, (), rows), rows)
+        else:
+            for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
+                rows = _row_count(batch)
+                lengths = lengths_along(self.mesh, self._axes, rows)
+                yield self._counted(self._to_sharded(batch, lengths, rows), sum(lengths))
+        if self._stream is not None:
+            self._stream.finish()
+
+    def _counted(self, batch: Any, samples: int) -> Any:
+        """Count the samples of a batch before the loop's body, which may save the position."""
+        if self._stream is not None:
+            self._stream.advance(samples)
+        return batch
 
     def _to_sharded(self, batch: Any, sizes: Sequence[int], own_rows: int) -> Any:
         """Return the batch with arrays as sharded tensors.
@@ -183,16 +204,40 @@ class Batches:
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """Return the loader's sampler, if it is a `DistributedSampler` of this library."""
-    is_distributed = (
-        isinstance(loader, DataLoader)
-        and loader.batch_size is not None
-        and isinstance(loader.sampler, DistributedSampler)
+    """Return the `DistributedSampler` of a loader, also that of its `GlobalBatchSampler`."""
+    if not isinstance(loader, DataLoader):
+        return None
+    if isinstance(loader.batch_sampler, GlobalBatchSampler):
+        return loader.batch_sampler.sampler
+    is_distributed = loader.batch_size is not None and isinstance(
+        loader.sampler, DistributedSampler
     )
     return loader.sampler if is_distributed else None  # type: ignore[return-value]
 
 
-def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+def _stream_of(loader: Any) -> DistributedStream | None:
+    """Return the dataset of a loader, if it is a `DistributedStream`."""
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, DistributedStream)
+    return loader.dataset if is_stream else None  # type: ignore[return-value]
+
+
+def _check_stream(stream: DistributedStream, loader: Any) -> None:
+    """Raise a ValueError if the loader has batches of another size than the stream."""
+    if loader.batch_size != stream.batch_size:
+        raise ValueError(
+            f"batches: the loader has batch_size={loader.batch_size}, but its DistributedStream "
+            f"has batch_size={stream.batch_size}, by which it divides samples among workers; give "
+            "both the same"
+        )
+
+
+def _check_sampler(
+    kind: str,
+    made_by: str,
+    sampler: DistributedSampler | DistributedStream,
+    mesh: DeviceMesh,
+    axes: tuple[str, ...],
+) -> None:
     """Raise a ValueError if the sampler is not for the ranks along the axes."""
     ranks = mesh.size(axes) if axes else 1
     place = mesh.index_along(axes)
@@ -202,8 +247,8 @@ def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[st
             f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}"
         )
         raise ValueError(
-            f"batches: the sampler is for {dealt}, but the batch dim is split over {ranks} along "
-            f"{axes} of {mesh!r}; make it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
+            f"batches: the {kind} is for {dealt}, but the batch dim is split over {ranks} along "
+            f"{axes} of {mesh!r}; make it with {made_by}, mesh=mesh, axes={axes})"
         )
 
 

@@ -9,7 +9,11 @@ Conversations are written out by the tokenizer's chat template.
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...mesh.text import shortened
@@ -27,6 +31,42 @@ _FORMS = (
     '{"text": "..."}, {"prompt": "...", "completion": "..."} or '
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Any]:
+    """read_records(path) -> the records of a file, for `tokenize`.
+
+    Args:
+        path: a file of JSON lines, *.jsonl, with a record in each line; or any other text, whose
+            paragraphs, with empty lines between, are records.
+
+    Raises:
+        ValueError: a line that is not JSON, or no records; the text names file and line.
+        OSError: the file cannot be read.
+
+    Communication: none.
+
+    Example:
+        >>> records = sm.training.read_records("chat.jsonl")
+        >>> documents = [sm.training.tokenize(record, tokenizer) for record in records]
+    """
+    path = Path(path)
+    text = path.read_text(encoding="utf-8")
+    records: list[Any] = []
+    if path.suffix != ".jsonl":
+        records = [part.strip("\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    records.append(json.loads(line))
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"{path}, line {number} is not JSON: {shortened(error)}"
+                    ) from None
+    if not records:
+        raise ValueError(f"{path} has no records: it is empty")
+    return records
 
 
 def tokenize(

@@ -95,12 +95,20 @@ class DistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the epoch, after `load_state_dict` of the rest of it."""
-        yield from self._order()[self._start : self._stop].tolist()[self.rank :: self.num_replicas]
-        self._start = 0
+        yield from self.remaining()[self.rank :: self.num_replicas]
+        self.iterated()
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in the next iteration."""
         return self.lengths()[self.rank]
+
+    def remaining(self) -> list[int]:
+        """Return the samples of all ranks in the next iteration, in order."""
+        return self._order()[self._start : self._stop].tolist()
+
+    def iterated(self) -> None:
+        """Let a further iteration of the epoch give all of its samples."""
+        self._start = 0
 
     def lengths(self) -> list[int]:
         """Return the number of samples of each rank in the next iteration."""

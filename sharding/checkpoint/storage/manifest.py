@@ -56,11 +56,15 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf: shape, dtype and pieces of a tensor, or the one piece of another value."""
+    """A leaf: shape, dtype and pieces of a tensor, or the one piece of another value.
+
+    `is_sharded`: whether it is known to be of a `ShardedTensor`; files do not say.
+    """
 
     shape: torch.Size | None
     dtype: torch.dtype | None
     pieces: list[StoredPiece] = field(default_factory=list)
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardmesh.mesh.monitor.diagnosis.members import agree, read_members
 from tests.forked import Ended, Forked
 from tests.mesh.monitor import step_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
+from tests.tiers import slow
 
 # -- simulated ranks -------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ def test_messages_of_other_steps(forked: Forked) -> None:
     assert all("received" in output for output in outputs(forked(programs.sends_ahead, 2, 2)))
 
 
-@pytest.mark.parametrize("how", ["returns", "raises"])
+@pytest.mark.parametrize("how", [slow("returns"), "raises"])
 def test_idle_rank_is_not_late(forked: Forked, how: str) -> None:
     """Neither the monitor's timeout nor that of the program's process groups ends the wait, which
     is longer than both.

@@ -31,6 +31,7 @@ def two(tmp_path) -> list[DrivenRank]:
     return driven_ranks(tmp_path, 2)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["communicates", "computes"])
 def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
     ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="3")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmesh.sharding.training.chat import tokenize
+from shardmesh.sharding.training.chat import read_records, tokenize
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -135,3 +135,29 @@ def test_a_template_that_rewrites_the_beginning_is_refused():
 def test_a_tokenizer_without_offsets_is_refused():
     with pytest.raises(ValueError, match="ByT5Tokenizer does not say which characters"):
         tokenize("text", transformers.ByT5Tokenizer())
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_records_of_files(tmp_path):
+    lines, text = tmp_path / "chat.jsonl", tmp_path / "text.txt"
+    lines.write_text('{"text": "a\\u2028b"}\n\n"c"\n', encoding="utf-8")
+    text.write_text("one\ntwo\n\n \n  three\n\n", encoding="utf-8")
+    assert read_records(lines) == [{"text": "a\u2028b"}, "c"]
+    assert read_records(str(text)) == ["one\ntwo", "  three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", "\n\n", "has no records"),
+        ("a.txt", "", "has no records"),
+    ],
+)
+def test_files_without_records(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_records(tmp_path / name)

@@ -222,9 +222,12 @@ def test_the_loss_is_that_of_the_documents_one_by_one(attention):
             sampler=sm.training.DistributedSampler(rows, mesh=mesh, axes="fsdp"),
         )
         (batch,) = sm.training.batches(loader, mesh, P("fsdp"))
-        return sharded(**batch, use_cache=False).loss.item()
+        return sm.training.evaluate_loss(sharded, [batch])
 
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     assert len(rows) < len(documents)
     assert reference(**batch, use_cache=False).loss.item() == pytest.approx(total / count, 1e-5)
     assert sm.simulate(4)(program)()[0] == pytest.approx(total / count, 1e-5)
+    one_by_one = [{name: x[None] for name, x in row.items()} for row in rows]
+    loss = sm.training.evaluate_loss(reference, one_by_one)
+    assert loss == pytest.approx(total / count, 1e-5)

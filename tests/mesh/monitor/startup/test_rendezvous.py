@@ -72,6 +72,7 @@ def test_a_default_group_can_be_started_again(start: Start, launcher: dist.TCPSt
     assert_all_started(start([Rank(env, again=True) for env in by_launcher(2, launcher)]))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int, start: Start) -> None:
     envs = by_hand(3)
@@ -111,6 +112,7 @@ def test_rank_that_serves_the_store_cannot_start(start: Start) -> None:
     assert "cannot start: WORLD_SIZE='three': it must be a whole number" in text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("outlier", "size"), [(2, "8"), (0, "2")])
 def test_another_world_size(outlier: int, size: str, start: Start) -> None:
     envs = by_hand(4)
