@@ -330,6 +330,9 @@ def test_errors():
         with pytest.raises(ValueError, match=r"version\(3\): this rank has versions \[\]"):
             redundancy.version(3)
         assert redundancy.newest_step(current_world().group([0, 1])) is None
+        redundancy.refresh({}, 4)
+        with pytest.raises(ValueError, match="after a refresh of step 4: steps ascend"):
+            redundancy.refresh({}, 4)
 
     on_ranks(2, program)
 
