@@ -1,11 +1,13 @@
 # Needs make and Python 3.11 or newer, nothing else: every target sets up its own .venv first (once; quick afterwards).
 #
-#   make demo      train the example language model on four local processes and compare with one process
+#   make demo      train the example language model on four local processes and compare with one process;
+#                  with ARGS=--kill another one, of which a process is killed halfway, and see it go on
 #   make test-fast each property once, without processes: at each change
 #   make test      the tests that need no GPU, but for what only tries more of the same
 #   make test-all  all of them
 #   make gpu-test  on a machine with a CUDA device, in twenty minutes: probes, tests, kernels, training steps, on one page in
 #                  benchmarks/results; DRY=1 tries the command without a device; tests/gpu/run.py has its options
+#   make docs      the site, in docs/_build/html; a broken link or a name that does not exist is an error
 #   make lint      ruff, pyright and the layers of imports (import-linter)
 #   make clean     remove .venv and what builds and tests leave behind
 #
@@ -13,7 +15,7 @@
 
 TORCH := torch==2.13.0
 TRITON := triton==3.7.1
-EXTRAS := viz,test,dev,jax-oracle
+EXTRAS := viz,test,dev,docs,jax-oracle
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -32,10 +34,10 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS := $(shell expr $(CORES) + 1)
 TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(WORKERS) --maxprocesses 16 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-all gpu-test lint clean
+.PHONY: demo test test-fast test-all gpu-test docs lint clean
 
 demo: $(READY)
-	$(PY) examples/train_lm.py --compare $(ARGS)
+	$(PY) $(if $(filter --kill,$(ARGS)),examples/elastic.py,examples/train_lm.py --compare) $(ARGS)
 
 test-fast: $(READY)
 	$(TEST) -m fast $(ARGS)
@@ -49,6 +51,9 @@ test-all: $(READY)
 gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
 	$(if $(DRY),$(PY) -m tests.gpu.run --stand-in,$(GPU_PY) -m tests.gpu.run) $(ARGS)
 
+docs: $(READY)
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -56,7 +61,7 @@ lint: $(READY)
 	cd .venv/src && ../bin/lint-imports ../../pyproject.toml --no-cache
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_build docs/api *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned, so that nothing installed later chooses another. The links are for pyright: the package as it is installed.

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/planner.md, docs/looking.md and docs/pipeline.md.
+"""Draws the pictures of docs/planner.md, looking.md, pipeline.md and eval_shape.md.
 
 `.venv/bin/python docs/make_images.py [folder]`, by default docs/images.
 """
@@ -95,9 +95,51 @@ def draw_schedules(folder: Path) -> None:
         print(f"check_{check}.svg")
 
 
+class Block(torch.nn.Module):
+    """A block of two layers with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build() -> Any:
+    """Six blocks under FSDP and tensor parallelism, and their optimizer."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(Block(1024) for _ in range(6)))
+    plan = {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise()}
+    sm.parallel.parallelize(model, plan=plan, src_data_rank=None)
+    sm.parallel.fully_shard(model, axes="fsdp", units=Block, src_data_rank=None)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Any) -> None:
+    """A training step."""
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def draw_evaluation(folder: Path) -> None:
+    """Writes the memory of a training step and what it receives, on one of 32 ranks."""
+    folder.mkdir(exist_ok=True)
+    mesh = sm.AbstractMesh((8, 4), ("fsdp", "tp"))
+    model, optimizer = sm.debug.eval_shape(build, mesh=mesh).result
+    batch = sm.Layout.of(mesh, P("fsdp"), (8192, 1024))
+    evaluated = sm.debug.eval_shape(step, model, optimizer, batch)
+    evaluated.picture(folder / "memory.svg")
+    evaluated.report.picture(folder / "received.svg")
+    print("memory.svg\nreceived.svg")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images"
     main(target)
     draw_layouts(target)
     draw_timelines(target)
     draw_schedules(target)
+    draw_evaluation(target)

@@ -332,7 +332,10 @@ def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
 def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     counts = [-(-row.elements // block) for row in rows]
     parts, unit = len(rows[0].starts), rows[0].unit
-    blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
+    # Blocks of a program: enough for the memory, not many more than most boxes have.
+    most = PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2))
+    median = sorted(counts)[len(counts) // 2]
+    blocks = max(MIN_BLOCKS, min(most, next_power_of_two(median)))
     firsts = list(accumulate([-(-count // blocks) for count in counts], initial=0))
     dims = max(len(row.dims) for row in rows)
     table_rows = [
@@ -353,11 +356,6 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
         "WIDE": any(row.is_wide for row in rows),
     }
     return BoxTable(DeviceCopies(flat), firsts[-1], constants)
-
-
-def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
-    """Return the blocks per program: enough for the memory, not many more than boxes have."""
-    return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
 def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:

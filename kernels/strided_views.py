@@ -157,7 +157,11 @@ def rows_of(
         )
         inner = (*_row_dims(others, run * min(itemsizes)), (run, 1, 1))
         parts = max(1, len(p.parts))
-        group = _group(run // unit) if unit * min(itemsizes) < UNIT and parts == 1 else 1
+        units = run // unit
+        # Units of a run per lane: GROUP if that leaves few lanes idle.
+        few_idle = -units % GROUP * 8 <= units
+        grouped = few_idle and parts == 1 and unit * min(itemsizes) < UNIT
+        group = GROUP if grouped else 1
         kind = KernelKind(False, unit, unit, group, parts=parts)
     batch = sorted([d for d in others if d not in inner], key=itemgetter(1))
     return _split(Row(kind, p.tensor, src, dst, inner, tuple(batch), p.parts))
@@ -216,11 +220,6 @@ def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
     )
     chosen = [*dict.fromkeys([*near, *longest]), (1, 0, 0), (1, 0, 0)][:2]
     return max(chosen), min(chosen)
-
-
-def _group(units: int) -> int:
-    """Return the units of a run per lane: GROUP if that leaves few lanes idle."""
-    return GROUP if -units % GROUP * 8 <= units else 1
 
 
 def _split(row: Row) -> Iterable[Row]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import errors
 from .mesh_shape import MeshShape
-from .text import shortened
+from .text import shortened, whole_number
 from .topology import Topology
 
 Axes = str | tuple[str, ...]
@@ -472,6 +472,17 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 def axes_text(shape: Sequence[int], names: Sequence[str]) -> str:
     """Return a text such as dp=2, tp=8."""
     return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+
+
+def parse_mesh(text: str) -> AbstractMesh:
+    """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
+    axes = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
+        raise ValueError(
+            f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, "
+            "as in dp=2,tp=4"
+        )
+    return AbstractMesh([int(size) for _, _, size in axes], [name.strip() for name, _, _ in axes])
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -231,7 +231,10 @@ def _fit(
             points[probe.link][probe.op].append((size, max(seconds, 1e-9)))
     ((size, seconds),) = points.pop("memory")["copy"]
     shared = points.pop("symmetric", {}).get("all_gather")
-    links: dict[str, Link | None] = {"symmetric": None if shared is None else _link(shared)}
+    links: dict[str, Link | None] = {"symmetric": None}
+    if shared is not None:
+        latency = min(shared)[1]
+        links["symmetric"] = Link(latency, 1 / _seconds_per_byte(*max(shared), latency))
     ratios = defaultdict(list)
     for name, ops in points.items():
         latency = statistics.median(min(samples)[1] for samples in ops.values())
@@ -242,11 +245,6 @@ def _fit(
             ratios[op].append(per_byte[op] / typical)
     factors = {op: statistics.geometric_mean(op_ratios) for op, op_ratios in ratios.items()}
     return replace(known, memory=size / seconds, factors=tuple(factors.items()), **links)
-
-
-def _link(points: Sequence[tuple[float, float]]) -> Link:
-    latency = min(points)[1]
-    return Link(latency, 1 / _seconds_per_byte(*max(points), latency))
 
 
 def _seconds_per_byte(size: float, seconds: float, latency: float) -> float:

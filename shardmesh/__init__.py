@@ -35,6 +35,7 @@ from shardmesh.mesh import (
     DeviceMesh,
     init_device_mesh,
     make_mesh,
+    mesh_from_env,
     process_count,
     process_index,
     simulate,
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from shardmesh.sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
     from shardmesh.sharding.functional.transforms.vmap import vmap
     from shardmesh.sharding.jit.jit import jit
+    from shardmesh.sharding.tune.tune import tune
 
 _NAMESPACES = (
     "parallel",
@@ -143,6 +145,7 @@ _LAZY = {
     ".sharding.functional.transforms.jacobians": "hessian jacfwd jacrev",
     ".sharding.functional.transforms.vmap": "vmap",
     ".sharding.jit.jit": "jit",
+    ".sharding.tune.tune": "tune",
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names.split()}
 
@@ -240,6 +243,7 @@ __all__ = [
     "stop_gradient",
     "switch",
     "to_local",
+    "tune",
     "typeof",
     "value_and_grad",
     "vjp",

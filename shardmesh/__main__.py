@@ -1,4 +1,4 @@
-"""`python -m shardmesh <command>`: what needs no program of your own."""
+"""The command `shardmesh`, also `python -m shardmesh`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardmesh.mesh.doctor import command as doctor_command
+from shardmesh.mesh.launch import run_command
 from shardmesh.mesh.monitor.ledger import command as ledger_command
 from shardmesh.mesh.text import shortened
+from shardmesh.sharding.checkpoint import convert_command
 from shardmesh.sharding.debug import plan_command
+from shardmesh.sharding.tune import command as tune_command
 
+PROG = "python -m shardmesh"
 _LONGEST = 1000  # characters of an error
 
 
@@ -28,16 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: the exit status.
     Raises: SystemExit with status 2, after a line on stderr, for arguments that make no sense.
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"]:
+        return run_command.run(arguments[1:], PROG)
     parser = _Parser(
-        prog="python -m shardmesh",
+        prog=PROG,
         description="Sharded tensors on N-D device meshes.",
-        epilog=f"examples:\n{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}",
+        epilog="examples:\n"
+        f"{run_command.EXAMPLE}{plan_command.EXAMPLE}{tune_command.EXAMPLE}{doctor_command.EXAMPLE}"
+        f"{ledger_command.EXAMPLE}{convert_command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")
+    run_command.add_to(commands)
     plan_command.add_to(commands)
-    doctor_command.add_to(commands, plan_command.parse_mesh)
+    tune_command.add_to(commands)
+    doctor_command.add_to(commands)
     ledger_command.add_to(commands)
+    convert_command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if "run" not in parsed:
         parser.print_help()

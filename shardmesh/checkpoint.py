@@ -4,6 +4,7 @@ sm.checkpoint.save("run/step_100", {"model": model, "optim": optimizer})
 sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})  # on any number of ranks
 """
 
+from shardmesh.sharding.checkpoint.convert import Conversion, convert
 from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -15,9 +16,11 @@ from shardmesh.sharding.checkpoint.tree import PerRank
 __all__ = [
     "AsyncSave",
     "Checkpoint",
+    "Conversion",
     "PerRank",
     "RandomState",
     "async_save",
+    "convert",
     "full_state_dict",
     "latest",
     "load",

@@ -91,8 +91,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if POOLS & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if POOLS & fixtures:
             item.add_marker(pytest.mark.xdist_group("processes"))
+        elif "forked" in fixtures and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("forked"))
     tiers.add_marks(items)
     if hasattr(config, "workerinput"):  # of `pytest -n`
         tiers.longest_first(items)

@@ -7,26 +7,37 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.public import NAMESPACES
 
+pytestmark = pytest.mark.xdist_group("package")  # one worker of `pytest -n` imports it anew
 ROOT = Path(__file__).parents[1]
 
 PROBE = """
 import sys, json
 import torch, numpy, einops
+threads = torch.get_num_threads()
 before = set(sys.modules)
-import shardmesh
-loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps({
-    "loaded": sorted(loaded - set(sys.stdlib_module_names)),
+import shardmesh as sm
+modules = set(sys.modules)
+state = {
     "group": torch.distributed.is_initialized(),
     "cuda": torch.cuda.is_initialized(),
-    "threads": torch.get_num_threads() == THREADS,
+    "threads": torch.get_num_threads() == threads,
+}
+errors = []
+for name in ("fully_shard", "DTensor", "no_such_name"):
+    try:
+        getattr(sm, name)
+    except AttributeError as error:
+        errors.append(str(error))
+print(json.dumps({
+    "all": sorted(modules), "new": sorted(modules - before), "state": state, "errors": errors,
 }))
-""".replace("import shardmesh\n", "THREADS = torch.get_num_threads()\nimport shardmesh\n")
+"""
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -35,11 +46,18 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_loads_only_what_it_names():
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """Return what a process sees that imports shardmesh, and prints nothing else."""
     done = python(PROBE)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen == {"loaded": ["shardmesh"], "group": False, "cuda": False, "threads": True}
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_import_loads_only_what_it_names(imported):
+    loaded = {name.partition(".")[0] for name in imported["new"]}
+    assert loaded - set(sys.stdlib_module_names) == {"shardmesh"}
+    assert imported["state"] == {"group": False, "cuda": False, "threads": True}
 
 
 UNCHANGED = """
@@ -109,7 +127,6 @@ def test_nothing_of_torch_and_the_interpreter_is_changed():
 
 
 STEP = """
-import torch, shardmesh as sm
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import checkpoint
 
@@ -127,43 +144,65 @@ def program():
 
 sm.simulate(1)(program)()
 """
+USES = [
+    "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert "
+    "is_hooked() and is_wrapped()",
+    "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x + 1; assert "
+    "is_hooked(); torch.optim.AdamW([x]).step()",
+    "assert not is_wrapped()\n    with mesh: assert is_wrapped()",
+    "assert not is_wrapped()\n    with sm.ops.implicit_replication(): assert is_wrapped()",
+]
+NAMESPACE = """
+import sys
+assert "shardmesh.NAME" not in sys.modules
+assert "NAME" in dir(sm) and "shardmesh.NAME" not in dir(sm)
+namespace = sm.NAME
+assert namespace is sys.modules["shardmesh.NAME"]
+assert all(hasattr(namespace, name) for name in namespace.__all__)
+exec(f"from shardmesh.NAME import {namespace.__all__[0]}")
+"""
+FORKS = """
+import os, traceback
+import torch, shardmesh as sm
+failed = []
+for program in PROGRAMS:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(program, {"torch": torch, "sm": sm})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        failed.append(program)
+assert not failed, failed
+"""
 
 
 @pytest.mark.parametrize(
-    "use",
+    "programs",
     [
-        "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert "
-        "is_hooked() and is_wrapped()",
-        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x + 1; assert "
-        "is_hooked(); torch.optim.AdamW([x]).step()",
-        "assert not is_wrapped()\n    with mesh: assert is_wrapped()",
-        "assert not is_wrapped()\n    with sm.ops.implicit_replication(): assert is_wrapped()",
+        [STEP.replace("USE", use) for use in USES],
+        [NAMESPACE.replace("NAME", name) for name in NAMESPACES],
     ],
+    ids=["what a program needs is installed when it needs it", "a namespace is loaded when used"],
 )
-def test_what_a_program_needs_is_installed_when_it_needs_it(use):
-    done = python(STEP.replace("USE", use))
+def test_what_importing_leaves_for_later(programs):
+    """Each program runs in a child of one process that has imported shardmesh."""
+    done = python(FORKS.replace("PROGRAMS", repr(programs)))
     assert done.returncode == 0, done.stderr
 
 
-def test_import_prints_nothing():
-    done = python("import shardmesh")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_modules_that_torch_does_not_need_are_not_loaded():
+def test_modules_that_torch_does_not_need_are_not_loaded(imported):
     # triton is not in the list above where torch itself loads it, so look at the whole of what is
     # loaded
-    done = python("import sys, shardmesh; print(*{m.partition('.')[0] for m in sys.modules})")
-    assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & set(
-        done.stdout.split()
-    )
+    loaded = {name.partition(".")[0] for name in imported["all"]}
+    assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & loaded
 
 
-def test_unused_modules_are_not_loaded():
-    done = python(
-        "import sys, shardmesh; print(*(m for m in sys.modules if m.startswith('shardmesh.')))"
-    )
-    loaded = done.stdout.split()
+def test_unused_modules_are_not_loaded(imported):
+    loaded = [name for name in imported["all"] if name.startswith("shardmesh.")]
     unused = [
         f"shardmesh.sharding.{folder}"
         for folder in ("parallel", "training", "optim", "checkpoint", "compat")
@@ -177,34 +216,13 @@ def test_unused_modules_are_not_loaded():
     assert len(loaded) < 292
 
 
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize("name", NAMESPACES)
-def test_a_namespace_is_loaded_when_it_is_used(name):
-    done = python(
-        f"import sys, shardmesh as sm; print('shardmesh.{name}' in sys.modules, 'shardmesh.{name}' "
-        f"in dir(sm), '{name}' in dir(sm))\n"
-        f"one, found = sm.{name}.__all__[0], sm.{name}\n"
-        f"import shardmesh.{name}\n"
-        f"print(found is sys.modules['shardmesh.{name}'], all(hasattr(found, n) for n in "
-        f"found.__all__))\n"
-        f"exec(f'from shardmesh.{name} import {{one}}')"
-    )
-    assert done.stdout.split() == ["False", "False", "True", "True", "True"], done.stderr
-
-
-def test_names_that_are_elsewhere():
-    done = python(
-        "import shardmesh as sm\n"
-        "for name in ('fully_shard', 'DTensor', 'no_such_name'):\n"
-        "    try: getattr(sm, name)\n"
-        "    except AttributeError as error: print(error)"
-    )
-    assert done.stdout.splitlines() == [
+def test_names_that_are_elsewhere(imported):
+    assert imported["errors"] == [
         "module 'shardmesh' has no attribute 'fully_shard'; did you mean "
         "shardmesh.parallel.fully_shard?",
         "module 'shardmesh' has no attribute 'DTensor'; did you mean shardmesh.compat.DTensor?",
         "module 'shardmesh' has no attribute 'no_such_name'",
-    ], done.stderr
+    ]
 
 
 def test_every_name_has_one_home():

@@ -147,6 +147,7 @@ def _alive(kind):
     return [x for x in gc.get_objects() if isinstance(x, kind)]
 
 
+@pytest.mark.one_in(3)  # what holds a world mostly holds its meshes, which the next test drops
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.lstrip("_"))
 def test_finished_worlds_are_freed(program, tmp_path):
     """Worlds that others keep, such as a fixture of another test, are alive before and after."""

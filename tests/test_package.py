@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("package")  # one worker of `pytest -n` builds the wheel
 ROOT = Path(__file__).parents[1]
 NOT_SHIPPED = {"tests", "examples", "benchmarks", "docs", "build"}
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from tests.pool import Pool, WorkerError
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 
 def total(x: float) -> tuple[int, float]:
     t = torch.full((3,), x + dist.get_rank())

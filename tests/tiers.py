@@ -33,6 +33,9 @@ GROUPS = (
     "faults",
     "shared memory",
     "jax",
+    "forked",
+    "stand-in",
+    "package",
     "multinode",
     "tour",
     "from jax",
@@ -78,6 +81,12 @@ NOT_FAST = (
 def slow(*values: Any) -> Any:
     """Return a slow case for `pytest.mark.parametrize`."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def parameters(session: pytest.Session, name: str) -> set[Hashable]:
+    """Return the values of a parameter in the selected tests, for a fixture that prepares them."""
+    values = (item.callspec.params.get(name) for item in session.items if hasattr(item, "callspec"))
+    return {value for value in values if _is_hashable(value)}
 
 
 def examples(thorough: int) -> int:

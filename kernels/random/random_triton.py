@@ -425,11 +425,9 @@ def _table(rows: Rows, blocks: int) -> DeviceCopies:
     The fastest first.
     """
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
-    return DeviceCopies([(size, *_divisor(size), stride) for size, stride in dims])
-
-
-def _divisor(size: int) -> tuple[int, int]:
-    return divisor(size) if size < MAX_LANES else (0, 0)
+    return DeviceCopies(
+        [(size, *(divisor(size) if size < MAX_LANES else (0, 0)), stride) for size, stride in dims]
+    )
 
 
 def _bits(parameter: float) -> int:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import typing_extensions  # torch needs it, too
+from torch import nn
 
 # Symbolic links are not resolved, as in the file names of frames.
 _PACKAGE = Path(__file__).parent.parent.parent
@@ -225,6 +226,8 @@ class UserCall(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+# What a call of a module runs in torch, which then calls shardmesh.
+_MODULE_CALLS = (nn.Module.__call__.__code__, nn.Module._call_impl.__code__)
 # Functions of shardmesh that run any operator, and how to describe that operator from the locals of
 # their frame.
 DESCRIBERS: dict[CodeType, Callable[[dict[str, Any]], OperatorCall | str]] = {}
@@ -233,6 +236,7 @@ DESCRIBERS: dict[CodeType, Callable[[dict[str, Any]], OperatorCall | str]] = {}
 def user_call() -> UserCall:
     """Return the call in the user's program that the caller is part of."""
     frame: FrameType = sys._getframe(1)
+    outermost: FrameType | None = None  # which the program has called
     ours: FrameType | None = None  # the outermost frame of shardmesh
     dispatched: FrameType | None = None  # the outermost frame that runs an operator
     in_backward = False
@@ -242,12 +246,15 @@ def user_call() -> UserCall:
             dispatched = frame if frame.f_code in DESCRIBERS else dispatched
         elif frame.f_code.co_filename.startswith(_ENGINE):
             in_backward = True
-        frame = frame.f_back
+        outermost, frame = frame, frame.f_back
     place = frame.f_code.co_filename, frame.f_lineno
     description = (
         DESCRIBERS[dispatched.f_code](dispatched.f_locals) if dispatched is not None else None
     )
     if isinstance(description, OperatorCall):
         return UserCall(description.name, *place, description)
-    name = ours.f_code.co_name if ours is not None else frame.f_code.co_name
+    if outermost is not None and outermost.f_code in _MODULE_CALLS:
+        name = "forward"
+    else:
+        name = frame.f_code.co_name if ours is None else ours.f_code.co_name
     return UserCall("backward" if in_backward else description or name, *place, None)

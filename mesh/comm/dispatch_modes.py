@@ -34,7 +34,9 @@ def outside_of_recomputation() -> AbstractContextManager[None]:
 
     For communication and what belongs to it.
     """
-    return _suspend_modes(_recomputes) if count_modes() else nullcontext()
+    if not count_modes():
+        return nullcontext()
+    return _suspend_modes(lambda mode: isinstance(mode, _RECOMPUTES))
 
 
 def outside_of_program_modes() -> AbstractContextManager[None]:
@@ -56,10 +58,6 @@ def not_recomputed(function: Function) -> Function:
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
-
-
-def _recomputes(mode: Any) -> bool:
-    return isinstance(mode, _RECOMPUTES)
 
 
 def _is_of_program(mode: Any) -> bool:

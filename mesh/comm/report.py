@@ -8,17 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommBudgetError
+from ..figure import HATCHES, SERIES, drawn, in_bytes
 from ..text import table_lines
 from .call_site import UserCall, user_call
 from .current_world import current_world
 from .group import CollectiveRecord
 from .world import World
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _EVENTS = 100_000  # a trace has the last so many collectives
+_OPERATORS = 7  # in a picture; the others are one part
 
 
 class CollectiveSource(NamedTuple):
@@ -155,6 +161,61 @@ class CommReport:
             )
         )
         return "\n".join(table_lines(rows, right=(3, 4, 5)))
+
+    def picture(self, path: str | PathLike[str] | None = None) -> Figure:
+        """Return a figure of the bytes received: a bar for each axis, a part for each operator.
+
+        Args:
+            path: a file to write as well, .png, .svg or .pdf.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing was communicated; a file format that matplotlib does not know.
+        """
+        if not self._usage:
+            raise ValueError("a picture of a report without communication would be empty")
+        return drawn(self._draw, path)
+
+    def _draw(self, figure_type: type[Figure]) -> Figure:
+        received: dict[str, dict[str, int]] = {}
+        for source, use in self._usage.items():
+            by_axis = received.setdefault(source.operator, {})
+            by_axis[source.axis] = by_axis.get(source.axis, 0) + use.received
+        largest_first = sorted(received, key=lambda operator: -sum(received[operator].values()))
+        shown, others = largest_first[:_OPERATORS], largest_first[_OPERATORS:]
+        rows = {operator: received[operator] for operator in shown}
+        if others:
+            rows[f"{len(others)} others"] = {
+                axis: sum(received[operator].get(axis, 0) for operator in others)
+                for axis in self.by_axis
+            }
+        axes_names = sorted(self.by_axis, key=lambda axis: -self.by_axis[axis][1])
+        figure = figure_type(figsize=(9.0, 1.4 + 0.5 * len(axes_names)))
+        axes = figure.add_subplot()
+        unit, scale = in_bytes(max(received for _, received in self.by_axis.values()))
+        left = dict.fromkeys(axes_names, 0.0)
+        for number, (operator, by_axis) in enumerate(rows.items()):
+            widths = [by_axis.get(axis, 0) * scale for axis in axes_names]
+            axes.barh(
+                range(len(axes_names)),
+                widths,
+                left=list(left.values()),
+                color=SERIES[number % len(SERIES)],
+                hatch=HATCHES[number % len(HATCHES)],
+                edgecolor="white",
+                label=operator,
+            )
+            for axis, width in zip(axes_names, widths, strict=True):
+                left[axis] += width
+        axes.set_yticks(range(len(axes_names)), axes_names)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{unit} received by this rank")
+        axes.set_title(f"{self.launches:,} collectives", fontsize=9)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.tight_layout()
+        return figure
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the collectives as complete events of Chrome's trace format.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .transforms import transforms_active
@@ -104,6 +104,31 @@ class FunctionState(NamedTuple):
     graphs_before: int | None
 
 
+class Setting(ContextDecorator):
+    """A block in which fields of the thread's context have other values.
+
+    It is entered with each operator on a new shape, so it is no generator.
+    """
+
+    __slots__ = ("_before", "_context", "_fields")
+
+    def __init__(self, context: ThreadContext, fields: dict[str, Any]) -> None:
+        self._context = context
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        context = self._context
+        self._before = {name: getattr(context, name) for name in self._fields}
+        context.__dict__.update(self._fields)
+
+    def __exit__(self, *_: object) -> None:
+        self._context.__dict__.update(self._before)
+
+    def _recreate_cm(self) -> Setting:
+        """Return the block of one call of a decorated function, which may call itself."""
+        return Setting(self._context, self._fields)
+
+
 class ThreadContext(threading.local):
     """The state of the calling thread.
 
@@ -186,19 +211,13 @@ class ThreadContext(threading.local):
         is_inside = self.recorder is not None or self.axis_env is not None or self.grad_depth > 0
         return is_inside or transforms_active()
 
-    @contextmanager
-    def setting(self, **fields: Any) -> Iterator[None]:
+    def setting(self, **fields: Any) -> Setting:
         """Set fields for the block, or for the calls of a function, and set them back at its end.
 
         Raises:
             AttributeError: there is no such field.
         """
-        before = {name: getattr(self, name) for name in fields}
-        self.__dict__.update(fields)
-        try:
-            yield
-        finally:
-            self.__dict__.update(before)
+        return Setting(self, fields)
 
     def reset(self) -> None:
         """Set all fields to their defaults: a new rank runs in this thread."""

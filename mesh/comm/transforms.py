@@ -13,24 +13,14 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-
-def _no_transform(x: torch.Tensor) -> bool:
-    return False
-
-
 # Whether the tensor is wrapped by a torch.func transform that is running.
 is_transformed: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda x: False
 )
-
-
-def _no_transforms() -> bool:
-    return False
-
 
 # Whether any transform of torch.func is running in this thread.
 transforms_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", _no_transforms
+    torch._C, "_are_functorch_transforms_active", lambda: False
 )
 
 

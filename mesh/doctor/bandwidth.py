@@ -99,7 +99,8 @@ def _rows(mesh: DeviceMesh, axis: str, seconds: float) -> Iterator[Bandwidth]:
     group = mesh.group(axis)
     large = _LARGE.get(mesh.device_type, _LARGE["cpu"])
     for op in OPS:
-        correct = _everywhere(mesh, _is_right(op, group, mesh.device))
+        wrong = not _is_right(op, group, mesh.device)
+        correct = _largest(mesh, float(wrong)) == 0.0  # on every rank
         latency = _seconds_per_call(
             mesh, _call(op, group, _SMALL, mesh.device), seconds * _LATENCY_SHARE
         )
@@ -164,10 +165,6 @@ def _largest(mesh: DeviceMesh, value: float) -> float:
     maximum = torch.tensor([value], dtype=torch.float64, device=mesh.device)
     mesh.group().all_reduce(maximum, "max")
     return maximum.item()
-
-
-def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
-    return _largest(mesh, float(not correct)) == 0.0
 
 
 def _clocks(group: Group) -> tuple[float, ...]:

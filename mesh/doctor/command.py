@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..abstract_mesh import AbstractMesh
+from ..abstract_mesh import AbstractMesh, parse_mesh
 from ..launch.local_processes import LaunchError, launch
 from ..monitor.recording.cleanup import remove_left
 from ..monitor.recording.files import parent_folders
@@ -56,12 +56,8 @@ _NEEDED = (
 _LOUDER = "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO python -m shardmesh doctor   # says more"
 
 
-def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
-    """Add the command to an argparse parser's subparsers; its `run` takes the parsed arguments.
-
-    Args:
-        parse_mesh: makes a mesh of text like "dp=2,tp=4"; raises ValueError.
-    """
+def add_to(commands: Any) -> None:
+    """Add the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "doctor",
         help="what is wrong with this machine or job, and what to do about it",
@@ -88,14 +84,10 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
         metavar="NAME=SIZE,...",
         help="along which axes to try collectives (one, over all ranks)",
     )
-    parser.set_defaults(run=lambda arguments: _run(parser, arguments, parse_mesh))
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
-def _run(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
-    parse_mesh: Callable[[str], AbstractMesh],
-) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.fix:
         _fix()
     facts = collect_facts()

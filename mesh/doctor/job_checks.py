@@ -153,7 +153,8 @@ def nccl_interface(facts: Facts) -> Finding:
     setting = facts.env.get("NCCL_SOCKET_IFNAME")
     usable = [one for one in have if one.up and one.addresses]
     if setting is None:
-        return ok(f"{_first_text(_nccls_order(usable))}: the first that suits NCCL")
+        first = next(iter(_nccls_order(usable)), "none")
+        return ok(f"{first}: the first that suits NCCL")
     taken = [one for one in usable if matches(setting, one.name)]
     if not taken:
         return fault(
@@ -214,10 +215,6 @@ def _suggestion(have: Sequence[Interface]) -> str:
     return next(
         (one.name for one in _nccls_order(one for one in have if one.up and one.addresses)), "lo"
     )
-
-
-def _first_text(ordered: Sequence[Interface]) -> str:
-    return str(ordered[0]) if ordered else "none"
 
 
 def _names_text(have: Iterable[Interface]) -> str:
@@ -298,10 +295,7 @@ def master_port(facts: Facts) -> Finding:
             "torchrun --standalone ...   # or: --master-port <another>",
         )
     if port.in_use and place.rank == 0:
-        another = f"export MASTER_PORT={_another(port.number)}   # in every process"
+        free = DEFAULT_PORT + 1 if port.number == DEFAULT_PORT else DEFAULT_PORT
+        another = f"export MASTER_PORT={free}   # in every process"
         return fault(f"{port.number}, where rank 0 must listen, is in use{by}", another)
     return ok(f"{port.number}: {'free for' if place.rank == 0 else 'listens there later:'} rank 0")
-
-
-def _another(port: int) -> int:
-    return DEFAULT_PORT + 1 if port == DEFAULT_PORT else DEFAULT_PORT

@@ -1,6 +1,7 @@
-"""How the members of a job take a step, and how survivors of a loss agree on how to go on: the
-protocol as pure functions, without I/O. docs/elastic.md explains it, and tests/mesh/elastic goes
-through its interleavings.
+"""How the members of a job take a step, and how survivors of a loss agree on how to go on.
+
+This is the protocol as pure functions, without I/O. docs/elastic.md explains it, and
+tests/mesh/elastic goes through its interleavings.
 
     a step     COMPUTE -> REDUCE -> VOTE -> WRITE [-> COMMIT] -> COMPUTE of the next step
                                     |                |
@@ -168,6 +169,13 @@ def first_member(
     )
 
 
+def begin_at(member: Member, step: int) -> Member:
+    """Return the member of a job that begins with the state after `step` steps: a checkpoint's."""
+    _check(member, Phase.COMPUTE)
+    member = member._replace(step=step)
+    return member._replace(copies=(member.current,))
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -217,16 +225,18 @@ def finish_write(member: Member) -> Member:
 
 
 def finish_commit(member: Member) -> Member:
-    """COMMIT -> COMPUTE: all members have written, and the step is committed; the copy of the
-    version before is freed.
+    """COMMIT -> COMPUTE: all members have written, and the step is committed.
+
+    The copy of the version before is freed.
     """
     _check(member, Phase.COMMIT)
     return _committed(member)
 
 
 def _committed(member: Member) -> Member:
-    """Return the member after a step that cannot be lost any more while each part has a holder: its
-    loss may be shown, and its state saved.
+    """Return the member after a step that cannot be lost while each part has a holder.
+
+    The step's loss may be shown, and its state saved.
     """
     return member._replace(
         phase=Phase.COMPUTE, step=member.step + 1, origin=member.epoch, copies=(member.next,)
@@ -252,6 +262,16 @@ def lose(member: Member, ranks: Collection[int]) -> Member:
     return member._replace(lost=lost, is_interrupted=member.is_interrupted or stops)
 
 
+def interrupt(member: Member) -> Member:
+    """any phase -> interrupted: a step has failed on a member that lives, and all give it up.
+
+    Nobody has ended. What follows is the same agreement, among all that are left.
+    """
+    if not is_interruptible(member):
+        raise ValueError(f"rank {member.rank} is in {member.phase.name}, which is not interrupted")
+    return member._replace(is_interrupted=True)
+
+
 def report(member: Member) -> Report:
     """Return what this survivor writes to the store, at each host that it turns to."""
     return Report(member.rank, member.epoch, member.current, member.copies)
@@ -263,11 +283,11 @@ def decide(
     last: Decision | None,
     missing_parts: Callable[[Copy, Collection[int]], tuple[int, ...]],
 ) -> Decision | None:
-    """decide(member, reports, last, missing_parts) -> the decision that this rank is to write into
-    the store in place of `last`; None if it is not its turn.
+    """decide(member, reports, last, missing_parts) -> what this rank is to write into the store.
 
-    The leader waits for the reports of all that it does not know to be lost. Those of earlier
-    epochs than `last` are from before it, and count as missing.
+    The decision takes the place of `last`; it is None if it is not this rank's turn. The leader
+    waits for the reports of all that it does not know to be lost. Those of earlier epochs than
+    `last` are from before it, and count as missing.
 
     Args:
         reports: by rank, as read from the store.
@@ -357,6 +377,17 @@ def adopt(member: Member, decision: Decision) -> Member:
     )
 
 
+def go_back(member: Member, step: int) -> Member:
+    """RESTORE -> RESTORE: all members load the version of `step` from a checkpoint.
+
+    Parts of the decided version are lost.
+    """
+    _check(member, Phase.RESTORE)
+    if member.decision is None or not member.decision.lost:
+        raise ValueError(f"rank {member.rank}: nothing is lost, so no checkpoint is loaded")
+    return member._replace(step=step, origin=member.epoch)
+
+
 def enter_confirm(member: Member) -> Member:
     """RESTORE -> CONFIRM: this rank has its parts of the new layouts, next to what it had."""
     _check(member, Phase.RESTORE)
@@ -383,12 +414,11 @@ def _check(member: Member, phase: Phase) -> None:
 def may_continue(
     members: Collection[int], survivors: Collection[int], known_dead: Collection[int]
 ) -> bool:
-    """may_continue(members, survivors, known_dead) -> whether these survivors may go on without the
-    others, which may only be cut off from them.
+    """may_continue(members, survivors, known_dead) -> whether they may go on without the others.
 
-    Members whose end has been seen (the exit of their process, on their own host) count for
-    nothing. Of the others the survivors must be more than half, or half with the lowest of them:
-    so of two sides of a cut network at most one goes on.
+    The others may only be cut off from them. Members whose end has been seen (the exit of their
+    process, on their own host) count for nothing. Of the others the survivors must be more than
+    half, or half with the lowest of them: so of two sides of a cut network at most one goes on.
     """
     possible = sorted(set(members) - set(known_dead))
     alive = set(survivors) & set(possible)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -91,6 +91,7 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
     """`launch` exceeded its timeout; `rank` is the first rank that had not finished."""
 
 
+@overload
 def launch(
     fn: Callable[..., T],
     nprocs: int,
@@ -99,7 +100,33 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[T]:
+    elastic: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def launch(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    elastic: bool,
+) -> list[T | None]: ...
+
+
+def launch(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    elastic: bool = False,
+) -> list[T] | list[T | None]:
     """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1].
 
     Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables
@@ -118,10 +145,12 @@ def launch(
         timeout: seconds from the start of the processes to the end of the last one; None for no
             limit.
         env: environment variables to set in the children.
+        elastic: do not end the others when a rank fails, for a function that goes on without it
+            (`sm.elastic.run`). What has happened to it is printed, and its result is None.
 
     Raises:
         LaunchError: a rank raised (its traceback is in the message), was killed or exited; the
-            others are ended.
+            others are ended. With `elastic`, all ranks have failed.
         LaunchTimeoutError: some rank had not finished in time.
         ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs` or `env`.
         RuntimeError: called in a process that is itself a rank.
@@ -144,9 +173,10 @@ def launch(
         try:
             for rank in range(nprocs):
                 _start(ranks, rank, shared, payload)
-            _wait(ranks, timeout)
-            _raise_first_failure(ranks, signals)
-            return [pickle.loads(r.result) for r in ranks]
+            _wait(ranks, timeout, elastic)
+            if not elastic or signals or all(r.failure for r in ranks):
+                _raise_first_failure(ranks, signals)
+            return [None if r.failure else pickle.loads(r.result) for r in ranks]
         except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
             _end(ranks)
             pids = {r.process.pid for r in ranks if r.process.pid is not None}
@@ -353,8 +383,12 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
     child_end.close()
 
 
-def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
-    """Read reports until every rank is done, or until shortly after the first failure."""
+def _wait(ranks: Sequence[_LocalRank], timeout: float | None, elastic: bool) -> None:
+    """Read reports until every rank is done, or until shortly after the first failure.
+
+    Args:
+        elastic: whether to end only a rank that has failed.
+    """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # of the time for earlier failures, once there is one
     while late := [r for r in ranks if not r.done]:
@@ -371,8 +405,22 @@ def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
         wait([w for r in late for w in r.waitables], min(left, _POLL_S))
         for r in late:
             r.update()
-        if end == math.inf and any(r.failure for r in ranks):
+            if elastic and r.failure:
+                _end_one(r, r.failure, len(ranks))
+        if not elastic and end == math.inf and any(r.failure for r in ranks):
             end = time.monotonic() + _FIRST_FAILURE_S
+
+
+def _end_one(rank: _LocalRank, failure: RankFailure, size: int) -> None:
+    """End a rank that has failed, so that the others see that it is gone, and print why."""
+    rank.process.kill()
+    rank.process.join()
+    rank.done, rank.reading = True, False
+    print(
+        f"shardmesh: launch: rank {rank.rank} of {size} {failure.summary}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextlib.contextmanager

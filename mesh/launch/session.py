@@ -149,7 +149,7 @@ class Session:
         if waiting:
             self._before.destroy_since(groups)
         if ends_job:
-            dist.destroy_process_group() if waiting else _abandon_job()
+            dist.destroy_process_group() if waiting else abandon_groups()
         self._retire(world, groups, meshes)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -256,7 +256,7 @@ def _is_in(one: object, many: Sequence[object]) -> bool:
     return any(one is other for other in many)
 
 
-def _abandon_job() -> None:
+def abandon_groups() -> None:
     """End the default group and all others without waiting for their collectives.
 
     Destroying a gloo group waits for its threads, which wait for ranks that may never answer. So

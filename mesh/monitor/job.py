@@ -32,6 +32,7 @@ from .verdict import Verdict
 
 # after waiting so long, a rank asks whether the missing ranks are visible at all
 _DOUBT_NS = 50_000_000
+_DEAF_S = 5.0
 _STACK_S = 1.0  # how long to wait for the stack of another rank, whose host may be busy
 
 
@@ -74,6 +75,8 @@ class Job:
         is_on: whether the ranks are compared; False once the job goes on without the monitor.
         pid: of the process that the job began in; a forked child has another.
         at_stop: called once when comparing ends: what restores torch's methods.
+        deaf_s: seconds after a verdict until a process that has not reacted is ended, if
+            SHARDMESH_EXIT_S is not less.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Job:
         self.pid = os.getpid()
         self.relay: HostLink | None = None
         self.at_stop: list[Callable[[], None]] = []
+        self.deaf_s = _DEAF_S
         self._agreement = agreement
         self._pausing = threading.RLock()  # a handler of a signal may pause, too
         self._verdict: Verdict | None = None

@@ -166,6 +166,20 @@ class Monitor(Job):
         self.watchdog.stop()
         termination.set_deadline(self, False)
 
+    def suspend(self) -> None:
+        """Stop comparing ranks and ending this process: the program goes on after the verdict.
+
+        Other ranks still see this one, until `close`.
+        """
+        self.notified = True
+        self.buffer.words[Header.AWARE] = 1
+        self.watchdog.stop()
+        termination.set_deadline(self, False)
+        self._retire()
+        if self._agreement is not None:
+            self._agreement.stop()
+        self.abandoned = False
+
     def detach(self) -> None:
         """Stop writing to memory that the ranks share: this process is a forked child."""
         self.buffer = TraceBuffer.private(self.directory.rank, self.directory.size)

@@ -26,6 +26,7 @@ from . import exit_status, termination
 from .agreement import Agreement, warn
 from .monitor import Monitor
 from .recording.cleanup import sweep
+from .recording.files import remove_folder
 from .recording.job_directory import ALARM_BYTES, Alarm, JobDirectory, ranks_here
 from .timeouts import keep_groups
 from .torch_calls import hooks
@@ -115,6 +116,17 @@ def record_thread_errors(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
     threading.excepthook = hook
 
 
+def forget_monitor(monitor: Monitor) -> None:
+    """End the monitor of a job that the program has left, with its files on this host.
+
+    What it said was the reason for leaving, and is not said again at exit.
+    """
+    monitor.close()
+    monitors.discard(monitor)
+    with contextlib.suppress(OSError):  # another rank has removed it
+        remove_folder(monitor.directory.folder)
+
+
 def notify_peers(error: BaseException) -> None:
     """Notify the other ranks of this process's jobs that its program ends with an error."""
     for monitor in list(monitors):
@@ -123,6 +135,8 @@ def notify_peers(error: BaseException) -> None:
 
 
 def _on_alarm(*_: Any) -> None:
+    if not termination.is_interruptible():
+        return
     for monitor in list(monitors):
         if monitor.pid == os.getpid() and not monitor.notified:
             monitor.check()

@@ -3,6 +3,7 @@
 Where there is no process group yet or none may be waited for.
 
     claim    the value of the first rank stands, and every rank takes it
+    replace  the same for a value that was read before
     sign     each rank adds itself to a list; `signed` says who is on it
     set      what one rank says; `read` waits for it, `has` asks whether it is there
 
@@ -58,6 +59,10 @@ class StoreKeys:
         """Write a value unless there is one; return the one that stands."""
         stands = self._store.compare_set(self._key(name), "", value)
         return self._parsed(name, stands, parse)
+
+    def replace(self, name: str, before: str, value: str) -> None:
+        """Write a value in place of another one, "" for none; no-op if it is not there any more."""
+        self._store.compare_set(self._key(name), before, value)
 
     def has(self, *names: str) -> bool:
         """Return whether all of these keys are there."""

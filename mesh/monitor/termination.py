@@ -52,6 +52,7 @@ SIGNAL_OF_EXIT = {
 
 alarm_signal: int | None = None
 _deadline_of: Job | None = None
+_is_interruptible = True
 
 
 # -- before the end --------------------------------------------------------------------------------
@@ -105,6 +106,32 @@ def take_alarm_signal(handler: Callable[..., None]) -> None:
     if signal.getsignal(first_signal + _ALARM) is signal.SIG_DFL:
         signal.signal(first_signal + _ALARM, handler)
         alarm_signal = first_signal + _ALARM
+
+
+def is_interruptible() -> bool:
+    """Return whether the alarm signal raises the verdict in the main thread now."""
+    return _is_interruptible
+
+
+def set_interruptible(is_on: bool) -> None:
+    """Set `is_interruptible` until the end of the `interruptible` block around it, if any."""
+    global _is_interruptible
+    _is_interruptible = is_on
+
+
+@contextlib.contextmanager
+def interruptible(is_on: bool) -> Iterator[None]:
+    """Set whether a verdict interrupts the main thread inside the block while it computes.
+
+    Waits for other ranks raise the verdict all the same. The watchdog sends its signal again and
+    again, so what was held comes later.
+    """
+    global _is_interruptible
+    before, _is_interruptible = _is_interruptible, is_on
+    try:
+        yield
+    finally:
+        _is_interruptible = before
 
 
 # -- a program that lives on -----------------------------------------------------------------------
@@ -178,14 +205,27 @@ def end_others(job: Job) -> None:
     """
     job.buffer.words[Header.AWARE] = 1
     while stuck := [buffer for buffer in job.near_buffers() if _is_stuck(buffer)]:
-        living = [
-            buffer for buffer in job.near_buffers() if is_local(buffer) and not is_dead(buffer)
-        ]
-        buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
-        if job.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
+        if job.directory.rank != _lowest_living(job, stuck):
             return
         _kill_late(job, stuck)
         time.sleep(_PAUSE_S)
+
+
+def end_hung(job: Job) -> None:
+    """End ranks of this host that are stopped or hold the interpreter, once their time is over.
+
+    For a program that goes on after a verdict; of the others only the lowest rank does it.
+    """
+    stuck = [buffer for buffer in job.near_buffers() if _is_stuck(buffer)]
+    if stuck and job.directory.rank == _lowest_living(job, stuck):
+        _kill_late(job, stuck)
+
+
+def _lowest_living(job: Job, stuck: Sequence[TraceBuffer]) -> int:
+    """Return the lowest rank of this host that lives and is not one of these."""
+    living = [buffer for buffer in job.near_buffers() if is_local(buffer) and not is_dead(buffer)]
+    buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
+    return min(buffer.words[Header.RANK] for buffer in buffers)
 
 
 def _kill_late(job: Job, stuck: Sequence[TraceBuffer]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 import weakref
@@ -46,6 +47,16 @@ def group_timeout(backends: str) -> timedelta | None:
         return None
     names = [part.rpartition(":")[2] for part in backends.split(",")]
     return _on_device() if any(map(waits_on_device, names)) else ON_HOST
+
+
+def connect_timeout(seconds: float) -> timedelta:
+    """Return a timeout for connecting the ranks of a group, until `manage` sets that of its waits.
+
+    No more than the time after which a rank counts as stalled, if it is limited at all.
+    """
+    if seconds == math.inf:
+        return ON_HOST
+    return timedelta(seconds=min(seconds, settings().timeout))
 
 
 def manage(handle: Any, is_own: bool) -> None:

@@ -30,7 +30,6 @@ _ALIVE_S = 1.0  # how often to look which ranks are alive
 # time after a verdict that a program has to call a collective, before its main thread is
 # interrupted
 _POLITE_S = 0.5
-_DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
 # how long a program must go on after its groups were destroyed to count as living on
 _TO_LEAVE_S = 1.5
 _STUCK_NS = 5_000_000_000
@@ -179,7 +178,7 @@ class Watchdog:
         # what this sets free first runs the handler of the signal
         job.communicators.abort(job.is_of_this_job, wait=False)
         if waited > (
-            settings().exit_s if job.notified else min(_DEAF_S, settings().exit_s)
+            settings().exit_s if job.notified else min(job.deaf_s, settings().exit_s)
         ) and termination.may_end(job):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n"
             end = f"rank {job.directory.rank} is ended {why}{main_thread_stack()}{verdict.text}"

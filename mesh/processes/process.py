@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -68,7 +69,12 @@ class ProcessGroup(Group):
         self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
-        self._channel = None if _is_default(torch_group) else self._torch_group
+        is_default = (
+            torch_group is not None
+            and torch_group is dist.group.WORLD
+            and dist.get_world_size() > 1
+        )
+        self._channel = None if is_default else self._torch_group
 
     def identity(self) -> str:
         return super().identity() + self._label
@@ -169,6 +175,8 @@ class ProcessGroup(Group):
         timeout = (
             timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
         )
+        if timeout is timeouts.ON_HOST and isinstance(self.world, ProcessWorld):
+            timeout = timeouts.connect_timeout(self.world.connect_s)
         backends = without_host(dist.get_backend_config()) if name is None else name
         try:
             handle = new_group(
@@ -400,10 +408,6 @@ def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     return handle._get_backend(device).name() == "gloo"
 
 
-def _is_default(handle: dist.ProcessGroup | None) -> bool:
-    return handle is not None and handle is dist.group.WORLD and dist.get_world_size() > 1
-
-
 def _flat(x: Tensor) -> Tensor:
     """Return x with one dim: backends split buffers along the first."""
     return x if x.dim() == 1 else x.view(-1)
@@ -415,6 +419,8 @@ class ProcessWorld(World):
     Attributes:
         job: a name of the default group, the same on all ranks and different for each that is
             started; "" if it has no store.
+        connect_s: seconds for the ranks of a new group of gloo to connect, once all are known to be
+            there; as long as it takes by default.
     """
 
     monitor: Monitor | None
@@ -426,11 +432,12 @@ class ProcessWorld(World):
         # torch's meshes, and the DeviceMesh of each
         self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
+        self.connect_s = math.inf
         if default is not None and size > 1:
             self._start_monitor()
 
     def _start_monitor(self) -> None:
-        store: Any = _default_store()
+        store: Any = default_store()
         name = None if store is None else find_name(store, self.rank)
         if name is None:
             return
@@ -467,13 +474,11 @@ class ProcessWorld(World):
             if backend.communicator:
                 label = f" {backend.communicator}"
             else:
-                label = f" {backend.name} {self._count_backends(ranks)}"
+                others = [key for key in self._groups if key[:1] == (ranks,)]
+                number = sum(not other.communicator for _, other in others)
+                label = f" {backend.name} {number}"
             group = self._groups[key] = ProcessGroup(self, ranks, None, backend, label)
         return group
-
-    def _count_backends(self, ranks: tuple[int, ...]) -> int:
-        """Return the number of other backends for which these ranks have a group already."""
-        return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
         """Return the group over an existing process group, which it uses."""
@@ -512,7 +517,7 @@ def process_world() -> ProcessWorld:
     return _world
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
     """Return the store of the default group; None if it has none, as under MPI."""
     try:
         return distributed_c10d._get_default_store()

@@ -131,12 +131,9 @@ def move_all_gather(calls: list[Arrival]) -> None:
         c.buffers[0].view(-1).copy_(gathered)
 
 
-def _fold(xs: list[Tensor], op: str) -> Tensor:
-    return functools.reduce(_FOLD[op], xs)
-
-
 def move_reduce_scatter(calls: list[Arrival]) -> None:
-    total = _fold([c.buffers[1].reshape(-1) for c in calls], calls[0].agree[0])
+    op = _FOLD[calls[0].agree[0]]
+    total = functools.reduce(op, [c.buffers[1].reshape(-1) for c in calls])
     for c, part in zip(
         calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True
     ):
@@ -144,7 +141,8 @@ def move_reduce_scatter(calls: list[Arrival]) -> None:
 
 
 def move_all_reduce(calls: list[Arrival]) -> None:
-    total = _fold([c.buffers[0].reshape(-1) for c in calls], calls[0].agree[0])
+    op = _FOLD[calls[0].agree[0]]
+    total = functools.reduce(op, [c.buffers[0].reshape(-1) for c in calls])
     for c in calls:
         c.buffers[0].view(-1).copy_(total)
 

@@ -10,11 +10,12 @@ Layout on AbstractMesh  <---  out  ---  ShardedTensor on "meta"     it is alloca
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,13 @@ from ...mesh.comm import call_site
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
+from ...mesh.figure import SERIES, drawn, in_bytes
 from ..layout.layout import Layout, distinct_mesh_names
 from ..tensor.sharded_tensor import ShardedTensor
 from .peak_memory import PeakMemory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # In torch's errors about reading values of a tensor on "meta".
 _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
@@ -51,6 +56,8 @@ class Evaluated:
             memory counts once.
         mesh: the mesh.
         rank: the rank that was evaluated.
+        live_bytes: bytes of tensors that were alive on this rank, after each operator of the
+            function.
     """
 
     result: Any = field(repr=False)
@@ -60,6 +67,51 @@ class Evaluated:
     result_bytes: int
     mesh: AbstractMesh
     rank: int
+    live_bytes: Sequence[int] = field(default=(), repr=False)
+
+    def picture(self, path: str | PathLike[str] | None = None) -> Figure:
+        """Return a figure of the memory of tensors on this rank, from operator to operator.
+
+        Args:
+            path: a file to write as well, .png, .svg or .pdf.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: a file format that matplotlib does not know.
+        """
+        return drawn(self._draw, path)
+
+    def _draw(self, figure_type: type[Figure]) -> Figure:
+        figure = figure_type(figsize=(9.0, 3.2))
+        axes = figure.add_subplot()
+        unit, scale = in_bytes(self.peak_bytes)
+        live = [self.argument_bytes * scale, *(count * scale for count in self.live_bytes)]
+        axes.fill_between(range(len(live)), live, color=SERIES[5], linewidth=0)
+        axes.plot(live, color=SERIES[0], linewidth=1)
+        axes.axhline(self.argument_bytes * scale, color="#707070", linewidth=0.8, linestyle=":")
+        axes.axhline(self.peak_bytes * scale, color="#707070", linewidth=0.8, linestyle="--")
+        right = len(live) - 1
+        labels = {"arguments": self.argument_bytes, "peak": self.peak_bytes}
+        for name, count in labels.items():
+            axes.annotate(
+                f"{name} {count * scale:.3g}",
+                (right, count * scale),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                annotation_clip=False,
+            )
+        axes.set_xlim(0, max(right, 1))
+        axes.set_ylim(0)
+        axes.set_xlabel("operators of the function, in order")
+        axes.set_ylabel(f"{unit} of tensors")
+        mesh = axes_text(self.mesh.shape, self.mesh.axis_names)
+        axes.set_title(f"rank {self.rank} of ({mesh})", fontsize=9)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.tight_layout()
+        return figure
 
     def __str__(self) -> str:
         memory = {
@@ -127,10 +179,12 @@ def eval_shape(
             function, args, kwargs = inside.enter(call)
             argument_bytes = memory.live
             memory.peak = argument_bytes
+            memory.history.clear()
             with comm_report() as report:
                 result = _call_without_values(function, args, kwargs)
+            live_bytes = tuple(memory.history)
             sizes = memory.peak, argument_bytes, memory.of(_tensors_of(result))
-        return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank)
+        return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank, live_bytes)
 
 
 # -- which mesh ------------------------------------------------------------------------------------

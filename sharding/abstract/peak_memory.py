@@ -38,11 +38,13 @@ class PeakMemory(TorchDispatchMode):
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the most that `live` has been.
+        history: `live` after each operator.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.live, self.peak = 0, 0
+        self.history: list[int] = []
         self._device_type = device_type
         self._bytes: dict[int, int] = {}  # storage -> its bytes; 0 for a stand-in
         self._stand_ins: set[int] = set()
@@ -61,6 +63,7 @@ class PeakMemory(TorchDispatchMode):
                 self._on_resize(storage)
             elif storage._cdata not in inputs:
                 self._add(storage, stand_in=self._is_stand_in(inputs))
+        self.history.append(self.live)
         return result
 
     def of(self, tree: Any) -> int:

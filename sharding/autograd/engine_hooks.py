@@ -96,14 +96,10 @@ def take_saved(ctx: Any) -> list[Any]:
     return [None if x is None else x.unpack().detach() for x in saved]
 
 
-def _assume_true(x: torch.Tensor) -> bool:
-    return True
-
-
 # Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has
 # no such function.
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(
-    torch._C, "_any_requires_grad", _assume_true
+    torch._C, "_any_requires_grad", lambda x: True
 )
 
 

@@ -115,9 +115,11 @@ def load_full_state_dict(
     described, values = description
     like = wanted_tree(state_dict(module, optimizer), described, world)
     _check_known(described, {name_of(path) for path, _ in leaves(like)})
-    agree(
-        group, "load_full_state_dict", {name_of(path): _line(want) for path, want in leaves(like)}
-    )
+    facts = {
+        name_of(path): str(want) if isinstance(want, Layout) else type(want).__name__
+        for path, want in leaves(like)
+    }
+    agree(group, "load_full_state_dict", facts)
     whole = {name_of(path): leaf for path, leaf in leaves(state)} if world.rank == rank else {}
     sent = map_leaves(
         like,
@@ -154,10 +156,6 @@ def _check_known(described: Stored, names: set[str]) -> None:
             f"load_full_state_dict: the state has {unknown[:3]} that the module does not have; it "
             f"has {known} ..."
         )
-
-
-def _line(want: Any) -> str:
-    return str(want) if isinstance(want, Layout) else type(want).__name__
 
 
 def _receive(

@@ -385,14 +385,11 @@ def _as_stored(
             layout: Layout | None = own._layout
         else:
             layout = like.layout_of(inner, entry.shape, entry.is_sharded)
-        return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
+        if layout is None:  # a plain tensor of any shape, on the device of the object's own
+            return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
+        return layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
-
-
-def _plain_like(own: Any) -> WholeTensor:
-    """Return a whole tensor of any shape, on the device of the object's own tensor."""
-    return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
 
 
 def _layouts_of(owner: Any) -> Any:

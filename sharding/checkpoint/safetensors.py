@@ -147,6 +147,19 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     return load_stateful(like, loaded[0])
 
 
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of safetensors files by name, whole, mapped into memory.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    stored, places = _headers(path, {})
+    return {
+        name: _mapped_tensor(places[name], entry.shape or torch.Size(), entry.dtype or torch.uint8)
+        for name, entry in stored.entries.items()
+    }
+
+
 def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _FileOffset]]:
     """Return the contents of the files; `tied` are names that may be stored under another one.
 

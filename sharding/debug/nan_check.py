@@ -138,7 +138,8 @@ class _OperatorCall:
         """
         if _is_finite(x):
             return False
-        return _has_nan(x) or (self.infs and all(map(_is_finite, arguments())))
+        has_nan = bool(torch.isnan(_values(x)).any())
+        return has_nan or (self.infs and all(map(_is_finite, arguments())))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -170,10 +171,6 @@ def _has_finite_values(x: Tensor) -> bool:
     # fast: if the sum is finite, all values are
     total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
     return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
-
-
-def _has_nan(x: Tensor) -> bool:
-    return bool(torch.isnan(_values(x)).any())
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import AbstractMesh, axes_text
+from ...mesh.figure import drawn
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import page_title, pages, shown_dims, title
-from ..parallel.figure import drawn
 from ..parallel.rank_table import colour
 from ..redistribute.plan import Plan, Step
 

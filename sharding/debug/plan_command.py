@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...kernels.quantize import FORMATS
-from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.abstract_mesh import parse_mesh
 from ...mesh.text import shortened, whole_number
 from ...mesh.topology import Topology
 from ..layout.layout import Layout, dtype_name
@@ -139,19 +139,6 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(shortened(str(error), 1000)) from None
 
     return parsed
-
-
-def parse_mesh(text: str) -> AbstractMesh:
-    """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
-    axes = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
-        raise ValueError(
-            f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, "
-            "as in dp=2,tp=4"
-        )
-    return AbstractMesh(
-        [int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes))
-    )
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

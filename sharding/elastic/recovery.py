@@ -111,9 +111,9 @@ def plan_recovery(
     checkpoint: str | os.PathLike[str] | None = None,
     step: int | None = None,
 ) -> RecoveryPlan:
-    """plan_recovery(state, like, alive) -> where each element of `like` comes from, and what is
-    lost. The arguments and errors are those of `recover`.
+    """plan_recovery(state, like, alive) -> where each element of `like` comes from; what is lost.
 
+    The arguments and errors are those of `recover`.
     Every pair of a rank and a box of a tensor is compared, as by `plan_cross_mesh`. The folder of
     checkpoints is looked into, but none is read.
 
@@ -245,10 +245,9 @@ def recover(
     checkpoint: str | os.PathLike[str] | None = None,
     step: int | None = None,
 ) -> Any:
-    """recover(state, like, alive) -> a tree like `like` with the values of `state`. Every rank that
-    is left calls it.
+    """recover(state, like, alive) -> a tree like `like` with the values of `state`.
 
-    Each rank receives each element that it lacks once, from the ranks that hold it, which share the
+    Every rank that is left calls it. Each rank receives each element that it lacks once, from the ranks that hold it, which share the
     sending evenly. Boxes that no rank holds come from a checkpoint of the same step, if there is
     one: each rank reads the pieces of the files that have some of its own. Nothing of `state` is
     changed, and objects in `like` only when all has arrived, so that an exchange in which a further

@@ -94,8 +94,11 @@ def while_loop(
     value = init_val
     while True:
         pred = cond_fun(value)
-        batched = is_batched(_part(pred))
-        if not (_any_example(pred) if batched else _truth("while_loop", pred)):
+        part = _part(pred)
+        batched = is_batched(part)
+        # A batch goes on while the predicate holds for any example.
+        goes_on = bool(innermost(part).any()) if batched else _truth("while_loop", pred)
+        if not goes_on:
             return value
         new = body_fun(value)
         _check_alike("while_loop", value, new)
@@ -234,11 +237,6 @@ def _truth(name: str, pred: Any) -> bool:
             f"{list(pred.shape)}"
         )
     return bool(pred)
-
-
-def _any_example(pred: Any) -> bool:
-    """Return whether the predicate holds for any example."""
-    return bool(innermost(_part(pred)).any())
 
 
 def _where(name: str, pred: Any, chosen: Any, other: Any) -> Any:

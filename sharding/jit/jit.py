@@ -46,7 +46,7 @@ from .state.guard import Guard
 from .state.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
+_ATTEMPTS = 3  # calls in a row whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
 _OF_FUNCTIONS = (  # options that are no options for modules
     "static_argnums",
@@ -145,6 +145,8 @@ class JitFunction:
         elif need == RECORD:
             result = self._record(leaves, tree, key, entries, selected, world)
         else:
+            if attempts := self._attempts.get(world):
+                attempts.pop(key, None)
             result = selected.entry(leaves, selected.carried, world, self.backend)
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
@@ -215,8 +217,19 @@ class JitFunction:
         return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Static)
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
-        args, kwargs = unflatten(tree, [x.value if type(x) is Static else x for x in leaves])
+        args, kwargs = _unflattened(tree, leaves)
         return self._placed_result(*args, **kwargs)
+
+    def _arguments(self, tree: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments of a call by the names of the function's parameters."""
+        args, kwargs = _unflattened(tree, leaves)
+        try:
+            signature = inspect.signature(self._f, follow_wrapped=False)
+            bound = signature.bind(*args, **kwargs)
+        except (TypeError, ValueError):  # the call raises, or a builtin has no signature
+            return {}
+        bound.apply_defaults()
+        return bound.arguments
 
     def _placed_result(self, *args: Any, **kwargs: Any) -> Any:
         result = self._f(*args, **kwargs)
@@ -248,7 +261,8 @@ class JitFunction:
             for i, x in enumerate(leaves)
             if not isinstance(x, Tensor)
         ]
-        snapshot = Snapshot([("f", self._f), *reached])
+        arguments = self._arguments(tree, leaves)
+        snapshot = Snapshot([("f", self._f), *reached], called=self._f, arguments=arguments)
         inputs = self._hyperparameters.inputs(snapshot)
         guard = Guard(snapshot, {one.place for one in inputs})
         attempts = self._attempts.setdefault(world, {})
@@ -546,6 +560,11 @@ def _noting_backward(x: Any, call: Callable[[], None]) -> Any:
 
 
 # -- signatures ------------------------------------------------------------------------------------
+
+
+def _unflattened(tree: Any, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the positional and the keyword arguments of a call."""
+    return unflatten(tree, [x.value if type(x) is Static else x for x in leaves])
 
 
 def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[Any]:

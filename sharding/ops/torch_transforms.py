@@ -75,7 +75,7 @@ def torch_dispatch(
                 "inside of a transform from one that is no argument of it; pass it as an argument, "
                 "or use this library's transforms alone: sm.vmap, sm.grad, sm.vjp, sm.jacrev"
             )
-    args, kwargs = pytree.tree_map_only(_OperandInCpp, _as_sharded, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(_OperandInCpp, _without_history, (args, kwargs))
     with enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
         if func in _RESHAPING:
             return _reshape_in_place(args[0], _RESHAPING[func](*args, **kwargs))
@@ -91,7 +91,11 @@ def torch_dispatch(
 
 def run_with_wrapped(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function on tensors that torch's transforms wrap, and on `ShardedTensor`s."""
-    args, kwargs = pytree.tree_map_only(ShardedTensor, _as_operand, (tuple(args), kwargs))
+    args, kwargs = pytree.tree_map_only(
+        ShardedTensor,
+        lambda x: _wrap(_OperandInCpp, x, x._local.requires_grad),
+        (tuple(args), kwargs),
+    )
     return func(*args, **kwargs)
 
 
@@ -99,14 +103,6 @@ class _OperandInCpp(ShardedTensor):
     """A `ShardedTensor` that torch's functions take as it is, down to `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-
-def _as_operand(x: ShardedTensor) -> Any:
-    return _wrap(_OperandInCpp, x, x._local.requires_grad)
-
-
-def _as_sharded(x: _OperandInCpp) -> ShardedTensor:
-    return _wrap(ShardedTensor, x, False)
 
 
 def _without_history(x: ShardedTensor) -> ShardedTensor:

@@ -129,7 +129,8 @@ class Shampoo(MatrixOptimizer):
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         places: dict[Any, list[Any]] = {}
         for p, group in with_grads(groups):
-            self._begin(p)
+            state = self.state[p]
+            state["step"] = state.get("step", torch.tensor(0.0)) + 1
             mesh = p.mesh if isinstance(p, ShardedTensor) else None
             places.setdefault((mesh, torch.promote_types(p.dtype, torch.float32)), []).append(
                 (p, group)
@@ -143,10 +144,6 @@ class Shampoo(MatrixOptimizer):
                 directions = self._by_owners(some, mesh, dtype)
             for (p, group), direction in zip(some, directions, strict=True):
                 self._apply(p, group, direction)
-
-    def _begin(self, p: Any) -> None:
-        state = self.state[p]
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
         rate = as_number(group["lr"])

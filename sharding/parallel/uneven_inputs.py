@@ -221,11 +221,11 @@ def _steps(turns: Iterator[_Turn], exchange: _StepExchange, mode: str) -> Iterat
 def _loop_item(turn: _Turn, received: np.ndarray, mode: str, stand_in: Any) -> Any:
     """Return what the loop's body receives."""
     batch = turn.batch if turn.state == _HAS else pytree.tree_map(_copy_leaf, stand_in)
-    return (batch, _weight(turn.samples, received)) if mode == "shadow" else batch
-
-
-def _weight(samples: int, received: np.ndarray) -> float:
-    return samples * len(received) / max(int(received[:, 1].sum()), 1)
+    if mode != "shadow":
+        return batch
+    everywhere = max(int(received[:, 1].sum()), 1)
+    weight = turn.samples * len(received) / everywhere
+    return batch, weight
 
 
 # -- all ranks -------------------------------------------------------------------------------------

@@ -63,7 +63,11 @@ class EMA:
                 f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing "
                 "to average"
             )
-        self.average = {path: _copy(p) for path, p in self._parameters.items()}
+        # copies with the same layouts, at least in float32
+        self.average = {
+            path: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for path, p in self._parameters.items()
+        }
         self._is_swapped = False
 
     @torch.no_grad()
@@ -175,11 +179,6 @@ class EMA:
                     f"EMA: {path} is {now}, but its average {then}; make the EMA after the model "
                     "is sharded, or load its state into a new one"
                 )
-
-
-def _copy(p: Tensor) -> Tensor:
-    """Return a copy with the same layout, at least in float32."""
-    return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
 
 def _layout_key(x: Tensor) -> Any:

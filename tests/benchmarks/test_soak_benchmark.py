@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("tour")]
 
 
+@pytest.mark.slow
 def test_a_short_soak(run_benchmark, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = tmp_path / "soak.png"

@@ -48,6 +48,7 @@ from shardmesh.mesh.settings import Settings
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault
 from tests.faults.runner import Outcome, Runner
+from tests.tiers import parameters
 
 pytestmark = pytest.mark.xdist_group("faults")  # one worker of `pytest -n` has the processes
 
@@ -113,8 +114,9 @@ class Runs(NamedTuple):
     """The programs, which run in the background, and where they leave what they print and write.
 
     Attributes:
+        outcomes: of the programs that have been started.
         pid: of a process that lives, and is none of the ranks.
-        start: runs one that is not among the outcomes.
+        start: runs a program.
     """
 
     outcomes: dict[str, Future[Outcome]]
@@ -122,9 +124,15 @@ class Runs(NamedTuple):
     pid: int
     start: Callable[[str], Future[Outcome]]
 
+    def outcome(self, name: str) -> Outcome:
+        """Return the outcome of a program, which runs once."""
+        if name not in self.outcomes:
+            self.outcomes[name] = self.start(name)
+        return self.outcomes[name].result()
+
     def of(self, name: str) -> list[list[str]]:
         """Return the lines printed by each rank."""
-        return [output_of(found.output) for found in self.outcomes[name].result().ranks]
+        return [output_of(rank.output) for rank in self.outcome(name).ranks]
 
 
 def output_of(text: str) -> list[str]:
@@ -132,13 +140,15 @@ def output_of(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
+def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """Start the programs of the selected tests."""
+    selected = parameters(request.session, "name")
     with Runner("tests.docs.test_debugging_page") as runner, ThreadPoolExecutor(AT_ONCE) as pool:
 
         def start(name: str) -> Future[Outcome]:
             return pool.submit(runner.run, FAULTS[name], limit_s=LIMIT_S)
 
-        outcomes = {name: start(name) for name in [*FAILING, *HEALTHY]}
+        outcomes = {name: start(name) for name in [*FAILING, *HEALTHY] if name in selected}
         yield Runs(outcomes, Path(runner._forked.folder.name), runner._forked._server.pid, start)
         pool.shutdown(cancel_futures=True)
 
@@ -183,7 +193,7 @@ def test_shown_text_is_the_output_of_a_rank(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_programs_without_a_text_succeed(name: str, runs: Runs) -> None:
-    assert [rank.status for rank in runs.outcomes[name].result().ranks] == [0] * 4, runs.of(name)
+    assert [rank.status for rank in runs.outcome(name).ranks] == [0] * 4, runs.of(name)
 
 
 def test_programs() -> None:
@@ -292,7 +302,7 @@ def test_the_ledger_of_a_job_that_has_died(
 ) -> None:
     command, shown = shown_by("ledger --last 2")
     (name,) = [name for name in FAILING if "SIGKILL" in PROGRAMS[name].source]
-    runs.outcomes[name].result()
+    runs.outcome(name)
     (folder,) = runs.folder.glob(f"*-{name}")
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(folder))
     printed = printed_by(command, capsys)

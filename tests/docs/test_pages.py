@@ -9,7 +9,16 @@ from tests.docs.pages import DOCS, check_python_examples, unknown_names
 
 @pytest.mark.parametrize(
     "page",
-    ["arrays", "checkpoint", "communication", "from_jax", "functional", "operators", "random"],
+    [
+        "arrays",
+        "checkpoint",
+        "communication",
+        "finetune",
+        "from_jax",
+        "functional",
+        "operators",
+        "random",
+    ],
 )
 def test_python_examples(page):
     check_python_examples((DOCS / f"{page}.md").read_text())

@@ -87,18 +87,20 @@ def test_difference_is_detected(name, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        slow([sys.executable, FOLDER / "pipeline.py"]),
+        [sys.executable, FOLDER / "pipeline.py"],
         slow([sys.executable, FOLDER / "muon.py"]),
         slow([sys.executable, FOLDER / "ring_attention.py", "--launch", "2"]),
         slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            FOLDER / "megatron_block.py",
-        ],
+        slow(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                FOLDER / "megatron_block.py",
+            ]
+        ),
         slow(
             [
                 sys.executable,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardmesh.mesh.comm.recording.trace_buffer import Header
-from tests.faults.fault import Fault, FaultsByName
+from tests.faults.fault import STALL_S, Fault, FaultsByName
 from tests.faults.random_programs import (
     MESHES,
     RandomProgram,
@@ -24,7 +24,7 @@ from tests.faults.random_programs import (
 )
 from tests.faults.rank_context import RankContext
 
-FREEZE_S = 3.5  # longer than `fault.STALL_S`
+FREEZE_S = 1.75 * STALL_S
 LATE_S = 0.5
 PROGRAMS_PER_JOB = 20  # correct programs
 ITERATIONS = (4, 24)  # of their loops

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardmesh as sm
 from shardmesh.mesh.settings import watchdog
-from tests.faults.fault import STALL_S
+from tests.faults.fault import STALL_S, WARN_S
 
 TORCH_TIMEOUT_S = 5.0  # of torch's groups; the default is 30 minutes
 TORCH = SimpleNamespace(
@@ -75,6 +75,12 @@ class RankContext:
         """Set the timeout of collectives to `STALL_S`."""
         watchdog(warn=STALL_S / 2, timeout=STALL_S)
 
+    def set_short_warning(self) -> None:
+        """Set the time until ranks that wait print a warning to `WARN_S`, for programs in which
+        some are late on purpose.
+        """
+        watchdog(warn=WARN_S)
+
     def is_outlier(self) -> bool:
         """Return whether this rank must diverge here. The first call on an outlier records the time
         of the fault.
@@ -115,6 +121,9 @@ class TorchRankContext(RankContext):
 
     def set_short_timeout(self) -> None:
         """Do nothing: torch has one timeout for everything."""
+
+    def set_short_warning(self) -> None:
+        """Do nothing: torch does not warn."""
 
     def group(self, axis: str | None = None) -> TorchGroup:
         return TorchGroup(dist.group.WORLD if axis is None else self.mesh.get_group(axis))

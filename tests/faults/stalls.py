@@ -57,7 +57,7 @@ def holds_the_gil(ctx: RankContext) -> Any:
     x = torch.ones(4)
     ctx.group().all_reduce(x)  # <- outlier
     if ctx.is_outlier():
-        sum(repeat(1, 700_000_000))
+        sum(repeat(1, 3_000_000_000))
     ctx.group().all_reduce(x)  # <- others
     return x.tolist()
 

@@ -15,7 +15,7 @@ import pytest
 from tests.faults.expectations import problems
 from tests.faults.programs import FAULTS
 from tests.faults.runner import Outcome, Runner
-from tests.tiers import slow
+from tests.tiers import parameters, slow
 
 pytestmark = pytest.mark.xdist_group("faults")  # one worker of `pytest -n` has the processes
 
@@ -29,18 +29,14 @@ HEALTHY = [name for name, fault in FAULTS.items() if not fault.kinds]
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
     """Start every selected program of this module; return the futures of the outcomes by name."""
-    names = dict.fromkeys(_program(item) for item in request.session.items)
+    names = parameters(request.session, "program")
     with Runner() as runner, ThreadPoolExecutor(AT_ONCE) as pool:
         chosen = sorted(
-            (FAULTS[name] for name in names if name in FAULTS),
+            (fault for name, fault in FAULTS.items() if name in names),
             key=lambda fault: not fault.has_short_timeout,
         )
         yield {fault.name: pool.submit(runner.run, fault, limit_s=LIMIT_S) for fault in chosen}
         pool.shutdown(cancel_futures=True)
-
-
-def _program(item: Any) -> str:
-    return item.callspec.params.get("program", "") if hasattr(item, "callspec") else ""
 
 
 def _one_per_outcome(names: list[str]) -> Iterator[Any]:

@@ -182,10 +182,8 @@ def torch_iterates_in_another_order(ctx: RankContext) -> Any:
 def torch_starts_in_another_order(ctx: RankContext) -> Any:
     """A rank starts two asynchronous dist.all_reduce in a different order"""
     small, large = torch.ones(2), torch.ones(64)
-    works = [
-        dist.all_reduce(x, async_op=True)
-        for x in ([large, small] if ctx.is_outlier() else [small, large])
-    ]  # <- outlier # <- others
+    order = [large, small] if ctx.is_outlier() else [small, large]
+    works = [dist.all_reduce(x, async_op=True) for x in order]  # <- outlier # <- others
     for work in works:
         work.wait()
     return small.tolist()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tests.faults.fault import STALL_S, healthy
+from tests.faults.fault import WARN_S, healthy
 from tests.faults.rank_context import RankContext
 from tests.faults.torch_training import BATCHES, ddp, fsdp, step
 from tests.faults.wrong_calls import SQUARE
@@ -114,17 +114,17 @@ def torch_waits_in_another_order(ctx: RankContext) -> Any:
 @healthy()
 def torch_finishes_early(ctx: RankContext) -> Any:
     """A rank finishes its part long before the others arrive"""
-    ctx.set_short_timeout()
+    ctx.set_short_warning()
     t = torch.ones(4)
     if ctx.rank:
-        time.sleep(0.5 * STALL_S)
+        time.sleep(2 * WARN_S)
     dist.broadcast(t, src=0)
     kept = dist.all_reduce(t, async_op=True)
     dist.barrier()
     time.sleep(0.1)
     kept.wait()
     if ctx.rank == 3:
-        time.sleep(0.5 * STALL_S)
+        time.sleep(2 * WARN_S)
     dist.monitored_barrier()
     return t.shape[0]
 

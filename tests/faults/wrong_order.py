@@ -54,9 +54,8 @@ def iterates_in_another_order(ctx: RankContext) -> Any:
     """A rank iterates over the parameters in a different order, as with a set or a directory"""
     weights = {name: ctx.put(SQUARE + n, ctx.d.Shard(0)) for n, name in enumerate("abc")}
     names = ["b", "a", "c"] if ctx.is_outlier() else ["a", "b", "c"]
-    return {
-        name: weights[name].full_tensor()[0, 0].item() for name in names
-    }  # <- outlier # <- others
+    wholes = [weights[name].full_tensor() for name in names]  # <- outlier # <- others
+    return [whole[0, 0].item() for whole in wholes]
 
 
 @fault("mismatch", 0, field="shape", says="all_reduce")

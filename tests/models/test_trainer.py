@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import shardmesh as sm
-from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize
 from tests.models.tiny import IDS, loss_of, model, same, shard, whole
 
 accelerate = pytest.importorskip("accelerate")
@@ -70,25 +69,3 @@ def test_trainer(world4, tmp_path):
     expected = world4(_trained_by_trainer, False, str(tmp_path))[0]
     for found in world4(_trained_by_trainer, True, str(tmp_path)):
         same(found, expected, 1e-6)  # AdamW divides by small second moments
-
-
-def _wrapped_in_ddp():
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
-    for made in (
-        fully_shard(torch.nn.Linear(2, 2), mesh),
-        data_parallel(torch.nn.Linear(2, 2), mesh),
-        parallelize(torch.nn.Linear(2, 2), mesh, {"": colwise()}),
-        distribute_module(torch.nn.Linear(2, 2), mesh),
-    ):
-        with pytest.raises(
-            RuntimeError,
-            match=(
-                "is parallel already, by shardmesh: call it as it is, without "
-                "DistributedDataParallel"
-            ),
-        ):
-            torch.nn.parallel.DistributedDataParallel(made)
-
-
-def test_torch_ddp_raises(world4):
-    world4(_wrapped_in_ddp)

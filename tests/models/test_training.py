@@ -79,6 +79,7 @@ def test_training(name, form, inputs, checkpointing):
         )
 
 
+@pytest.mark.slow  # four processes import transformers
 def test_training_on_processes(world4):
     expected = _expected("llama")
     for found in world4(_trained, "llama", "fsdp+tp", True, False):

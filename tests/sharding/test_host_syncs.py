@@ -16,6 +16,8 @@ from tests.stand_in.child import call
 from tests.stand_in.host_syncs import host_syncs
 from tests.stand_in.scenarios import SCENARIOS, all_waits
 
+pytestmark = pytest.mark.xdist_group("stand-in")  # one worker of `pytest -n` has the device
+
 # What, how often and why: see docs/communication.md.
 EVENT = "Event.synchronize at kernels/transfer/host_copies.py"
 KNOWN = {

@@ -34,6 +34,7 @@ from .members import (
     outliers,
     parties,
     read_members,
+    waiting_with,
 )
 from .votes import minority, worst_correspondent
 
@@ -247,14 +248,7 @@ def _cycle(job: Job, ahead: list[Member]) -> Verdict | None:
         if not awaited_members:
             return None  # it still runs, or nothing is known of it
         ahead += awaited_members
-    stuck = [
-        (rank, buffer.stuck)
-        for rank in sorted(reached)
-        if (buffer := job.directory.buffer_of(rank)) is not None
-    ]
-    return verdict_text.deadlock(
-        job.directory, [(rank, record) for rank, record in stuck if record is not None]
-    )
+    return verdict_text.deadlock(job.directory, waiting_with(job.directory, reached))
 
 
 def _stall(

@@ -171,15 +171,45 @@ def members_waited_for(directory: JobDirectory, rank: int) -> list[Member]:
     record = None if buffer is None else _stuck_for_long(buffer)
     if buffer is None or record is None:
         return []
-    ranks = [
-        int(r)
-        for r in buffer.group_text(record.group).partition("\t")[2].split(",")
-        if whole_number(r) is not None
-    ]
+    ranks = _ranks_of(buffer, record)
     key = buffer.group_key(record.group)
     others = [member(directory, key, r, record.sequence) for r in ranks if r != rank]
     on_device = buffer.words[Header.BLOCKED] & ON_DEVICE and fields_of(record.call)[0] in _OF_ALL
     return [m for m in others if m.came is False or (on_device and _is_held_up(m))]
+
+
+def _ranks_of(buffer: TraceBuffer, record: Record) -> list[int]:
+    """Return the ranks of the group of a call."""
+    ranks = buffer.group_text(record.group).partition("\t")[2].split(",")
+    return [int(r) for r in ranks if whole_number(r) is not None]
+
+
+def waiting_with(directory: JobDirectory, ranks: Iterable[int]) -> list[tuple[int, Record]]:
+    """Return (rank, call) of ranks that wait in a call, and of those that wait in it with them.
+
+    In the order of the ranks.
+    """
+    calls: dict[int, Record] = {}
+    for rank in ranks:
+        buffer = directory.buffer_of(rank)
+        record = None if buffer is None else buffer.stuck
+        if buffer is None or record is None:
+            continue
+        key = buffer.group_key(record.group)
+        for other in {rank, *_ranks_of(buffer, record)}:
+            call = _waits_in(directory.buffer_of(other), key, record.sequence)
+            if call is not None:
+                calls[other] = call
+    return sorted(calls.items())
+
+
+def _waits_in(buffer: TraceBuffer | None, key: int, sequence: int) -> Record | None:
+    """Return the call that a rank is blocked in if it is this collective of this group."""
+    record = None if buffer is None else buffer.stuck
+    if buffer is None or record is None:
+        return None
+    is_it = buffer.group_key(record.group) == key and record.sequence == sequence
+    return record if is_it else None
 
 
 def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:

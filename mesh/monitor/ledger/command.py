@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def add_to(commands: Any) -> None:
         default=20,
         help="how many collectives of each rank to show (20)",
     )
+    add("--json", action="store_true", help="print all collectives and the verdict as JSON")
     add("--stragglers", action="store_true", help="show who waited for whom in each step, instead")
     add(
         "--trace",
@@ -87,9 +89,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     try:
         ledger = Ledger.read(folder)
-        report = (
-            StragglerReport.of(ledger) if arguments.stragglers else ledger.report(arguments.last)
-        )
+        if arguments.json:
+            report = json.dumps(_as_dict(folder, ledger, arguments.last), indent=2)
+        elif arguments.stragglers:
+            report = str(StragglerReport.of(ledger))
+        else:
+            report = ledger.report(arguments.last)
     except FileNotFoundError as error:
         parser.error(str(error))
     except _DAMAGE as error:
@@ -97,7 +102,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             f"the trace buffers in {shortened(str(folder))} are damaged "
             f"({type(error).__name__}: {shortened(str(error))})"
         )
-    print(f"{printable(str(folder))}\n\n{report}")
+    print(report if arguments.json else f"{printable(str(folder))}\n\n{report}")
     try:
         if arguments.trace is not None:
             ledger.save_trace(arguments.trace)
@@ -115,6 +120,24 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if ledger.damage:
         parser.exit(1, f"{parser.prog}: error: {ledger.damage}\n")
     return 0
+
+
+def _as_dict(folder: Path, ledger: Ledger, last: int) -> dict[str, Any]:
+    """Return the report as plain data."""
+    ranks = [
+        {
+            "rank": rank.rank,
+            "host": rank.host,
+            "pid": rank.pid,
+            "state": rank.state,
+            "blocked": None if rank.blocked is None else rank.blocked._asdict(),
+            "collectives": [entry._asdict() for entry in rank.entries[-last:]],
+        }
+        for rank in ledger.ranks.values()
+    ]
+    verdict = ledger.verdict
+    why = None if verdict is None else {"kind": verdict.kind, "text": verdict.text}
+    return {"folder": str(folder), "ranks": ranks, "verdict": why}
 
 
 def newest_job() -> Path | None:

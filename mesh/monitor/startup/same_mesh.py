@@ -2,7 +2,7 @@
 
 rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
 rank 1   mesh 0 is (dp=2, tp=2)   the same
-rank 2   mesh 0 is (dp=4)         differs: waits a moment for others, finds the outliers by votes
+rank 2   mesh 0 is (dp=4)         differs: waits for a majority of the ranks, which decides by votes
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from ..store_values import MOST_RANKS, checked, has_fields, json_object, whole
 from ..verdict import Observation, Verdict, compose_text
 from .rank_info import file_store_fault
 
-_TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
-_PAUSE_S = 0.01
+_DECIDED_S = 0.3  # how long to wait for the other ranks once a majority has decided
+_UNDECIDED_S = 10.0  # and before: ranks of a busy host arrive far apart
+_FIRST_PAUSE_S, _PAUSE_S = 0.01, 0.1
 _FIELDS = ("device type", "shape", "axis names", "rank order", "backends")
 
 
@@ -76,8 +77,8 @@ def compare(
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the
         group's store is a file that another job has left.
 
-    Communication: two messages to the store of the default group, for each new mesh; does not wait
-    unless ranks differ.
+    Communication: two messages to the store of the default group, for each new mesh. Where ranks
+    differ, those that differ from the first one wait up to 10 s for the others' votes.
     """
     if world.size == 1 or settings().mode == "off":
         return
@@ -124,26 +125,51 @@ def _compare(world: World, keys: StoreKeys, key: str, call: MeshCall, number: in
     first = keys.claim("first", key, str)
     if first == key:
         return
-    calls = _all_calls(world, keys)
-    if all(other.fields == call.fields for other in calls):
+    # a rank claims to be the first after it has appended its mesh
+    if all(json.dumps(other.fields) != first for other in _calls(keys).values()):
         raise keys.bad_value("first", first, "no rank has made such a mesh")
+    calls = _wait_for_votes(world, keys)
     verdict = keys.claim("verdict", _name_outliers(calls, number).to_json(), Verdict.from_json)
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
 
-def _all_calls(world: World, keys: StoreKeys) -> list[MeshCall]:
-    """Return the meshes of the ranks that arrive within a moment."""
-    deadline = time.monotonic() + _TO_COME_S
+def _calls(keys: StoreKeys) -> dict[int, MeshCall]:
+    """Return the meshes that ranks have made so far, by rank."""
+    return {call.rank: call for call in keys.read_lines("made", MeshCall.from_json)}
+
+
+def _wait_for_votes(world: World, keys: StoreKeys) -> list[MeshCall]:
+    """Return the meshes of all ranks, or of those that arrive in time.
+
+    The time is short once more than half of the ranks have made the same mesh, since the others
+    cannot change which ranks are the outliers. Before, it is less than the stall timeout, after
+    which the ranks that wait for this one would raise.
+    """
+    since = time.monotonic()
+    undecided_s = min(_UNDECIDED_S, settings().timeout / 2)
+    pause = _FIRST_PAUSE_S
     while True:
-        calls = {call.rank: call for call in keys.read_lines("made", MeshCall.from_json)}
-        if len(calls) == world.size or time.monotonic() > deadline:
+        calls = _calls(keys)
+        limit_s = min(_DECIDED_S, undecided_s) if _is_decided(calls, world.size) else undecided_s
+        has_all = len(calls) == world.size
+        if has_all or keys.has("verdict") or time.monotonic() - since > limit_s:
             return [calls[rank] for rank in sorted(calls)]
-        time.sleep(_PAUSE_S)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _PAUSE_S)
+
+
+def _is_decided(calls: Mapping[int, MeshCall], size: int) -> bool:
+    return 2 * max(map(len, _parties(calls.values()))) > size
+
+
+def _parties(calls: Iterable[MeshCall]) -> list[list[MeshCall]]:
+    """Return the calls in groups that made the same mesh."""
+    return parties_by(calls, lambda call: json.dumps(call.fields))
 
 
 def _name_outliers(calls: list[MeshCall], number: int) -> Verdict:
-    parties = sorted(parties_by(calls, lambda one: json.dumps(one.fields)), key=len)
+    parties = sorted(_parties(calls), key=len)
     outliers = minority([[one.rank for one in party] for party in parties])
     usual, other = parties[-1][0].fields, parties[0][0].fields
     field = next(name for name in _FIELDS if usual[name] != other[name])

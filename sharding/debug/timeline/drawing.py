@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from ...parallel.figure import drawn
+from ....mesh.figure import drawn
 from .event import TimelineEvent
 
 if TYPE_CHECKING:

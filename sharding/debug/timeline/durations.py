@@ -71,10 +71,8 @@ class Durations:
             return 0.0
         is_operator = isinstance(node.target, torch._ops.OpOverload)
         flops = (flops_of(node) or 0) if is_operator else 0
-        return max(flops / self._rate(node), self._of_bytes(moved_bytes(node)))
-
-    def _of_bytes(self, count: int) -> float:
-        return count / 2 / self._memory.memory  # a copied byte is read and written
+        copied_bytes = moved_bytes(node) / 2  # each is read and written
+        return max(flops / self._rate(node), copied_bytes / self._memory.memory)
 
     def _rate(self, node: fx.Node) -> float:
         if not isinstance(self._flops, Mapping):

@@ -254,7 +254,12 @@ class _Run:
         """
         mesh, out = self.mesh, list(leaves)
         if mesh is not None:
-            out = [from_local(x, mesh, P(), shape=x.shape) if _is_plain(x) else x for x in leaves]
+            out = [
+                from_local(x, mesh, P(), shape=x.shape)
+                if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
+                else x
+                for x in leaves
+            ]
         moving, pairs = [], []
         for i, (x, axis) in enumerate(zip(out, axes, strict=True)):
             if isinstance(x, ShardedTensor):
@@ -425,10 +430,6 @@ def _argument(part: Any, layout: Layout | None, x: Any) -> Any:
     out = ShardedTensor._make(part, layout)
     out._lineage = x._lineage
     return same_type(out, x)
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
 
 
 def _redistribute_parts(

@@ -62,11 +62,6 @@ class Rule:
         return result
 
 
-def _first_or_lists(func: Any, args: Args, kwargs: Kwargs) -> Args:
-    """Return what an in-place operator writes: fused optimizers write to several lists."""
-    return args if name_of(func).startswith("_fused") else args[:1]
-
-
 def _statistics(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Return the operands of a normalization into which it may write running statistics."""
     operands = (*args[1:], kwargs.get("running_mean"), kwargs.get("running_var"))
@@ -74,7 +69,11 @@ def _statistics(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 ORDINARY = Rule()
-WRITE = Rule(replaced=_first_or_lists, writes=True)
+# An in-place operator writes to its first argument, a fused optimizer to several lists.
+WRITE = Rule(
+    replaced=lambda func, args, kwargs: args if name_of(func).startswith("_fused") else args[:1],
+    writes=True,
+)
 SIZED_BY_VALUES = Rule(has_length=True)
 # Only the shape of the first.
 CONSTANT = Rule(sources=lambda args, kwargs: (*args[1:], *kwargs.values()))

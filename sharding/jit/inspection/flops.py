@@ -15,6 +15,7 @@ where queries and keys have d elements, and values e.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,12 +76,28 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _attention(node: fx.Node) -> int:
     operands = _arguments(node)
-    *batch, queries, d = _shape(operands["query"])
-    keys, e = _shape(operands["key"])[-2], _shape(operands["value"])[-1]
+    return attention_flops(
+        *(_shape(operands[name]) for name in ("query", "key", "value")),
+        is_causal=operands["is_causal"],
+        is_backward=str(node.target).partition(".")[2].partition(".")[0].endswith("_backward"),
+    )
+
+
+def attention_flops(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    *,
+    is_causal: bool,
+    is_backward: bool = False,
+) -> int:
+    """Return the flops of attention between operands of these shapes, or of its backward."""
+    *batch, queries, d = query
+    keys, e = key[-2], value[-1]
     pairs = queries * keys
-    if operands["is_causal"]:
-        pairs = sum(min(i + 1, keys) for i in range(queries))
-    is_backward = str(node.target).partition(".")[2].partition(".")[0].endswith("_backward")
+    if is_causal:
+        met = min(queries, keys)  # query i meets keys 0 to i, as far as there are keys
+        pairs = met * (met + 1) // 2 + (queries - met) * keys
     return 2 * math.prod(batch) * pairs * (3 * d + 2 * e if is_backward else d + e)
 
 

@@ -1,12 +1,14 @@
 """The names by which code may reach attributes of the program's own objects, and which code is the
 program's own.
 
-    self.optimizer.step()       `optimizer`, of self; not `step`, which is an attribute of one of
-                                torch's optimizers
-    helper(x).step()            `step`: what helper returns is not known
+    self.optimizer.step()       `optimizer`, of objects of the class of self; not `step`, which is
+                                an attribute of one of torch's optimizers
+    model.train()               `train`, of modules: a module calls it on the modules inside
+    getattr(self, "rate")       `rate`, of objects of the class of self
+    helper(x).step()            `step`, of any object: what helper returns is not known
 
-So a class with a method `step` of its own, which reads what changes from call to call, is not taken
-for one whose `step` the code calls.
+So a trainer with a method `train` of its own, which counts steps and keeps losses, is not taken for
+the module whose `train` the code calls.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import dis
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -46,8 +49,11 @@ _TYPED = ("<stdin>", "<console>", "<python-input", "<ipython-input", "<doctest")
 _UNKNOWN = object()
 # In the code of a function that reads attributes whose names it computes: all of them count.
 ANY_ATTRIBUTE = frozenset({"__dict__", "vars"})
+_BY_STRING = ("getattr", "hasattr", "setattr", "delattr")
 # A name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer").
 Use = tuple[str, "tuple[str, ...] | None"]
+# A name, and the class whose instances may have it as an attribute; None for any object.
+Name = tuple[str, "type | None"]
 
 
 @lru_cache(4096)
@@ -67,21 +73,51 @@ def is_program(module: str | None) -> bool:
     return module == "__main__" or (file is not None and not is_installed(file))
 
 
-def names_of(f: types.FunctionType, selves: Sequence[Any]) -> set[str]:
-    """Return the names and the strings in a function's code, without those of attributes of objects
-    that are not the program's.
+def names_of(
+    f: types.FunctionType,
+    arguments: Mapping[str, Sequence[Any]],
+    assigned: Collection[str] = (),
+) -> set[Name]:
+    """Return the names and the strings in a function's code, each with the class of the objects
+    that it may be an attribute of, without those of attributes of objects that are not the
+    program's.
 
     Args:
-        selves: what the function's first argument may be; empty if that is not known.
+        arguments: for parameters whose values are known, all values that they may have.
+        assigned: attributes whose values change while the function runs.
     """
     code = f.__code__
-    names = {x for part in codes(code) for x in _strings(part.co_consts)}
+    strings = {x for part in codes(code) for x in _strings(part.co_consts)}
+    names: set[Name] = {(x, None) for x in strings - _used_as_names(code)}
     if any(map(_computes_names, codes(code))):
-        names |= ANY_ATTRIBUTE
+        names |= {(x, None) for x in ANY_ATTRIBUTE}
     for name, path in _uses(code):
-        if path is None or name in names or not _are_foreign(_objects(f, selves, path)):
-            names.add(name)
+        if path is None or not set(path[1:]).isdisjoint(assigned):
+            names.add((name, None))
+        elif (name, None) not in names:
+            names |= {(name, scope) for scope in _scopes(_objects(f, arguments, path))}
     return names
+
+
+@lru_cache(4096)
+def assigned_by(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that the code, and that of the functions inside it, assigns."""
+    names: set[str] = set()
+    for part in codes(code):
+        names.update(i.argval for i in dis.get_instructions(part) if i.opname == "STORE_ATTR")
+        if "setattr" in part.co_names:
+            names.update(_strings(part.co_consts))
+    return frozenset(names)
+
+
+def globals_of(code: types.CodeType) -> set[str]:
+    """Return the names that the code, and that of the functions inside it, uses as globals."""
+    return {
+        i.argval
+        for part in codes(code)
+        for i in dis.get_instructions(part)
+        if i.opname.endswith(("_GLOBAL", "_NAME"))
+    }
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -128,35 +164,69 @@ def _uses(code: types.CodeType) -> tuple[Use, ...]:
     """Return how the code uses names."""
     inner = [part for part in codes(code) if part is not code]
     uses: set[Use] = {(name, None) for part in inner for name in part.co_names}
+    uses |= {(name, path) for name, path, _ in _attributes(code)}
+    attributes = {name for name, _ in uses}
+    return (*uses, *((name, None) for name in code.co_names if name not in attributes))
+
+
+@lru_cache(4096)
+def _used_as_names(code: types.CodeType) -> set[str]:
+    """Return the strings that the code, which has no functions inside, uses only as the names of
+    attributes of objects whose paths are known: `getattr(self.optimizer, "train")`.
+    """
+    if len(list(codes(code))) > 1:
+        return set()
+    loads = Counter(
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname in ("LOAD_CONST", "RETURN_CONST") and isinstance(i.argval, str)
+    )
+    loads.update(x for one in code.co_consts if isinstance(one, tuple) for x in _strings(one))
+    names = Counter(name for name, _, is_string in _attributes(code) if is_string)
+    return {name for name, count in names.items() if loads[name] == count}
+
+
+def _attributes(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...] | None, bool]]:
+    """Yield each use of an attribute: its name, how the code reaches its object, and whether the
+    name is a string.
+    """
     path: tuple[str, ...] | None = None  # of the object on top of the stack
+    is_named = False  # whether that is the first argument of `getattr`
     stored = {
         i.argval
         for i in dis.get_instructions(code)
         if i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_GLOBAL"))
     }
     stored = {name for x in stored for name in (x if isinstance(x, tuple) else (x,))}
+    last = ""  # the global that the instruction before has loaded
     for i in dis.get_instructions(code):
         if i.is_jump_target:  # what is on the stack may come from elsewhere
             path = None
         if i.opname in _ATTRIBUTES:
-            uses.add((i.argval, path))
+            yield i.argval, path, False
             is_read = i.opname in ("LOAD_ATTR", "LOAD_METHOD")
             path = (*path, i.argval) if is_read and path is not None else None
         elif i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")):
             name = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
             path = None if name in stored else (name,)
+            is_named = last in _BY_STRING and not isinstance(i.argval, tuple)
         elif i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE"):
+            is_name = is_named and i.opname == "LOAD_CONST" and isinstance(i.argval, str)
+            if is_name and path is not None:
+                yield i.argval, path, True
             path = None
-    attributes = {name for name, _ in uses}
-    return (*uses, *((name, None) for name in code.co_names if name not in attributes))
+        if i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE"):
+            last = i.argval if i.opname == "LOAD_GLOBAL" else ""
 
 
-def _objects(f: types.FunctionType, selves: Sequence[Any], path: Sequence[str]) -> list[Any]:
+def _objects(
+    f: types.FunctionType, arguments: Mapping[str, Sequence[Any]], path: Sequence[str]
+) -> list[Any]:
     """Return the objects that a function may reach under a path."""
     first, *rest = path
     code = f.__code__
-    if code.co_argcount and first == code.co_varnames[0]:
-        roots = list(selves)
+    if first in arguments:
+        roots = list(arguments[first])
     elif first in code.co_freevars:
         roots = [_content((f.__closure__ or ())[code.co_freevars.index(first)])]
     elif first in code.co_varnames or first in code.co_cellvars:
@@ -186,14 +256,31 @@ def _attribute(x: Any, name: str) -> Any:
     return next((place[name] for place in places if name in place), _UNKNOWN)
 
 
-def _are_foreign(objects: list[Any]) -> bool:
-    """Return whether objects are known and none is of a class of the program, or one of its
-    modules.
+def _scopes(objects: Sequence[Any]) -> set[type | None]:
+    """Return the classes whose instances may have the attribute that code reads of one of these
+    objects: {None} if that may be any object, none if the objects are not the program's.
     """
-    kinds = [base for x in objects for base in type(x).__mro__]
-    return (
-        bool(objects)
-        and all(isinstance(x, _FOREIGN) for x in objects)
-        and not any(is_program(kind.__module__) for kind in kinds)
-        and not any(isinstance(x, types.ModuleType) and is_program(x.__name__) for x in objects)
+    scopes = set(map(_scope, objects)) or {None}
+    return {None} if None in scopes else scopes - {object}
+
+
+def _scope(x: Any) -> type | None:
+    """Return the class whose instances may have an attribute that code reads of an object; `object`
+    if it is not the program's; None if that may be any object.
+    """
+    kind = type(x)
+    is_own = any(is_program(base.__module__) for base in kind.__mro__)
+    forwards = any(
+        name in vars(base)
+        for base in kind.__mro__
+        if base not in (torch.nn.Module, object)
+        for name in ("__getattr__", "__getattribute__")
     )
+    if isinstance(x, torch.nn.Module):  # its methods call those of the modules inside
+        return None if is_own and forwards else torch.nn.Module
+    if isinstance(x, (type, types.ModuleType, types.FunctionType)):
+        is_foreign = isinstance(x, types.ModuleType) and not is_program(x.__name__)
+        return object if is_foreign else None
+    if is_own:
+        return None if forwards else kind
+    return object if isinstance(x, _FOREIGN) else None

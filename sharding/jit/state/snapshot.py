@@ -13,7 +13,16 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +53,16 @@ from .holders import (
     value_items,
 )
 from .iterators import iterator_state
-from .names import ANY_ATTRIBUTE, codes, is_installed, is_program, names_of
+from .names import (
+    ANY_ATTRIBUTE,
+    Name,
+    assigned_by,
+    codes,
+    globals_of,
+    is_installed,
+    is_program,
+    names_of,
+)
 
 _PACKAGE = __name__.partition(".")[0]
 _LOOKED_INTO = tuple(
@@ -81,6 +99,8 @@ class Snapshot:
     Args:
         roots: the objects, and their paths.
         left_out: ids of objects that are not looked into.
+        called: the function that is called, or a method.
+        arguments: its arguments, by the names of its parameters.
 
     Attributes:
         holders: the dicts, lists, cells and the like.
@@ -92,12 +112,19 @@ class Snapshot:
         iterators: iterators, their paths, and where they were.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]], left_out: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        roots: list[tuple[str, Any]],
+        left_out: Sequence[int] = (),
+        called: Callable[..., Any] | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._roots, self._left_out = roots, left_out
+        self._called, self._arguments = called, arguments
         # Containers that have replaced others, by the object that holds them and the key.
         self._copies: dict[tuple[int, Any], Holder] = {}
         # By which the program's code may reach its own objects.
-        self._names: frozenset[str] = frozenset()
+        self._names: frozenset[Name] = frozenset()
         before = -1
         while len(self._names) > before:
             before = len(self._names)
@@ -116,17 +143,20 @@ class Snapshot:
         self._functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
         self._getters: list[operator.attrgetter[Any] | operator.methodcaller] = []
+        self._ways_to_called = 0
+        self._names_of_kinds: dict[type | None, frozenset[str]] = {}
         self._seen: dict[int, Any] = dict.fromkeys(self._left_out)
         self._todo: deque[tuple[str, Any]] = deque([*roots, *_GLOBAL_HOOKS])
         while self._todo:
             path, x = self._todo.popleft()
+            self._ways_to_called += x is getattr(self._called, "__func__", self._called)
             if not isinstance(x, PLAIN) and id(x) not in self._seen:
                 self._seen[id(x)] = x
                 self._visit(path, x)
 
     def again(self) -> Snapshot:
         """Return what the same objects can reach now."""
-        return Snapshot(self._roots, self._left_out)
+        return Snapshot(self._roots, self._left_out, self._called, self._arguments)
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
         """Return the first thing that has changed since, as text; None if nothing has."""
@@ -167,7 +197,7 @@ class Snapshot:
         """Return whether an object can be reached."""
         return id(x) in self._seen
 
-    def _used_names(self) -> set[str]:
+    def _used_names(self) -> set[Name]:
         selves: dict[types.CodeType, list[Any]] = {}
         for x in self._instances:
             methods = [
@@ -175,9 +205,41 @@ class Snapshot:
             ]
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
-        names = {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()))}
+        assigned = frozenset[str]().union(*(assigned_by(f.__code__) for f in self._functions))
+        names: set[Name] = set()
+        for f in self._functions:
+            values = self._values_of_parameters(f, selves.get(f.__code__, ()))
+            names |= names_of(f, values, assigned)
         paths = [path for getter in self._getters for path in _paths_of(getter)]
-        return names.union(*(path.split(".") for path in paths))
+        return names | {(name, None) for path in paths for name in path.split(".")}
+
+    def _values_of_parameters(
+        self, f: types.FunctionType, selves: Sequence[Any]
+    ) -> dict[str, Sequence[Any]]:
+        """Return the values that parameters of a function may have, of those that are known.
+
+        Args:
+            selves: the instances of which it is a method.
+        """
+        values: dict[str, Sequence[Any]] = {}
+        # reached in another way, it may be called with other arguments
+        if f is getattr(self._called, "__func__", self._called) and self._ways_to_called == 1:
+            values = {name: [x] for name, x in self._arguments.items()}
+        if f.__code__.co_argcount and selves:
+            values[f.__code__.co_varnames[0]] = selves
+        return values
+
+    def _names_for(self, kind: type | None) -> frozenset[str]:
+        """Return the names that code may read of instances of a class; of any object for None."""
+        names = self._names_of_kinds.get(kind)
+        if names is None:
+            names = frozenset(
+                name
+                for name, scope in self._names
+                if scope is None or (kind is not None and scope in kind.__mro__)
+            )
+            self._names_of_kinds[kind] = names
+        return names
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -204,7 +266,7 @@ class Snapshot:
             self._todo += parts
         elif isinstance(x, types.ModuleType):
             if is_program(x.__name__):
-                names = sorted(self._names & vars(x).keys())
+                names = sorted(self._names_for(None) & vars(x).keys())
                 self._hold(path, functools.partial(global_items, vars(x), names))
         elif isinstance(x, types.MappingProxyType):
             self._hold(path, functools.partial(items, x))
@@ -265,7 +327,8 @@ class Snapshot:
         if isinstance(x, torch.nn.Module):
             self.modules.append(x)
         kind = type(x)
-        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not self._names & _OF_SCHEDULERS:
+        names = self._names_for(kind)
+        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not names & _OF_SCHEDULERS:
             return  # it acts through learning rates, which are inputs
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
@@ -285,15 +348,15 @@ class Snapshot:
         if isinstance(values, dict):
             read = functools.partial(items, values)
             is_own = is_program(module) and not isinstance(x, torch.optim.Optimizer)
-            if is_own and not self._names & ANY_ATTRIBUTE:
-                read = functools.partial(named_items, values, self._names | _OF_MODULES)
+            if is_own and not names & ANY_ATTRIBUTE:
+                read = functools.partial(named_items, values, names | _OF_MODULES)
             elif is_own:
                 read = functools.partial(named_items, values, frozenset(values) | _OF_MODULES)
             self._hold(path, read, values)
-        names = [name for base in kind.__mro__ for name in slot_names(base)]
-        if names:
+        slots = [name for base in kind.__mro__ for name in slot_names(base)]
+        if slots:
             self._hold(
-                path, lambda: [y for n in names if hasattr(x, n) for y in (n, getattr(x, n))]
+                path, lambda: [y for n in slots if hasattr(x, n) for y in (n, getattr(x, n))]
             )
         self._todo.append((kind.__name__, kind))
 
@@ -310,9 +373,10 @@ class Snapshot:
 
     def _visit_class(self, path: str, kind: type) -> None:
         """Look at the methods and plain attributes of the program's own classes."""
+        names = self._names_for(kind)
         for base in kind.__mro__:
             if is_program(getattr(base, "__module__", None)):
-                self._hold(base.__name__, functools.partial(class_items, base, self._names))
+                self._hold(base.__name__, functools.partial(class_items, base, names))
         if is_program(type(kind).__module__):
             self._todo.append((type(kind).__name__, type(kind)))
 
@@ -335,9 +399,10 @@ class Snapshot:
             self._hold(f"{inside} attributes", functools.partial(items, f.__dict__), f.__dict__)
         self._functions.append(f)
         names = sorted({name for code in codes(f.__code__) for name in code.co_names})
+        known = globals_of(f.__code__)
         if "globals" in names:  # globals()["scale"]
-            names = sorted({*names, *names_of(f, ())})
-        used = [name for name in names if name in f.__globals__]
+            known |= {name for name, _ in names_of(f, {})}
+        used = sorted(known & f.__globals__.keys())
         if used:
             read = functools.partial(global_items, f.__globals__, used)
             self._hold(f"globals of {f.__module__}", read)

@@ -173,16 +173,6 @@ def _by_name(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
 # -- operators without a public function -----------------------------------------------------------
 
 
-def _slice(
-    self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
-    return self[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)]
-
-
-def _index(self: Any, indices: Sequence[Any]) -> Any:
-    return self[tuple(slice(None) if index is None else index for index in indices)]
-
-
 def _softmax(of: Callable[..., Any], self: Any, dim: int, half_to_float: bool = False) -> Any:
     return of(self, dim, dtype=torch.float32 if half_to_float else None)
 
@@ -203,16 +193,6 @@ def _embedding(
 def _to_copy(self: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
     where = {} if device is None else {"device": device}
     return self.to(dtype=self.dtype if dtype is None else dtype, copy=True, **where)
-
-
-def _softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
-    grad = output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
-    return grad.to(input_dtype)
-
-
-def _log_softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
-    grad = grad_output - output.exp() * grad_output.sum(dim, keepdim=True)
-    return grad.to(input_dtype)
 
 
 def _safe_softmax(self: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
@@ -254,18 +234,6 @@ def _layer_norm_gradient(
     )
 
 
-def _select_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, index: int) -> Any:
-    return torch.select_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, index)
-
-
-def _slice_gradient(
-    grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
-) -> Any:
-    return torch.slice_scatter(
-        grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step
-    )
-
-
 def _embedding_gradient(
     grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
@@ -285,21 +253,33 @@ _TRANSLATED: dict[str, Callable[..., Any]] = {
     "_log_softmax": partial(_softmax, torch.log_softmax),
     "_safe_softmax": _safe_softmax,
     "_softmax": partial(_softmax, torch.softmax),
-    "_softmax_backward_data": _softmax_gradient,
-    "_log_softmax_backward_data": _log_softmax_gradient,
+    "_softmax_backward_data": lambda grad_output, output, dim, input_dtype: (
+        output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
+    ).to(input_dtype),
+    "_log_softmax_backward_data": lambda grad_output, output, dim, input_dtype: (
+        grad_output - output.exp() * grad_output.sum(dim, keepdim=True)
+    ).to(input_dtype),
     "_to_copy": _to_copy,
     "alias": lambda self: self.view_as(self),
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_gradient,
-    "index": _index,
+    "index": lambda self, indices: self[
+        tuple(slice(None) if index is None else index for index in indices)
+    ],
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_gradient,
     "lift_fresh": lambda self: self,
     "native_dropout_backward": lambda grad_output, mask, scale: (
         grad_output * (mask.to(grad_output.dtype) * scale)
     ),
-    "select_backward": _select_gradient,
-    "slice": _slice,
-    "slice_backward": _slice_gradient,
+    "select_backward": lambda grad_output, input_sizes, dim, index: torch.select_scatter(
+        grad_output.new_zeros(input_sizes), grad_output, dim, index
+    ),
+    "slice": lambda self, dim=0, start=None, end=None, step=1: self[
+        (slice(None),) * (dim % self.ndim) + (slice(start, end, step),)
+    ],
+    "slice_backward": lambda grad_output, input_sizes, dim, start, end, step: torch.slice_scatter(
+        grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step
+    ),
     "split": lambda self, split_size, dim=0: self.split(split_size, dim),
 }

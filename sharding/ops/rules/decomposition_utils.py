@@ -177,17 +177,13 @@ def body_of(func: Any) -> Callable[..., Any]:
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     body = FunctionType(
         func.__code__,
-        {**func.__globals__, **dict.fromkeys(names, _never)},
+        {**func.__globals__, **dict.fromkeys(names, lambda *_: False)},
         func.__name__,
         func.__defaults__,
         func.__closure__,
     )
     body.__kwdefaults__ = func.__kwdefaults__
     return body
-
-
-def _never(*_: Any) -> bool:
-    return False
 
 
 def sequential(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[..., ShardedTensor]:

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -272,17 +272,11 @@ def _share_along_dim(
     return [AnyInt.INDEX if key == name else item for key, item in bound.items()], {}
 
 
-def _share_select(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
-    return _share_along_dim("index", None, args, kwargs)
-
-
-def _share_narrow(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
-    return _share_along_dim("start", "length", args, kwargs)
-
-
 _INDEXING: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], Arguments | None]] = {
     torch.Tensor.__getitem__: _share_getitem,
     torch.Tensor.__setitem__: _share_setitem,
-    **dict.fromkeys(functions("select"), _share_select),
-    **dict.fromkeys(functions("narrow", "narrow_copy"), _share_narrow),
+    **dict.fromkeys(functions("select"), partial(_share_along_dim, "index", None)),
+    **dict.fromkeys(
+        functions("narrow", "narrow_copy"), partial(_share_along_dim, "start", "length")
+    ),
 }

@@ -160,18 +160,15 @@ def _assign_axes(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> As
         for i, layout in enumerate(layouts)
     ]
     if fixed is not None:
-        targets[fixed] = _written_layout(layouts[fixed], targets[fixed])
+        # The operand that is written keeps its layout: the target must have the same boxes.
+        written = layouts[fixed]
+        if without_trivial_axes(written) is not without_trivial_axes(targets[fixed]):
+            raise CannotKeep
+        targets[fixed] = written
     outputs = (
         splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs
     )
     return Assignment(tuple(targets), tuple(outputs))
-
-
-def _written_layout(layout: Layout, target: Layout) -> Layout:
-    """Return the layout of the operand that is written, if its target has the same boxes."""
-    if without_trivial_axes(layout) is not without_trivial_axes(target):
-        raise CannotKeep
-    return layout
 
 
 # -- current state ---------------------------------------------------------------------------------

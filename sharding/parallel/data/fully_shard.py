@@ -173,8 +173,8 @@ def data_parallel(
             none, for whole gradients in memory and one reduce_scatter at the end.
         optimizer: the axes over which optimizer state is split, and the parameters in
             `module.parameters()`.
-        module, mesh, units, mp_policy, ignored_params, find_unused_parameters, transport,
-            src_data_rank: as in `fully_shard`.
+        module, mesh, units, mp_policy, ignored_params: as in `fully_shard`.
+        find_unused_parameters, transport, src_data_rank: as in `fully_shard`.
 
     Raises:
         ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer;

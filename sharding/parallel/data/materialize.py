@@ -211,13 +211,9 @@ def _initialise(initialise: Init, module: nn.Module) -> None:
         initialise(module)
     finally:
         module.padding_idx = padding
-    _clear_row(module.weight, padding)  # type: ignore[arg-type]
-
-
-def _clear_row(x: ShardedTensor, row: int) -> None:
-    start, stop = x._layout.box[0]
-    if start <= row < stop:
-        x._local[row - start] = 0
+    start, stop = module.weight._layout.box[0]
+    if start <= padding < stop:
+        module.weight._local[padding - start] = 0
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:

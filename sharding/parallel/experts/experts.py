@@ -69,10 +69,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         params = dict(self.each.named_parameters())
-        return moe(x, routing, self._apply_expert, params, axis=self.axis, capacity=self.capacity)
-
-    def _apply_expert(self, rows: Tensor, params: dict[str, Tensor]) -> Tensor:
-        return functional_call(self.each, params, (rows,))
+        return moe(
+            x,
+            routing,
+            lambda rows, params: functional_call(self.each, params, (rows,)),
+            params,
+            axis=self.axis,
+            capacity=self.capacity,
+        )
 
     def extra_repr(self) -> str:
         return f"axis={self.axis}, capacity={self.capacity}"

@@ -7,8 +7,8 @@ from fractions import Fraction
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from ....mesh.figure import drawn
 from ....mesh.text import table_lines
-from ..figure import drawn
 from .actions import Action, Overlap
 from .event import Event, Events, ShardCommunication
 

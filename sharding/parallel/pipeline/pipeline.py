@@ -35,8 +35,9 @@ from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
 from .stages.precision import merged, precision_of
 from .stages.recording import Recorder
+from .stages.split import Split, default_split
 from .stages.stage import Stage
-from .stages.staged_model import Split, StagedModel
+from .stages.staged_model import StagedModel
 from .state import WholeModel
 from .tied import TiedParameters, tied_names
 from .transport import Transport
@@ -78,13 +79,15 @@ def pipeline(
         mesh: the mesh, by default that of `with mesh:`. Its other axes are for the layers inside of
             a stage: `fully_shard(stage, mesh["fsdp"])` for each of `pipe.stages.values()`.
         axis: the axis of the pipeline.
-        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. By default
-            "even", which divides the model by the cost of its submodules.
+        split: where stages begin, as paths of submodules: ["blocks.4"] for two stages. Or "even",
+            which divides the model by the cost of its blocks, or "auto", which divides it in the
+            same way between the modules of its own plan, as models of Hugging Face have one
+            (`model.pp_plan`). By default "auto" for models with such a plan, "even" for others.
         schedule: a name (see `make_schedule`), a `Schedule`, or a function of the numbers of ranks
             and microbatches that returns one.
         microbatches: the number of parts of a batch.
-        example: arguments and keyword arguments of a forward, by which "even" counts costs; by
-            default it goes by the numbers of parameters.
+        example: arguments and keyword arguments of a forward, by which "even" and "auto" count
+            costs; by default they go by the numbers of parameters.
         gather: how often `fully_shard` in a stage gathers parameters: for each "microbatch", as it
             is set up, or once a "step", which keeps parameters and gradients of the rank's stages
             whole for the step.
@@ -120,7 +123,7 @@ def pipeline(
     first = schedules.of(microbatches)
     own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
     if split is None and isinstance(model, nn.Module):
-        split = "even"
+        split = default_split(model)
     meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
     names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)

@@ -9,7 +9,7 @@ determine that, so most strings only say how parameters are split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -135,11 +135,18 @@ def plan_owner(module: nn.Module) -> nn.Module:
 
     Itself, or the model inside of a wrapper that passes on its attributes, such as a `PeftModel`.
     """
-    if _plan_of(module):
-        for inner in module.modules():
-            names = {*vars(inner), *dir(type(inner))}
-            if names & {"tp_plan", "_tp_plan"}:
-                return inner
+    return owner_of(module, ("tp_plan", "_tp_plan")) if _plan_of(module) else module
+
+
+def owner_of(module: nn.Module, attributes: Collection[str]) -> nn.Module:
+    """Return the outermost module in `module` that has one of these attributes of its own.
+
+    A wrapper that passes on the attributes of the model inside of it does not; without any such
+    module, `module` itself.
+    """
+    for inner in module.modules():
+        if not {*vars(inner), *dir(type(inner))}.isdisjoint(attributes):
+            return inner
     return module
 
 

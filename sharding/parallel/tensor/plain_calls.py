@@ -52,7 +52,7 @@ def _return_whole_plain(
         return output
     for mesh in {x.mesh for x in _tensors(output) if isinstance(x, ShardedTensor)}:
         accept_plain_operands(mesh)
-    return _whole_as_plain(output)
+    return _with_tensors(output, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
 
 
 _GENERATE = ("generate", "generate_batch")  # methods of Hugging Face models
@@ -94,7 +94,9 @@ def _gathered_outputs(module: nn.Module) -> Iterator[None]:
 def _gather_plain(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    return _gather_tensors(output) if _are_plain((args, kwargs)) else output
+    if not _are_plain((args, kwargs)):
+        return output
+    return _with_tensors(output, lambda x: x.redistribute(P()).to_local())
 
 
 def _are_plain(tree: Any) -> bool:
@@ -119,16 +121,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif _is_dataclass_instance(tree):
         for field in dataclasses.fields(tree):
             yield from _tensors(getattr(tree, field.name, None))
-
-
-def _whole_as_plain(tree: Any) -> Any:
-    """Return the tree with whole `ShardedTensor`s as plain tensors."""
-    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
-
-
-def _gather_tensors(tree: Any) -> Any:
-    """Return the tree with all `ShardedTensor`s gathered, as plain tensors."""
-    return _with_tensors(tree, lambda x: x.redistribute(P()).to_local())
 
 
 def _with_tensors(tree: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:

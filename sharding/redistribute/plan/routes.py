@@ -135,11 +135,10 @@ def direct(
     load: list[int] | None = None,
     weight: int = 1,
 ) -> list[Transfer]:
-    """Return transfers in which each rank receives the elements that it lacks, each once. Elements
-    that no rank has are in none.
+    """Return transfers in which each rank receives the elements that it lacks, each once.
 
-    The sender is a holder in the receiver's own node if there is one, and among those the least
-    loaded so far.
+    Elements that no rank has are in none. The sender is a holder in the receiver's own node if
+    there is one, and among those the least loaded so far.
 
     Args:
         have: the box of each rank before; two are equal or disjoint.

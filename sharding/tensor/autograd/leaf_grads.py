@@ -90,7 +90,10 @@ class _GradReducer:
         self.waiting.clear()
         done = self._finish_started()
         _reduce(leaves)
-        _call_hooks([*done, *leaves])
+        changed = {id(leaf): leaf for leaf in (*done, *leaves)}
+        for leaf in changed.values():
+            for hook in list((leaf._after_grad_hooks or {}).values()):
+                hook(leaf)
 
     def _finish_started(self) -> list[ShardedTensor]:
         """Wait for the reductions in flight, add the sums to `.grad`, and return the leaves."""
@@ -291,18 +294,13 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
         if not axes:
             reduced = [grad for _, grad in members]
         elif together:
-            reduced = _reduce_bucket(*zip(*members, strict=True))
+            bucket_leaves, grads = zip(*members, strict=True)
+            reduced = _start_bucket(bucket_leaves, grads, None, False)()
         else:
             reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
             _accumulate(leaf, grad, unpacked(leaf.mesh.world.comm_context.lineage))
-
-
-def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
-    for leaf in {id(leaf): leaf for leaf in leaves}.values():
-        for hook in list((leaf._after_grad_hooks or {}).values()):
-            hook(leaf)
 
 
 GRADIENT = seed_of("gradient")
@@ -314,19 +312,11 @@ def _buckets(
     """Group the leaves and gradients that are reduced together."""
     buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
-        buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
+        layout = leaf._layout
+        axes = layout.replicated_axes if layout.mesh.coordinate is not None else ()  # type: ignore[attr-defined]
+        key = layout.mesh, axes, grad.dtype, not grad.requires_grad
+        buckets.setdefault(key, []).append((leaf, grad))
     return buckets
-
-
-def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
-    layout = leaf._layout
-    axes = layout.replicated_axes if layout.mesh.coordinate is not None else ()  # type: ignore[attr-defined]
-    return layout.mesh, axes, grad.dtype, not grad.requires_grad
-
-
-def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Sum gradients over the axes on which their leaves are replicated, all in one buffer."""
-    return _start_bucket(leaves, grads, None, False)()
 
 
 def _start_bucket(
@@ -418,18 +408,14 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
         return done
     pending = x._accumulated_grad
     if pending is None or pending._local is not fresh:
-        pending = _accumulated_grad_of(x, fresh)
+        # The same object at every read, until autograd accumulates anew.
+        pending = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
+        x._accumulated_grad = pending
     if done is None:
         return pending
     return _gradient_of(
         x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout
     )
-
-
-def _accumulated_grad_of(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated: the same object until it accumulates anew."""
-    grad = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
-    return grad
 
 
 def set_grad(x: ShardedTensor, value: Tensor | None) -> None:

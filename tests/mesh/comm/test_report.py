@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import shardmesh as sm
 from shardmesh.mesh import (
     CommBudgetError,
     CommReport,
@@ -136,3 +140,33 @@ def test_worlds_nest_and_end() -> None:
 def test_invalid_null_worlds_raise(size: int, rank: int) -> None:
     with pytest.raises(MeshError, match="from 0 to size - 1"), null_world(size, rank):
         pass
+
+
+def test_calls_of_modules_are_named_forward() -> None:
+    def program() -> dict[str, tuple[int, int]]:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("fsdp",))
+        model = sm.parallel.fully_shard(torch.nn.Linear(4, 4), mesh)
+        with sm.debug.comm_report() as report:
+            model(torch.ones(2, 4)).sum().backward()
+        return report.by_operator
+
+    for by_operator in sm.simulate(2)(program)():
+        assert set(by_operator) == {"forward", "backward"}
+
+
+def test_picture_has_a_bar_for_each_axis(tmp_path: Path) -> None:
+    def program() -> str:
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+        x = sm.ones(8, 8, device_mesh=mesh, placements=sm.P("dp", "tp"))
+        with sm.debug.comm_report() as report:
+            x.redistribute(sm.P(None, "tp"))
+            x.softmax(1)
+            if mesh.get_rank() == 0:
+                report.picture(tmp_path / "report.svg")
+        with pytest.raises(ValueError, match="without communication"), sm.debug.comm_report() as r:
+            r.picture()
+        return ""
+
+    sm.simulate(4)(program)()
+    texts = re.findall(r">([^<>\n]+)</text>", (tmp_path / "report.svg").read_text())
+    assert {"dp", "tp", "redistribute", "softmax", "3 collectives"} <= set(texts)

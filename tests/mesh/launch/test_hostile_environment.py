@@ -149,7 +149,7 @@ def test_tasks_per_node_are_not_written_out(tasks: str) -> None:
     }
     since = time.monotonic()
     completed(env)
-    assert time.monotonic() - since < 1
+    assert time.monotonic() - since < 10
 
 
 def test_tasks_per_node() -> None:

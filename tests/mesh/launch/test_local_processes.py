@@ -100,6 +100,16 @@ def die_on(rank: int, number: int) -> None:
     dist.barrier()
 
 
+def fail_alone(others_return: bool) -> str:
+    """Raise on rank 0 and be killed on rank 1; the others do not need them."""
+    rank = os.environ["RANK"]
+    if rank == "0" or not others_return:
+        raise ValueError(f"the reason of rank {rank}")
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"rank {rank}"
+
+
 def die_before_my_own_child(folder: str) -> None:
     """Die before a forked child, which inherits this process's pipes and keeps them open."""
     if child := os.fork():
@@ -240,6 +250,19 @@ def test_killed_rank_is_reported_before_consequent_errors(number):
 def test_nonzero_exit_is_a_failure(fn, args, text):
     with pytest.raises(LaunchError, match=text):
         launch(fn, 1, args)
+
+
+def test_ranks_of_an_elastic_job_do_not_end_each_other(capfd):
+    assert launch(fail_alone, 3, (True,), elastic=True) == [None, None, "rank 2"]
+    printed = capfd.readouterr().err
+    assert "shardmesh: launch: rank 0 of 3 raised ValueError: the reason of rank 0\n" in printed
+    assert "shardmesh: launch: rank 1 of 3 was killed by SIGKILL before" in printed
+
+
+@pytest.mark.slow
+def test_an_elastic_job_whose_ranks_have_all_failed_raises():
+    with pytest.raises(LaunchError, match="the reason of rank"):
+        launch(fail_alone, 2, (False,), elastic=True)
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def goes_on_alone() -> None:
         train(mesh, 1000)
     except WatchError:
         dist.destroy_process_group()
-        time.sleep(4)
+        time.sleep(6)
         print("went on", flush=True)
 
 

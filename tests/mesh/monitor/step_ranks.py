@@ -15,6 +15,9 @@ import shardmesh as sm
 from shardmesh.parallel import colwise, parallelize, rowwise
 from tests.mesh.monitor.forked_ranks import rank
 
+LATE_S = 1.5  # until ranks that wait print a warning; on a busy machine they start far apart
+IDLE_S = 4.0
+
 
 def make_mesh(size: int) -> sm.DeviceMesh:
     return sm.init_device_mesh("cpu", (size,), axis_names=("tp",))
@@ -74,14 +77,14 @@ def waits_for_work(size: int, how: str) -> None:
     their own.
     """
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=IDLE_S - 1))
     mesh = make_mesh(size)
-    sm.monitor.watchdog(warn=0.3, timeout=0.8)
+    sm.monitor.watchdog(warn=LATE_S, timeout=LATE_S + 0.5)
     for number in range(2):
         if rank() == 0:
             try:
                 with sm.monitor.idle(), sm.monitor.idle():
-                    time.sleep(3)
+                    time.sleep(IDLE_S)
                     if how == "raises":
                         raise KeyError("no request")
             except KeyError:

@@ -145,7 +145,7 @@ def on_processes(commands: str) -> tuple[str, float]:
     """Return the outcome of this rank, and a sum over all ranks afterwards."""
     here, before = settings(), sys.stdin
     times = here.warn, here.timeout
-    watchdog(warn=0.2, timeout=0.5)
+    watchdog(warn=1.0, timeout=1.5)
     if current_world().rank == 2:
         sys.stdin = io.StringIO(commands)
     try:
@@ -157,7 +157,7 @@ def on_processes(commands: str) -> tuple[str, float]:
 
 
 def test_other_ranks_wait_indefinitely(world4: Pool) -> None:
-    found = world4(on_processes, "import time\ntime.sleep(1.5)\nn\ntime.sleep(1.0)\nc\n")
+    found = world4(on_processes, "import time\ntime.sleep(2.0)\nn\ntime.sleep(2.0)\nc\n")
     assert found == [(str(2 * (110 + r) + 0.006), 6.0) for r in range(4)]
 
 

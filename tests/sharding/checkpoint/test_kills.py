@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.runner import Runner
 from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, loaded_step
+from tests.tiers import parameters
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -31,12 +32,17 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
+    """Start the programs of the selected tests."""
     base = tmp_path_factory.mktemp("kills")
+    selected = parameters(request.session, "name")
     os.environ[VARIABLE] = str(base)
     try:
         with Runner("tests.sharding.checkpoint.kills") as runner, ThreadPoolExecutor(2) as pool:
-            yield base, {name: pool.submit(runner.run, FAULTS[name]) for name in NAMES}
+            yield (
+                base,
+                {name: pool.submit(runner.run, FAULTS[name]) for name in NAMES if name in selected},
+            )
     finally:
         del os.environ[VARIABLE]
 

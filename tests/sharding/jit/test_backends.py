@@ -27,7 +27,7 @@ from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whol
 from tests.tiers import slow
 
 CASES = [
-    Composition("ddp", "", "plain", EVEN, (2,)),
+    slow(Composition("ddp", "", "plain", EVEN, (2,))),
     Composition("zero1", "", "global", UNEVEN, (3,)),
     slow(Composition("fsdp", "sp", "global", UNEVEN, (2, 2))),
     slow(Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))),

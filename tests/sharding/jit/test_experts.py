@@ -191,7 +191,7 @@ def test_processes_have_the_bits_and_the_memory_of_eager(world4: Pool) -> None:
         assert found <= 1.1 * expected  # how long a collective is in flight varies
 
 
-@pytest.mark.parametrize("form", ["ep", "fsdp"])
+@pytest.mark.parametrize("form", ["ep", slow("fsdp")])
 def test_a_block_that_is_recomputed(form: str) -> None:
     """Under `fully_shard` the recomputation is inside of a unit, which gathers for it."""
     run = sm.simulate(4)(trained)

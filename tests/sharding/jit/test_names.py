@@ -362,6 +362,99 @@ def by_a_hook_of_all_modules() -> Any:
     return lambda x: model(x), change
 
 
+def by_a_method_that_torch_calls_on_modules_inside() -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = self.scale = 2
+
+        def train(self, mode: bool = True) -> Any:
+            self.scale = self.rate
+            return super().train(mode)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = nn.Sequential(Block())
+
+    def f(x: Tensor) -> Tensor:
+        model.train()
+        return model(x)
+
+    return f, lambda: setattr(model[0], "rate", 5)
+
+
+def by_a_string_and_self() -> Any:
+    class Model:
+        def __init__(self) -> None:
+            self.box = Box(2)
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * getattr(self.box, "value")  # noqa: B009
+
+    model = Model()
+    return model.scaled, lambda: setattr(model.box, "value", 5)
+
+
+def by_a_string_that_is_passed_on() -> Any:
+    box = Box(2)
+
+    def get(name: str) -> Any:
+        return getattr(box, name)
+
+    def f(x: Tensor) -> Tensor:
+        return x * get("value") * (1 if hasattr(box, "value") else 0)
+
+    return f, lambda: setattr(box, "value", 5)
+
+
+def by_an_attribute_that_is_passed_on() -> Any:
+    class Proxy:
+        def __init__(self, box: Box) -> None:
+            self.box = box
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.box, name)
+
+    box = Box(2)
+    proxy = Proxy(box)
+    return lambda x: x * proxy.value, lambda: setattr(box, "value", 5)
+
+
+def by_a_call_of_itself() -> Any:
+    box, optimizer = Box(2), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    box.value, box.step = 2, lambda: box.value  # type: ignore[attr-defined]
+
+    def f(x: Tensor, one: Any = optimizer) -> Any:
+        return one.step() if one is not optimizer else x * f(x, box)
+
+    return f, lambda: setattr(box, "value", 5)
+
+
+def by_an_attribute_that_is_assigned_inside() -> Any:
+    class Twice:
+        def go(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Scaled:
+        def __init__(self) -> None:
+            self.scale = 2
+
+        def go(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = Box(Twice())
+    twice, scaled = model.value, Scaled()
+
+    def f(x: Tensor) -> Tensor:
+        model.value = scaled
+        x = model.value.go(x)
+        model.value = twice
+        return model.value.go(x)
+
+    return f, lambda: setattr(scaled, "scale", 5)
+
+
 HANDLES: list[Any] = []
 WAYS = [
     by_partial_method,
@@ -380,6 +473,12 @@ WAYS = [
     by_a_subclass_of_dict,
     by_a_mark_of_a_parameter,
     by_a_hook_of_all_modules,
+    by_a_method_that_torch_calls_on_modules_inside,
+    by_a_string_and_self,
+    by_a_string_that_is_passed_on,
+    by_an_attribute_that_is_passed_on,
+    by_a_call_of_itself,
+    by_an_attribute_that_is_assigned_inside,
 ]
 
 

@@ -103,8 +103,8 @@ def trained(
 
 CASES = [
     ("llama", (2,), "fsdp", "plain"),
-    ("llama", (2, 2), "fsdp+tp", "sharded"),
-    ("bert", (2,), "fsdp", "sharded"),
+    slow(("llama", (2, 2), "fsdp+tp", "sharded")),
+    slow(("bert", (2,), "fsdp", "sharded")),
     ("bert", (2,), "tp", "sharded"),
     slow(("llama", (2,), "fsdp", "sharded")),
     slow(("llama", (2,), "tp", "sharded")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,14 +66,13 @@ def _cdist(
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> Rule:
     """Return the rule; the global size determines the algorithm for a part, as in one process."""
-    if compute_mode == "use_mm_for_euclid_dist_if_necessary":
+    mode: Any = compute_mode
+    if mode == "use_mm_for_euclid_dist_if_necessary":
         many = max(x1.shape[-2], x2.shape[-2]) > _MATMUL_FROM
-        compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"
-    local = partial(_cdist_local, mode=compute_mode)
-    return einrule("... p [m], ... r [m] -> ... p r", x1, x2, local=local)
-
-
-def _cdist_local(
-    x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None, *, mode: str | None
-) -> Tensor:
-    return torch.cdist(x1, x2, p, mode)  # type: ignore[arg-type]
+        mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"
+    return einrule(
+        "... p [m], ... r [m] -> ... p r",
+        x1,
+        x2,
+        local=lambda x1, x2, p=2.0, compute_mode=None: torch.cdist(x1, x2, p, mode),
+    )

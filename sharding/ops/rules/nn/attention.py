@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -185,15 +184,20 @@ def _multi_head_attention(
         if use_separate_proj_weight
         else in_proj_weight.chunk(3)
     )
-    q, k, v = _project_inputs((query, key, value), weights, in_proj_bias)
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    inputs = (query, key, value)
+    q, k, v = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
     k, v = _with_position(k, bias_k), _with_position(v, bias_v)
     q, k, v = _heads(q, num_heads), _heads(k, num_heads, static_k), _heads(v, num_heads, static_v)
     if add_zero_attn:
         k, v = _with_zeros(k), _with_zeros(v)
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask_of(q, k, attn_mask, key_padding_mask)
-    attend = _attend_with_weights if need_weights else partial(_attend, is_causal=hint)
-    out, attention = attend(q, k, v, mask, dropout_p if training else 0.0)
+    p = dropout_p if training else 0.0
+    if need_weights:
+        out, attention = _attend_with_weights(q, k, v, mask, p)
+    else:
+        out, attention = F.scaled_dot_product_attention(q, k, v, mask, p, hint), None
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if attention is not None and average_attn_weights:
         attention = attention.mean(1)
@@ -202,22 +206,11 @@ def _multi_head_attention(
     return out.squeeze(1), None if attention is None else attention.squeeze(0)
 
 
-def _project_inputs(inputs: tuple[Any, ...], weights: tuple[Any, ...], bias: Any) -> list[Any]:
-    biases = (None,) * 3 if bias is None else bias.chunk(3)
-    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
-
-
 def _attend_with_weights(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> tuple[Any, Any]:
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     attention = F.softmax(_apply_mask(scores, mask), -1)
     attention = F.dropout(attention, dropout_p) if dropout_p else attention
     return attention @ v, attention
-
-
-def _attend(
-    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool
-) -> tuple[Any, None]:
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), None
 
 
 def _with_position(x: Any, learned: Any) -> Any:

@@ -174,13 +174,11 @@ def _conv(
     return over_space(input, weight, bias)
 
 
-def _bind_tbc(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
-    return partial(_tbc_of_nothing, results[0]) if is_empty(*targets, *results) else torch.conv_tbc
-
-
 rules(
     {"conv_tbc(input, weight, bias, pad=0)": "[t] b i, [k] i o, o -> 1 b o"},
-    bind=_bind_tbc,
+    bind=lambda targets, results: (
+        partial(_tbc_of_nothing, results[0]) if is_empty(*targets, *results) else torch.conv_tbc
+    ),
     **_LINEAR,
 )
 

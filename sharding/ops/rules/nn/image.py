@@ -49,16 +49,18 @@ def _interpolate(
         input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor
     )
     if mode == "area":
-        return partial(_adaptive_average, list(result.shape[2:]))
+        average = getattr(F, f"adaptive_avg_pool{n}d")
+        sizes = list(result.shape[2:])
+        return lambda input, *args, **kwargs: average(input, sizes)
     scales: Any = [None] * n if scale_factor is None else per_dim(scale_factor, n)
-    sizes = result.shape[2:] if scale_factor is None else [None] * n
+    lengths = result.shape[2:] if scale_factor is None else [None] * n
     taps, kind = (_linear, "linear") if mode in _LINEAR else (_nearest, mode)
     options = {
         "mode": kind,
         "align_corners": align_corners,
         "recompute_scale_factor": recompute_scale_factor,
     }
-    dims = zip(input.shape[2:], sizes, scales, strict=True)
+    dims = zip(input.shape[2:], lengths, scales, strict=True)
     like: dict[str, Any] = {
         "dtype": _computed_in(input.dtype),
         "device": layout_of(input).mesh.device,  # type: ignore[attr-defined]
@@ -69,10 +71,6 @@ def _interpolate(
 
 
 _LINEAR = ("linear", "bilinear", "trilinear")
-
-
-def _adaptive_average(sizes: list[int], input: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(F, f"adaptive_avg_pool{len(sizes)}d")(input, sizes)
 
 
 class Taps(NamedTuple):

@@ -251,17 +251,14 @@ def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTen
 
 
 def _lie_alike(x: ShardedTensor, others: Iterable[Any]) -> bool:
+    """Return whether all of these are laid out as `x`, or are numbers."""
     layout = x._layout
     return all(
         (y._layout is layout and y._local.is_contiguous())
         if type(y) is ShardedTensor
-        else _is_number(y)
+        else (not isinstance(y, torch.Tensor) or (y.ndim == 0 and y.dtype is torch.float32))
         for y in others
     )
-
-
-def _is_number(y: Any) -> bool:
-    return not isinstance(y, torch.Tensor) or (y.ndim == 0 and y.dtype is torch.float32)
 
 
 first_leaf.before(_install)

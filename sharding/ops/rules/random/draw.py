@@ -371,11 +371,13 @@ def _one_hot_maximum(x: Any, dim: int) -> Any:
     return (indices == x.argmax(dim, keepdim=True)).to(x.dtype)
 
 
-def _check_rrelu(input: Any, *args: Any, generator: Any = None, **named: Any) -> None:
-    F.rrelu(input.detach(), *args[:3], **named)
-
-
-@decomposition("torch.rrelu", "torch.rrelu_", "F.rrelu", with_func=True, check=_check_rrelu)
+@decomposition(
+    "torch.rrelu",
+    "torch.rrelu_",
+    "F.rrelu",
+    with_func=True,
+    check=lambda input, *args, generator=None, **named: F.rrelu(input.detach(), *args[:3], **named),
+)
 def _rrelu(
     func: Any,
     input: Any,

@@ -204,13 +204,13 @@ def _repeat_interleave(
             dim, start % max(repeats, 1), stop - start
         )
 
-    return sequential(
-        target, IntervalExchange(layout, target, dim, partial(_origins, repeats)), arranged
+    origins = IntervalExchange(
+        layout,
+        target,
+        dim,
+        lambda start, stop: [(start // repeats, -(-stop // repeats))] if stop > start else [],
     )
-
-
-def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
-    return [(start // repeats, -(-stop // repeats))] if stop > start else []
+    return sequential(target, origins, arranged)
 
 
 # -- neighbours ------------------------------------------------------------------------------------
@@ -240,7 +240,8 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Decompositio
         dim,
         lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [],
     )
-    target = _with_last_dim(cut, size)
+    # The windows are one more dim, which is not split.
+    target = Layout.of(cut.mesh, cut.spec.padded(len(cut.shape) + 1), (*cut.shape, size), cut.dtype)
 
     def local(part: Tensor) -> Tensor:
         taken = marked_as_copy(fetch(part), part)
@@ -251,10 +252,3 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Decompositio
         )
 
     return lambda input, *_, **__: from_parts(target, local, input)
-
-
-def _with_last_dim(layout: Layout, size: int) -> Layout:
-    """Return the layout with one more dim, of this size and not split."""
-    return Layout.of(
-        layout.mesh, layout.spec.padded(len(layout.shape) + 1), (*layout.shape, size), layout.dtype
-    )

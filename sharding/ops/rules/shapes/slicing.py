@@ -226,28 +226,27 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., A
     return slice_of and (lambda input, dim, start, length: slice_of(input))
 
 
-def _copy_of_narrow(local: Tensor, dim: int, start: Any, length: int) -> Tensor:
-    return local.narrow(dim, start, length).clone()
-
-
 decomposition_maker("narrow", rule=lambda a: with_whole_dims(a.input, [a.dim]), view=True)(_narrow)
 decomposition_maker(
-    "narrow_copy", rule=lambda a: with_whole_dims(a.input, [a.dim], local=_copy_of_narrow)
+    "narrow_copy",
+    rule=lambda a: with_whole_dims(
+        a.input,
+        [a.dim],
+        local=lambda x, dim, start, length: x.narrow(dim, start, length).clone(),
+    ),
 )(_narrow)
 
 
 # -- several slices --------------------------------------------------------------------------------
 
 
-def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
-    """Return the second argument after the input; the name of the first differs."""
-    return args[1] if len(args) > 1 else dim
-
-
 _SPLITS = """
     split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk unsafe_split_with_sizes
 """
-_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(_SPLITS.split(), _given_dim)
+# The dim is the second argument after the input; the name of the first differs.
+_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(
+    _SPLITS.split(), lambda input, *args, dim=0, **kwargs: args[1] if len(args) > 1 else dim
+)
 _DIM_OF |= {
     "hsplit": lambda x, *_, **__: min(x.ndim - 1, 1),
     "vsplit": lambda *_, **__: 0,
@@ -307,10 +306,9 @@ def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
     pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
     dropped = [0 if d == at else slice(None) for d in range(input.ndim)]
     layouts = [_layout_after_dims(piece.moved, dropped) for piece in pieces]
+    row = tuple(dropped)
     return lambda input, *_, **__: tuple(
-        all_from_parts(layouts, partial(_rows_moved, pieces, tuple(dropped)), input)
+        all_from_parts(
+            layouts, lambda local: [part[row] for part in _all_moved(pieces, local)], input
+        )
     )
-
-
-def _rows_moved(pieces: Sequence[Piece], dropped: tuple[Any, ...], local: Tensor) -> list[Tensor]:
-    return [part[dropped] for part in _all_moved(pieces, local)]

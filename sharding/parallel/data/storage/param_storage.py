@@ -120,15 +120,11 @@ class ParamStorage:
         """Return the nearest copy of the whole, with the axes that split it."""
         current = [axes for axes in self._copies if self._find(versions, axes) is not None]
         if not current:
-            return self._stage.optimizer, self._shard_in_use()
+            # Copied to the device, then cast as parameters are used; one call for both would wait.
+            shard = self.shard.to(self.flat.mesh.device, non_blocking=True)
+            return self._stage.optimizer, shard.to(self._policy.used_as(shard.dtype))
         nearest = min(current, key=self.flat.mesh.size)
         return nearest, self._copies[nearest][1]
-
-    def _shard_in_use(self) -> Tensor:
-        """Return the shard on the device, in the dtype in which parameters are used."""
-        # a copy that also casts would wait
-        shard = self.shard.to(self.flat.mesh.device, non_blocking=True)
-        return shard.to(self._policy.used_as(shard.dtype))
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
         copy = self._copies.get(axes)
@@ -194,12 +190,11 @@ class ParamStorage:
     @torch.no_grad()
     def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
         """Copy this rank's rows of the whole buffer to the shard, which counts as no write."""
-        if self._has_current_whole(parameters) and not self.flat.is_lossy:
-            self.shard.copy_(self.flat.piece_of(self._copies[_WHOLE][1]))
-
-    def _has_current_whole(self, parameters: Sequence[ShardedTensor]) -> bool:
-        copy = self._copies.get(_WHOLE)
-        return copy is not None and copy[0] == [_version(x, self._moves) for x in parameters]
+        if self.flat.is_lossy or _WHOLE not in self._copies:
+            return
+        versions, whole = self._copies[_WHOLE]
+        if versions == [_version(x, self._moves) for x in parameters]:
+            self.shard.copy_(self.flat.piece_of(whole))
 
     def drop_copies(self) -> None:
         """Forget all gathered values, which forward has changed."""

@@ -6,14 +6,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
 from .dependencies import Boundary, outer_calls
+from .model_plan import modules_of_plan, plan_of
 from .recording import Recording
-from .units import ModuleTree, is_callable
+from .units import ModuleTree, blocks, is_callable, module_tree
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,34 @@ class UnitCost:
 
 SplitFunction = Callable[[Sequence[UnitCost]], Sequence[str | nn.Module]]
 Split = str | Sequence[str | nn.Module] | SplitFunction
+
+
+def default_split(model: nn.Module) -> Split:
+    """Return "auto" for a model that has a pipeline plan of its own, else "even"."""
+    return "auto" if modules_of_plan(model) else "even"
+
+
+def splittable_units(split: Split, model: nn.Module) -> ModuleTree:
+    """Return the tree whose units are those that a split by cost chooses from.
+
+    For "auto" they are the modules of the model's own plan, and outermost modules around them;
+    otherwise the model's blocks.
+
+    Raises:
+        ValueError: "auto" for a model without a plan, or one whose plan matches nothing.
+    """
+    if split != "auto":
+        return blocks(model)
+    paths = modules_of_plan(model)
+    if not paths:
+        plan = list(plan_of(model))
+        problem = f"matches none of its modules: {plan}" if plan else "is missing"
+        raise ValueError(
+            f'split="auto" is by the plan of the model (pp_plan), which some models of Hugging '
+            f'Face have; that of {type(model).__name__} {problem}. Pass "even", or a list of paths '
+            'such as ["layers.2", "layers.4"]'
+        )
+    return module_tree(model, [model.get_submodule(path) for path in paths])
 
 
 def unit_costs(tree: ModuleTree, recording: Recording | None) -> list[UnitCost]:
@@ -61,10 +90,10 @@ def choose_boundaries(
     """Return the calls with which the stages after the first begin.
 
     Args:
-        split: paths or modules, "even", "parameters", or a function of the costs that returns paths
-            or modules.
+        split: paths or modules, "auto", "even", "parameters", or a function of the costs that
+            returns paths or modules.
         model: the model.
-        costs: of its blocks, in order.
+        costs: of `splittable_units`, in order.
         stages: the number of stages.
 
     Raises:
@@ -72,21 +101,26 @@ def choose_boundaries(
         TypeError: `split` is of another kind.
     """
     if isinstance(split, str):
-        if split not in ("even", "parameters"):
+        if split not in ("auto", "even", "parameters"):
             raise ValueError(
-                f'split={split!r}: pass "even", "parameters", a list of paths such as '
+                f'split={split!r}: pass "auto", "even", "parameters", a list of paths such as '
                 f'["layers.2", "layers.4"], or a function'
             )
-        if len(costs) < stages:
+        paths = modules_of_plan(model) if split == "auto" else [cost.path for cost in costs]
+        firsts = [number for number, cost in enumerate(costs) if cost.path in paths]
+        if len(firsts) < stages:
             raise ValueError(
-                f"split={split!r}: the model has {len(costs)} blocks, fewer than the {stages} "
-                f"stages: {[cost.path for cost in costs]}; use fewer stages, or name boundaries "
+                f"split={split!r}: the model has {len(firsts)} blocks, fewer than the {stages} "
+                f"stages: {[costs[i].path for i in firsts]}; use fewer stages, or name boundaries "
                 "inside of the blocks"
             )
         values = [cost.parameters if split == "parameters" else cost.flops for cost in costs]
         if not any(values):
             values = [cost.parameters for cost in costs]
-        starts = balanced(values, stages)
+        # what is before the first one, such as a vision tower, is in its stage
+        edges = [0, *firsts[1:], len(costs)]
+        sums = [sum(values[i:j]) for i, j in pairwise(edges)]
+        starts = [firsts[number] for number in balanced(sums, stages)]
         return [Boundary(costs[i].path, costs[i].occurrence) for i in starts]
     named = split(costs) if callable(split) else split
     if not isinstance(named, Sequence) or isinstance(named, str):

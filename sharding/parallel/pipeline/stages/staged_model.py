@@ -23,8 +23,8 @@ from .recording import Recording, TensorMeta, record
 from .run import AfterUnit, StageRun, shared_tensors
 from .signature import flags_of, set_flags, signature_of
 from .skeleton import on_meta
-from .split import Split, choose_boundaries, unit_costs
-from .units import ModuleTree, Place, blocks, join, module_tree, places_of
+from .split import Split, choose_boundaries, splittable_units, unit_costs
+from .units import ModuleTree, Place, join, module_tree, places_of
 
 _SIGNATURES = 128  # of which the dependencies are kept
 
@@ -66,8 +66,9 @@ class StagedModel:
             flops of their blocks in the example, the largest as small as possible; without an
             example, or where no flops are counted, as "parameters", by the number of parameters.
             Blocks are the entries of the model's outermost lists of modules, and the modules next
-            to these. Or a function of a list of `UnitCost` that returns paths or modules. None for
-            a list of modules.
+            to these. Or "auto", the same between the modules of the model's own plan, see
+            `modules_of_plan`. Or a function of a list of `UnitCost` that returns paths or modules.
+            None for a list of modules.
         num_stages: the number of stages.
         own_stages: those that this rank holds.
         example: arguments and keyword arguments of a microbatch; tensors may be on "meta". Without
@@ -121,13 +122,13 @@ class StagedModel:
         self._skeleton = on_meta(model)
         self._dependencies: dict[Hashable, Dependencies] = {}
         self._precision = Precision()
-        self._tree = blocks(model)
+        self._tree = splittable_units(split, model)
         recording = None
         if example is not None:
             recording = self._record(
                 *example, count_flops=isinstance(split, str) or callable(split)
             )
-        costs = unit_costs(_opened(model, recording), recording)
+        costs = unit_costs(_opened(model, self._tree, recording), recording)
         self._boundaries: list[Boundary] = choose_boundaries(split, model, costs, num_stages)
         self._tree = self._tree_of(recording)
         first = first_places(model)
@@ -296,9 +297,8 @@ def _intercepted(tree: ModuleTree, boundaries: Sequence[Boundary]) -> dict[str, 
     return {**tree.units, **tree.leaves, **containers}
 
 
-def _opened(model: nn.Module, recording: Recording | None) -> ModuleTree:
-    """Return the blocks of a model; those whose insides are called from outside are containers."""
-    tree = blocks(model)
+def _opened(model: nn.Module, tree: ModuleTree, recording: Recording | None) -> ModuleTree:
+    """Return a tree in which units whose insides are called from outside are containers."""
     while recording is not None and (called_inside := opened_by(recording, tree)):
         tree = module_tree(model, (), {*tree.containers, *called_inside})
     return tree

@@ -483,18 +483,21 @@ def test_wait_cycle_is_not_diagnosed_at_once(four: list[DrivenRank]) -> None:
     assert four[0].diagnosed(ranks=(0, 1)) is None
 
 
-def test_rank_that_waits_on_another_axis(four: list[DrivenRank]) -> None:
-    """Ranks wait in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which
-    has not called the column's collective.
+@pytest.mark.parametrize(("rank", "waits_in"), [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)), (3, (1, 3))])
+def test_rank_that_waits_on_another_axis(
+    rank: int, waits_in: tuple[int, ...], four: list[DrivenRank]
+) -> None:
+    """Ranks 0, 1, 2 wait for rank 3 in the group of all, rank 3 waits for rank 1 in its column:
+    whichever rank diagnoses it, all that wait vote.
     """
     everyone = ((0, 1, 2, 3),)
-    for rank in (0, 1, 2):
-        wait_in(four[rank], everyone)
+    for other in (0, 1, 2):
+        wait_in(four[other], everyone)
     wait_in(four[3], ((1, 3),))
-    found = four[0].diagnosed(waited=LONG_S)
+    found = four[rank].diagnosed(ranks=waits_in, waited=LONG_S)
     assert found is not None
     assert (found.kind, found.ranks) == ("deadlock", (3,))
-    assert found.seen[0].rank == 3
+    assert [seen.rank for seen in found.seen] == [3, 0, 1, 2]
 
 
 def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[DrivenRank]) -> None:

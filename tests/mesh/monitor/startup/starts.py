@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from shardmesh.mesh import init_device_mesh
 from shardmesh.mesh.launch import progress, rendezvous
-from shardmesh.mesh.monitor.startup import same_mesh
 from tests.forked import Forked
 
 LIMIT_S = 50.0
@@ -86,7 +85,7 @@ def run(fields: dict[str, Any]) -> dict[str, str]:
 def _start(rank: Rank) -> None:
     torch.__version__ = rank.torch or torch.__version__
     rendezvous.rendezvous.__defaults__ = (rank.timeout,)
-    rendezvous._TO_COME_S = same_mesh._TO_COME_S = VOTE_S
+    rendezvous._TO_COME_S = VOTE_S
     progress.FIRST_SAID_S, progress.SAID_BY_OTHERS_S, progress.SAID_EVERY_S = 0.3, 0.4, 0.3
     size = int(rank.env["WORLD_SIZE"]) if rank.env["WORLD_SIZE"].isdecimal() else 1
     _make_meshes(rank.shapes or [[size]], size)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 
-from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.comm.world import World
+from shardmesh.mesh.errors import LaunchEnvironmentError, MeshMismatchError
 from shardmesh.mesh.launch import job_store
 from shardmesh.mesh.launch.progress import Progress
+from shardmesh.mesh.monitor.startup import same_mesh
 from shardmesh.mesh.monitor.startup.rank_info import (
     RankInfo,
     disagreement,
@@ -20,6 +27,7 @@ from shardmesh.mesh.monitor.startup.rank_info import (
     own_rank_info,
     what_must_agree,
 )
+from shardmesh.mesh.monitor.store_keys import StoreKeys
 from tests.forked import Forked, by_hand, free_port
 from tests.mesh.monitor.startup import starts
 from tests.mesh.monitor.startup.starts import Rank, StartOutcome
@@ -64,6 +72,7 @@ def test_a_default_group_can_be_started_again(start: Start, launcher: dist.TCPSt
     assert_all_started(start([Rank(env, again=True) for env in by_launcher(2, launcher)]))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int, start: Start) -> None:
     envs = by_hand(3)
@@ -103,6 +112,7 @@ def test_rank_that_serves_the_store_cannot_start(start: Start) -> None:
     assert "cannot start: WORLD_SIZE='three': it must be a whole number" in text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("outlier", "size"), [(2, "8"), (0, "2")])
 def test_another_world_size(outlier: int, size: str, start: Start) -> None:
     envs = by_hand(4)
@@ -228,6 +238,29 @@ def test_meshes_in_another_order(start: Start) -> None:
 
 
 # ---------------------------------------------------------------------------------- in this process
+
+
+def test_votes_that_decide_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 differ: none of them is the outlier before another rank has come."""
+    monkeypatch.setattr(same_mesh, "_DECIDED_S", 0.05)
+    keys = StoreKeys(dist.HashStore(), "meshes")
+
+    def mesh_call(rank: int) -> same_mesh.MeshCall:
+        fields = dict.fromkeys(same_mesh._FIELDS, [4, 1] if rank == 2 else [2, 2])
+        return same_mesh.MeshCall(rank, "mesh", fields, "train.py:1")
+
+    def append(*ranks: int) -> None:
+        for rank in ranks:
+            keys.append("made", json.dumps(asdict(mesh_call(rank))) + "\n")
+
+    append(0)
+    keys.set("first", json.dumps(mesh_call(0).fields))
+    others = threading.Timer(0.3, append, (1, 3))
+    others.start()
+    outlier, world = mesh_call(2), cast(World, SimpleNamespace(size=4, monitor=None))
+    with pytest.raises(MeshMismatchError, match=r"rank 2 made another mesh than ranks 0, 1, 3 "):
+        same_mesh._compare(world, keys, json.dumps(outlier.fields), outlier, 1)
+    others.join()
 
 
 def info(rank: int, **alike: str) -> RankInfo:

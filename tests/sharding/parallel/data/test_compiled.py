@@ -281,7 +281,7 @@ def _hugging_face(kind):
     return model, model.model.layers
 
 
-@pytest.mark.one_in(7, each=["kind"])
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("how", "checkpointed"),
     [

@@ -31,7 +31,7 @@ def expected() -> Trained:
     return one_process()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("schedule", "form", "microbatches", "stages"),
     [

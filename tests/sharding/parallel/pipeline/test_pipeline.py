@@ -65,6 +65,7 @@ def test_equals_one_process(form, schedule, ranks, microbatches, stages, expecte
     check_equal(simulated(form, ranks, schedule, microbatches, stages), expected)
 
 
+@pytest.mark.one_in(3, each=["form", "schedule"])
 @pytest.mark.parametrize("form", ["fsdp", "hsdp", "fsdp and tp"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
 def test_gathered_once_a_step(form, schedule, expected):

@@ -101,7 +101,7 @@ def test_models(name, recomputes):
     assert in_w >= 2 * 11
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12, each=["name", "parallelism", "sharded", "recomputes", "accumulates"])
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
@@ -132,7 +132,7 @@ def test_models_on_a_mesh(name, parallelism, sharded, recomputes, accumulates):
         assert in_w > 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6, each=["form", "shape"])
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("sizes", "schedule", "microbatches", "stages"),
     CASES,

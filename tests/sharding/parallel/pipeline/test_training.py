@@ -77,7 +77,7 @@ def test_norms_are_those_of_the_whole_model(setup, model):
         assert own_totals == pytest.approx([*totals, totals[0]], abs=1e-12)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6, each=["whole_list"])
 @pytest.mark.parametrize("whole_list", [False, True])
 @pytest.mark.parametrize("setup", SETUPS[1:], ids=str)
 def test_clipping(setup, whole_list, model):
@@ -270,6 +270,7 @@ def test_averages(setup, tmp_path):
 # -- Muon ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[6], SETUPS[13], SETUPS[16]], ids=str)
 def test_muon(setup, tmp_path):
     """The pattern matches only names of the first stage."""

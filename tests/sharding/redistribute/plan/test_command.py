@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh.__main__ import main
-from shardmesh.sharding.debug.plan_command import parse_dtype, parse_mesh, parse_shape, parse_spec
+from shardmesh.mesh.abstract_mesh import parse_mesh
+from shardmesh.sharding.debug.plan_command import parse_dtype, parse_shape, parse_spec
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_specs, shapes
 
 MESH = ("--mesh", "dp=2,tp=4", "--shape", "4096,4096")

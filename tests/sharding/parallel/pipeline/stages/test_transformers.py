@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.parallel.pipeline.stages.chained import assert_equal, run, stages_of, whole
+from tests.tiers import slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,17 +159,17 @@ def check(
     return ranks
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name != "t5" else slow(name) for name in MODELS])
 def test_stages_are_the_whole_model(name: str) -> None:
     check(name, SPLITS[name])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [slow("llama"), "gpt2", slow("t5")])
 def test_one_unit_in_each_stage(name: str) -> None:
     check(name, ALL[name])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", slow("t5")])
 def test_a_v_of_stages_with_tied_ends_on_one_rank(name: str) -> None:
     count = len(SPLITS[name]) + 1
     own = [sorted({stage, count - 1 - stage}) for stage in range((count + 1) // 2)]
@@ -186,19 +187,19 @@ def test_a_v_of_stages_with_tied_ends_on_one_rank(name: str) -> None:
     assert torch.equal(copies[0], copies[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", [slow("llama"), "gpt2", slow("bert"), slow("t5")])
 def test_lengths_that_change(name: str) -> None:
     examples = [inputs(name), inputs(name, length=6), inputs(name, rows=1), inputs(name)]
     check(name, SPLITS[name], examples=examples)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", slow("gpt2"), slow("t5")])
 def test_without_an_example(name: str) -> None:
     check(name, SPLITS[name], with_example=False)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", slow("gpt2"), slow("t5")])
 def test_with_recomputation(name: str, reentrant: bool) -> None:
     def change(model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -220,6 +221,7 @@ def test_frozen_parameters() -> None:
 
 
 def test_what_is_carried() -> None:
+    """Of T5, whose stages have two streams."""
     ranks = check("t5", SPLITS["t5"])
     signature = ranks[0].signature(*inputs("t5"))
     shapes = [[tuple(x.shape) for x in ranks[0].boundary(signature, i)] for i in range(4)]

@@ -1,0 +1,436 @@
+"""`Membership`: one process's part in a job that loses ranks and goes on. It runs the protocol.
+
+    a step       vote() and commit() are barriers of the members
+    a failure    interrupt(error)   leaves the collectives of the job, and lets the others know
+                 agree()            reports, decides or waits for the decision, and adopts it
+                 regroup()          process groups, world and monitor of the members that go on
+                 confirm()          waits until all members have their new parts
+
+A member is known by its number at the start of the job. In the world of an epoch, members are
+numbered anew, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+from torch.distributed.constants import default_pg_timeout
+
+from ..comm.world import World
+from ..errors import LaunchEnvironmentError, WatchError
+from ..launch.session import abandon_groups
+from ..monitor import termination, timeouts
+from ..monitor.diagnosis.members import lost_ranks
+from ..monitor.monitor import Monitor, monitor_of
+from ..monitor.process_hooks import forget_monitor
+from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
+from ..monitor.store_keys import StoreKeys
+from ..processes.process import ProcessWorld, default_store, process_world
+from ..settings import settings
+from ..text import ranks_text
+from . import protocol
+from .messages import Failure, ToldDecision, ToldReport, shortened_reason
+from .protocol import Copy, Decision, Write
+from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
+
+_log = logging.getLogger(__name__)
+
+_KEYS = "shardmesh/elastic"
+_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
+# to connect ranks that are known to be there; less than SHARDMESH_EXIT_S, which ends processes
+_CONNECT_S = 8.0
+_MOST_FAILURES = 2  # of one step for one reason, or of one rank
+
+_jobs: Counter[str] = Counter()  # how many there were in a world, by its name
+
+MissingParts = Callable[[Copy, Collection[int]], tuple[int, ...]]
+
+
+class ElasticJobError(RuntimeError):
+    """A job cannot go on without the ranks that it has lost, or fails again and again."""
+
+
+class Membership:
+    """One process's part in a job that loses ranks.
+
+    Args:
+        world: of the processes, with their monitor.
+        write: how the optimizers write.
+        missing_parts: (version, ranks) -> the parts of it that none of these ranks holds, as the
+            leader computes it.
+        min_ranks: with fewer the job ends.
+
+    Attributes:
+        member: what this rank knows, for the functions of the protocol.
+        world: of the members of this epoch; before `regroup` that of the epoch before.
+        failures: of the last decision.
+        verdict: the text of the last verdict that interrupted this rank.
+        is_finished: whether a member has said that all have finished.
+
+    Raises:
+        LaunchEnvironmentError: the ranks are not monitored. On every rank.
+
+    Communication: a few messages to the job's store; waits for all ranks.
+    """
+
+    def __init__(
+        self, world: World, write: Write, missing_parts: MissingParts, min_ranks: int = 1
+    ) -> None:
+        monitor = monitor_of(world)
+        is_watched = monitor is not None and settings().mode != "off"
+        if not isinstance(world, ProcessWorld) or (world.size > 1 and not is_watched):
+            raise LaunchEnvironmentError(
+                "an elastic job runs on processes that the monitor watches, which tells who is "
+                "lost; here the ranks are simulated, or the monitor is off (SHARDMESH_MONITOR, "
+                "sm.monitor.collective_check)"
+            )
+        self.world: ProcessWorld = world
+        self.failures: tuple[Failure, ...] = ()
+        self.verdict = ""
+        self.is_finished = False
+        self._monitor = monitor
+        self._suspended: list[Monitor] = []
+        self._worlds_before: list[World] = []
+        self._missing_parts, self._min_ranks = missing_parts, min_ranks
+        self._prefix = f"{_KEYS}/{world.job}/{_jobs[world.job]}"
+        _jobs[world.job] += 1
+        self._failure: Failure | None = None
+        self._failed: Counter[tuple[int, str]] = Counter()  # by step and reason
+        self._failed_ranks: Counter[int] = Counter()
+        self._gone: set[int] = set()
+        self._backend = _backend_of_default_group()
+        self.member = protocol.first_member(world.rank, range(world.size), 0, write)
+        self._world_members = self.member.members  # by their ranks in the current world
+        self._prepare()
+        self._store, address = serve_store()
+        self._connection: tuple[int, Connection] | None = None
+        self._infos, self._addresses = self._introduce(address)
+
+    def _introduce(
+        self, address: StoreAddress
+    ) -> tuple[dict[int, RankInfo], dict[int, StoreAddress]]:
+        """Tell the others which process this is, and where it serves its store."""
+        rank, size = self.world.rank, self.world.size
+        info = own_rank_info(rank, {}, 0, os.environ)
+        if size == 1:
+            return {0: info}, {0: address}
+        keys = StoreKeys(default_store(), self._prefix, _KEYS)
+        keys.set(f"address/{rank}", json.dumps(address._asdict()))
+        keys.set(f"process/{rank}", info.to_json())
+        ranks = range(size)
+        addresses = keys.read_all([f"address/{r}" for r in ranks], StoreAddress.from_json)
+        infos = keys.read_all([f"process/{r}" for r in ranks], RankInfo.from_json)
+        return dict(zip(ranks, infos, strict=True)), dict(zip(ranks, addresses, strict=True))
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def vote(self) -> None:
+        """COMPUTE -> VOTE, and wait for the votes of all members. Raises: WatchError."""
+        self.member = protocol.enter_vote(protocol.enter_reductions(self.member))
+        self._barrier()
+
+    def commit(self) -> None:
+        """COMMIT -> COMPUTE, once all members have written. Raises: WatchError."""
+        self._barrier()
+        self.member = protocol.finish_commit(self.member)
+
+    def confirm(self) -> None:
+        """RESTORE -> COMPUTE, once all members have their new parts. Raises: WatchError.
+
+        What was for the epochs before is forgotten.
+        """
+        self.member = protocol.enter_confirm(self.member)
+        self._barrier()
+        self.member = protocol.finish_confirm(self.member)
+        for monitor in self._suspended:
+            forget_monitor(monitor)
+        for world in self._worlds_before:
+            world.end()
+        self._suspended, self._worlds_before = [], []
+
+    def _barrier(self) -> None:
+        self.world.group(range(self.world.size)).barrier()
+
+    # -- a failure ---------------------------------------------------------------------------------
+
+    def interrupt(self, error: Exception) -> None:
+        """any phase -> interrupted, by an error of this rank or a verdict on the job.
+
+        The other ranks are told of the error, and this rank's collectives are left alone.
+
+        Raises:
+            Exception: the error itself where this rank cannot go on: the job was ended from
+                outside, or it is alone, or was cut off while its optimizer wrote.
+        """
+        monitor = self._monitor
+        self._failure = None
+        if len(self.member.members) == 1:
+            raise error
+        if monitor is None:  # while groups were made
+            self._failure = Failure(-1, self.member.step, shortened_reason(error))
+        else:
+            monitor.raised(error)
+            lost = lost_ranks(monitor.directory)
+            self._gone |= {self._world_members[gone.rank] for gone in lost}
+            verdict = monitor.standing()
+            self.verdict = str(error) if verdict is None else verdict.text.partition("\n")[0]
+            if verdict is not None and verdict.is_interruption:
+                raise error
+            self._note_failure(error, monitor)
+            monitor.suspend()
+            self._suspended.append(monitor)
+            self._monitor = None
+        if not protocol.is_interruptible(self.member):
+            raise error
+        self.member = protocol.interrupt(self.member)
+
+    def _note_failure(self, error: Exception, monitor: Monitor) -> None:
+        """Note why this rank could not take the step, unless ranks are lost or another one says."""
+        step, rank = self.member.step, self.member.rank
+        verdict = monitor.standing()
+        if not isinstance(error, WatchError) and not termination.is_broken_connection(error):
+            self._failure = Failure(rank, step, shortened_reason(error))
+        elif verdict is not None and verdict.kind not in ("lost", "left", "raised"):
+            ranks = [self._world_members[number] for number in verdict.ranks]
+            reason = f"{type(verdict.error()).__name__} of {ranks_text(ranks) or 'no rank'}"
+            self._failure = Failure(rank if rank in ranks else -1, step, reason)
+
+    def agree(self) -> Decision | None:
+        """interrupted -> RESTORE: return the decision of the members that are left.
+
+        None if one of them says that all have finished.
+
+        Raises:
+            ElasticJobError: too few members are left, or the step has failed twice for the same
+                reason, with the same text on every rank; or this rank has failed twice.
+            StoreGoneError: another rank has failed twice, and is left out; agree again.
+
+        Communication: through the store of the lowest member; waits for all that are left.
+        """
+        pause = _FIRST_PAUSE_S
+        while True:
+            self._note_deaths()
+            host = self.member.store_host
+            try:
+                told = self._ask(host, self._consult)
+            except StoreGoneError as error:
+                _log.debug("rank %d: %s", self.member.rank, error)
+                told = None
+            if self.is_finished:
+                return None
+            if told is not None:
+                break
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSE_S)
+        self.member = protocol.adopt(self.member, told.decision)
+        self._failure = None
+        self.failures = told.failures
+        self._count_failures()
+        return told.decision
+
+    def _note_deaths(self) -> None:
+        """Note which members have ended, and end those that hang on this host."""
+        for monitor in self._suspended:
+            termination.end_hung(monitor)
+        members = [rank for rank in self.member.members if rank != self.member.rank]
+        self._gone |= {rank for rank in members if self._infos[rank].is_gone()}
+        self.member = protocol.lose(self.member, self._gone)
+        survivors = self.member.survivors
+        known_dead = {rank for rank in self._gone if self._infos[rank].machine == machine()}
+        if not protocol.may_continue(self.member.members, survivors, known_dead):
+            raise ElasticJobError(
+                f"{ranks_text(survivors)} cannot reach {ranks_text(sorted(self.member.lost))}, and "
+                "may be the ones that are cut off: of the ranks whose end nobody has seen they are "
+                "not more than half, so the others may go on"
+            )
+        if len(survivors) < self._min_ranks:
+            raise ElasticJobError(
+                f"{len(survivors)} ranks are left of {len(self.member.members)}, and "
+                f"min_ranks={self._min_ranks}: {self.verdict}"
+            )
+
+    def _consult(self, keys: StoreKeys) -> ToldDecision | None:
+        """Report, decide if it is this rank's turn, and return the decision to adopt, if any."""
+        member = self.member
+        self.is_finished = keys.has("finished")
+        told = ToldReport(protocol.report(member), None if member.lost else self._failure)
+        keys.set(f"report/{member.rank}", told.to_json())
+        has_decision = keys.has("decision")
+        last = keys.read("decision", ToldDecision.from_json) if has_decision else None
+        if last is not None and last.decision.epoch > member.epoch:
+            return last
+        if member.rank != member.leader:
+            return None
+        names = [f"report/{rank}" for rank in member.survivors]
+        if not all(keys.has(name) for name in names):
+            return None
+        reports = keys.read_all(names, ToldReport.from_json)
+        decision = protocol.decide(
+            member,
+            {told.report.rank: told.report for told in reports},
+            None if last is None else last.decision,
+            self._missing_parts,
+        )
+        if decision is None:
+            return None
+        failures = {told.failure for told in reports if told.failure is not None}
+        proposal = ToldDecision(decision, tuple(sorted(failures)))
+        keys.replace("decision", "" if last is None else last.to_json(), proposal.to_json())
+        return keys.read("decision", ToldDecision.from_json)
+
+    def _count_failures(self) -> None:
+        """Count failures of steps and of ranks, from what all members have read.
+
+        Raises: as `agree`.
+        """
+        for step, reason in sorted({(failure.step, failure.reason) for failure in self.failures}):
+            self._failed[step, reason] += 1
+            if self._failed[step, reason] >= _MOST_FAILURES:
+                raise ElasticJobError(
+                    f"step {step} has failed {_MOST_FAILURES} times for the same reason: {reason}"
+                )
+        for failure in self.failures:
+            self._failed_ranks[failure.rank] += 1
+        left_out = [
+            rank
+            for rank in self.member.members
+            if self._failed_ranks[rank] >= _MOST_FAILURES and rank not in self._gone
+        ]
+        self._gone |= set(left_out)
+        if left_out:
+            reasons = "; ".join(f.reason for f in self.failures if f.rank in left_out)
+            text = (
+                f"{ranks_text(left_out)} failed {_MOST_FAILURES} times, and must leave: {reasons}"
+            )
+            raise (ElasticJobError if self.member.rank in left_out else StoreGoneError)(text)
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    def _ask(self, host: int, question: Callable[[StoreKeys], Any]) -> Any:
+        """Return the answer of the store of a rank. Raises: StoreGoneError."""
+        connection = self._connection_to(host)
+        try:
+            return connection.ask(question, lambda: self._has_ended(host))
+        except StoreGoneError:
+            self._connection = None
+            raise
+
+    def _connection_to(self, host: int) -> Connection:
+        if self._connection is None or self._connection[0] != host:
+            if self._connection is not None:
+                self._connection[1].close()
+            self._connection = host, Connection(self._addresses[host], self._prefix)
+        return self._connection[1]
+
+    def _has_ended(self, host: int) -> bool:
+        for monitor in self._suspended:
+            termination.end_hung(monitor)
+        return host != self.member.rank and self._infos[host].is_gone()
+
+    # -- the next epoch ----------------------------------------------------------------------------
+
+    def regroup(self) -> ProcessWorld:
+        """Return the world of the members of this epoch, with process groups and a monitor.
+
+        The groups of the epoch before are left alone: destroying one of gloo would wait for ranks
+        that have ended. The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are those of this epoch
+        from here on.
+
+        Raises:
+            RuntimeError: a member has ended meanwhile.
+
+        Communication: waits for all members.
+        """
+        member = self.member
+        members = member.members
+        rank = members.index(member.rank)
+        self._wait_for_members()
+        self._worlds_before.append(self.world)
+        if dist.is_initialized():
+            abandon_groups()
+        here = [other for other in members if self._infos[other].machine == machine()]
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(len(members)), LOCAL_WORLD_SIZE=str(len(here))
+        )
+        connection = self._connection_to(member.host)
+        store = connection.clone(lambda: self._has_ended(member.host))
+        store.set_timeout(default_pg_timeout)
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
+            rank=rank,
+            world_size=len(members),
+            timeout=timeouts.connect_timeout(_CONNECT_S),
+        )
+        timeouts.manage(dist.group.WORLD, is_own=False)
+        self.world, self._world_members = process_world(), members
+        self._monitor = monitor_of(self.world)
+        if self.world.size > 1 and self._monitor is None:
+            raise ElasticJobError("the monitor could not be started again, and tells who is lost")
+        self._prepare()
+        return self.world
+
+    def _prepare(self) -> None:
+        """Let waits of this world that nothing interrupts end before their process is ended."""
+        self.world.connect_s = _CONNECT_S
+        if self._monitor is not None:
+            self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
+
+    def _wait_for_members(self) -> None:
+        """Wait until all members have adopted the decision. Raises: StoreGoneError."""
+        member = self.member
+
+        def sign(keys: StoreKeys) -> None:
+            keys.sign(f"here/{member.epoch}", member.rank)
+
+        def are_here(keys: StoreKeys) -> bool:
+            return keys.signed(f"here/{member.epoch}") >= set(member.members)
+
+        self._ask(member.host, sign)
+        pause = _FIRST_PAUSE_S
+        while not self._ask(member.host, are_here):
+            ended = [r for r in member.members if r != member.rank and self._infos[r].is_gone()]
+            if ended:
+                raise StoreGoneError(f"{ranks_text(ended)} ended before the groups were made")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSE_S)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait for all members at the end of the job. Raises: WatchError.
+
+        Members that are interrupted in that wait read that others are through, and finish too.
+        """
+        self._barrier()
+        with contextlib.suppress(StoreGoneError):
+            if len(self.member.members) > 1:
+                self._ask(self.member.store_host, lambda keys: keys.set("finished"))
+
+    def close(self) -> None:
+        """Forget what is left of earlier epochs, and the connections."""
+        for monitor in self._suspended:
+            forget_monitor(monitor)
+        self._suspended = []
+        if self._connection is not None:
+            self._connection[1].close()
+            self._connection = None
+
+
+def _backend_of_default_group() -> str:
+    """Return the backend with which the default group is started again."""
+    if not dist.is_initialized():
+        return "gloo"
+    config = dist.get_backend_config()
+    names = {part.rpartition(":")[2] for part in config.split(",")}
+    return names.pop() if len(names) == 1 else config

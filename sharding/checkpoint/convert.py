@@ -1,0 +1,221 @@
+"""`convert`: a checkpoint in another format: of safetensors, of torch's, or of `save`.
+
+safetensors   llama/model-00001-of-00002.safetensors ...      weights by name
+checkpoint    checkpoints/step-00000100/                      a tree, {"model": weights, ...}
+dcp           a folder of torch.distributed.checkpoint        the same
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...mesh.comm.current_world import current_world
+from ...mesh.text import shortened
+from .load import load
+from .safetensors import mapped_tensors, save_safetensors
+from .save import save
+from .storage.folder import MANIFEST, METADATA, complete
+from .storage.manifest import parse, read_index
+from .tree import leaves
+
+FORMATS = ("checkpoint", "safetensors", "dcp")
+_MODEL = "model"  # the entry of `state_dict(model, optimizer)` that has the weights
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".distcp")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` has written; prints as a line.
+
+    Attributes:
+        source, target: folders, as given.
+        source_format, target_format: "checkpoint", "safetensors" or "dcp".
+        tensors: their number.
+        bytes: their size.
+        step: of a checkpoint that was read or written; None if there is none.
+    """
+
+    source: str
+    source_format: str
+    target: str
+    target_format: str
+    tensors: int
+    bytes: int
+    step: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return (
+            f"{self.source} ({self.source_format}) -> {self.target} ({self.target_format}): "
+            f"{self.tensors} tensors, {self.bytes:,} bytes{step}"
+        )
+
+
+def format_of(path: str | os.PathLike[str]) -> str:
+    """format_of(path) -> "checkpoint", "safetensors" or "dcp".
+
+    Raises: ValueError if the path is none of them.
+
+    Communication: none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / METADATA).exists():
+            return "checkpoint" if (path / MANIFEST).exists() else "dcp"
+        if complete(path):
+            return "checkpoint"
+        if any(path.glob("*.safetensors")):
+            return "safetensors"
+    elif path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return "safetensors"
+    state = "is neither" if path.exists() else "does not exist; it must be"
+    raise ValueError(
+        f"convert: {path} {state} a folder of sm.checkpoint.save, one of "
+        "torch.distributed.checkpoint, or safetensors files"
+    )
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    key: str | None = None,
+    step: int | None = None,
+    config: str | os.PathLike[str] | None = None,
+    max_shard_size: int | str | None = "5GB",
+) -> Conversion:
+    """convert(source, target, to) -> what was written: the values of `source` in another format.
+
+    In one process, which needs no mesh and no model. Weights of safetensors files are mapped into
+    memory as they are written; tensors of checkpoints are all in host memory meanwhile. Of values
+    that each rank has saved apart (`PerRank`), those of rank 0 are written.
+
+    Args:
+        source: what `load` or `load_safetensors` reads, also a folder of
+            torch.distributed.checkpoint.
+        target: a folder that does not exist, or is empty.
+        to: "checkpoint", "safetensors" or "dcp".
+        key: the entry of a checkpoint's tree that has the weights in safetensors files; "" for the
+            tree itself. By default "model", as in `state_dict(model, optimizer)`; the tree itself
+            if a checkpoint has no such entry.
+        step: which step to read; by default the newest one. From safetensors: which one to write.
+        config: a Hugging Face folder whose other files (configuration, tokenizer) are copied to
+            safetensors files, so that `from_pretrained` opens the result.
+        max_shard_size: as for `save_safetensors`.
+
+    Raises:
+        ValueError: an unknown format; a source that is none; a target that has files; a key that
+            the checkpoint does not have.
+        FileNotFoundError, CheckpointError: as `load`.
+        RuntimeError: in a job of several ranks.
+
+    Communication: none.
+
+    Example:
+        >>> sm.checkpoint.convert("llama", "checkpoints", "checkpoint")
+        >>> sm.checkpoint.convert("checkpoints", "trained", "safetensors", config="llama")
+    """
+    source, target = Path(source), Path(target)
+    if to not in FORMATS:
+        raise ValueError(f"convert(to={to!r}): write one of {', '.join(FORMATS)}")
+    if current_world().size > 1:
+        raise RuntimeError("convert: call it in one process, not in a job of several ranks")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"convert: {target} exists already; write the name of a new folder")
+    if config is not None and (to != "safetensors" or not Path(config).is_dir()):
+        raise ValueError(
+            f"convert(config={os.fspath(config)!r}): it must be a folder, whose files are copied "
+            "to safetensors files"
+        )
+    source_format = format_of(source)
+    if source_format == "safetensors":
+        weights: Any = mapped_tensors(source)
+        inner = _MODEL if key is None else key
+        tree = {inner: weights} if inner and to != "safetensors" else weights
+        step = step or 0
+    else:
+        tree, step = _read(source, step, key, to == "safetensors")
+    tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    if to == "checkpoint":
+        save(tree, target, step=step or 0)
+    elif to == "safetensors":
+        target.mkdir(parents=True, exist_ok=True)
+        save_safetensors(tree, target, max_shard_size=max_shard_size)
+        _copy_config(config, target)
+    else:
+        from torch.distributed import checkpoint as dcp  # here because importing it takes long
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(dict(tree), checkpoint_id=target, no_dist=True)
+    size = sum(x.numel() * x.dtype.itemsize for x in tensors)
+    is_numbered = "checkpoint" in (source_format, to)
+    return Conversion(
+        str(source),
+        source_format,
+        str(target),
+        to,
+        len(tensors),
+        size,
+        step if is_numbered else None,
+    )
+
+
+class _AnyState:
+    """An object whose state is whatever the checkpoint has, as plain tensors."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def _read(
+    source: Path, step: int | None, key: str | None, only_weights: bool
+) -> tuple[Any, int | None]:
+    """Return a checkpoint's tree, or the weights in it, and its step."""
+    folder = source
+    like = _AnyState()
+    if not (source / METADATA).exists():
+        checkpoints = complete(source)
+        step = max(checkpoints) if step is None else step
+        if step in checkpoints:
+            folder = checkpoints[step].path
+        else:
+            only_weights = False  # `load` says which steps there are
+    if not only_weights:
+        load(source, like, step=step)
+        return like.state, step
+    contents = parse(folder, *read_index(folder))
+    entries = [name for name, _ in contents.structure.get("dict", [])]
+    inner = (_MODEL if _MODEL in entries else "") if key is None else key
+    if inner and inner not in entries:
+        raise ValueError(
+            f"convert(key={key!r}): {folder} has no such entry; it has {shortened(entries)}"
+        )
+    load(source, {inner: like} if inner else like, step=step)
+    return like.state, step
+
+
+def _copy_config(config: str | os.PathLike[str] | None, target: Path) -> None:
+    """Copy the files of a Hugging Face folder that are no weights."""
+    if config is not None:
+        for path in sorted(Path(config).iterdir()):
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, target / path.name)

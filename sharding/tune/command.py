@@ -1,0 +1,207 @@
+"""`python -m shardmesh tune`: choose the form of parallelism of a model on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...mesh.text import shortened, whole_number
+from .devices import DEVICES
+from .form import Form
+from .program import function_build, hugging_face_build
+from .tune import tune
+
+EXAMPLE = "  python -m shardmesh tune llama/config.json --devices 1024 --node 8 --device h100\n"
+_MOST_POSITIONS = 8192  # of a step, unless --seq says otherwise
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to argparse subparsers; its `run` takes the parsed arguments."""
+    parser = commands.add_parser(
+        "tune",
+        help="how to train a model on many devices: axes, schedule, microbatches, program",
+        description=(
+            "Choose the form of parallelism of a model on a cluster. Needs no devices and no "
+            "weights."
+        ),
+        epilog=f"example:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        metavar="WHAT",
+        help="a config.json of Hugging Face or its folder; or module:function that returns a model "
+        'on "meta" and a batch',
+    )
+    add("--devices", required=True, metavar="N", help="the number of devices")
+    add("--node", metavar="N", help="devices of a node, 8 by default")
+    add("--device", default="h100", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
+    add("--memory", metavar="GB", help="memory of a device, by default that of the data sheet")
+    add(
+        "--batch", metavar="ROWS", help="rows of a step, all devices together; by default --devices"
+    )
+    add("--seq", metavar="N", help="positions of a row; by default the model's most, up to 8192")
+    add("--fix", action="append", default=[], metavar="NAME=VALUE", help="as in tp=8; repeatable")
+    add(
+        "--from",
+        dest="near",
+        metavar="NAME=VALUE,...",
+        help="search only the neighbours of a form, as in fsdp=32,tp=8,rows=2",
+    )
+    add("--max-microbatch", metavar="ROWS", help="the most rows of a microbatch on a data rank")
+    add("--top", default="5", metavar="N", help="forms in the table")
+    add("--json", action="store_true", help="print JSON")
+    add(
+        "--program",
+        choices=("shardmesh", "accelerate", "torchtitan"),
+        help="print only the program, or the settings of another library",
+    )
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
+        devices = _count("--devices", arguments.devices)
+        rows = _count("--batch", arguments.batch) or devices
+        model, batch, build = _load(arguments.what, rows, _count("--seq", arguments.seq))
+        tuning = tune(
+            model,
+            batch,
+            devices=devices or 0,
+            device=arguments.device,
+            memory=_gigabytes(arguments.memory),
+            node=_count("--node", arguments.node),
+            fix=_fields(",".join(arguments.fix)),
+            near=None if arguments.near is None else _form(arguments.near, devices or 0, batch),
+            max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
+            build=build,
+            top=_count("--top", arguments.top) or 1,
+        )
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        parser.error(shortened(str(error), 1000))
+    if arguments.json:
+        print(tuning.json())
+    elif arguments.program is not None:
+        texts = {
+            "shardmesh": tuning.program.rstrip("\n"),
+            "accelerate": tuning.accelerate,
+            "torchtitan": tuning.titan,
+        }
+        print(texts[arguments.program])
+    else:
+        print(tuning)
+    return 0
+
+
+def _load(what: str, rows: int | None, positions: int | None) -> tuple[nn.Module, Any, str]:
+    """Return the model on "meta", the batch, and the lines of `build()`."""
+    path = Path(what)
+    if path.exists() or what.endswith(".json"):
+        model = _hugging_face(path)
+        most = getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS
+        length = positions or min(most, _MOST_POSITIONS)
+        batch = torch.empty(rows or 1, length, dtype=torch.int64, device="meta")
+        return model, batch, hugging_face_build(str(path))
+    module, colon, function = what.partition(":")
+    if not colon:
+        raise ValueError(
+            f"{shortened(what)!r} is neither a config.json of Hugging Face, its folder, nor "
+            "module:function"
+        )
+    sys.path.insert(0, os.getcwd())  # as `python -m` does for the module that it runs
+    try:
+        made = getattr(importlib.import_module(module), function, None)
+    finally:
+        sys.path.pop(0)
+    if not callable(made):
+        raise ValueError(f"{module} has no function {shortened(function)!r}")
+    result = made()
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+        raise ValueError(
+            f"{what} returned {type(result).__name__}; it returns a model on meta and a batch"
+        )
+    return *result, function_build(what)
+
+
+def _hugging_face(path: Path) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(
+            f"{path} is a configuration of Hugging Face: pip install transformers"
+        ) from None
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    value = whole_number(text)
+    if value is None or value < 1:
+        raise ValueError(f"{name} {shortened(text)!r}: write a whole number from 1")
+    return value
+
+
+def _gigabytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise ValueError(f"--memory {shortened(text)!r}: write gigabytes, such as 80")
+    return value * 1e9
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """Return fields of a form: "tp=8,recompute=full" -> {"tp": 8, "recompute": "full"}.
+
+    Raises:
+        ValueError: a field that forms do not have, or a value that it does not take.
+    """
+    types = {f.name: f.type for f in fields(Form)}
+    values: dict[str, Any] = {}
+    for part in text.split(",") if text else []:
+        name, _, value = part.partition("=")
+        if name not in types:
+            raise ValueError(f"{shortened(part)!r}: a form has the fields {', '.join(types)}")
+        number = whole_number(value)
+        if types[name] == "int" and not number:
+            raise ValueError(f"{shortened(part)!r}: {name} is a whole number from 1")
+        if types[name] == "bool" and value not in ("true", "false"):
+            raise ValueError(f"{shortened(part)!r}: {name} is true or false")
+        values[name] = number if types[name] == "int" else value
+        if types[name] == "bool":
+            values[name] = value == "true"
+    return values
+
+
+def _form(text: str, devices: int, batch: Any) -> Form:
+    """Return a form with the number of microbatches and of data ranks that follow from the rest."""
+    values = _fields(text)
+    form = Form(**values)
+    if "fsdp" not in values and devices % (form.devices or 1) == 0:
+        values["fsdp"] = devices // form.devices
+    first = batch if isinstance(batch, torch.Tensor) else None
+    if isinstance(batch, Mapping):
+        first = next(iter(batch.values()))
+    form = Form(**values)
+    data = form.dp * form.fsdp * form.rows
+    if "microbatches" not in values and first is not None and first.shape[0] % data == 0:
+        values["microbatches"] = first.shape[0] // data
+    return Form(**values)

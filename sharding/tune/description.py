@@ -1,0 +1,381 @@
+"""What a model computes, holds and sends, counted by running two short copies without values.
+
+    the model with one block      edges + block         T(2) - T(1)     a block
+    the model with two            edges + 2 blocks      2 T(1) - T(2)   embedding, head, loss
+
+Both run on "meta" as one rank of an axis "tp", with the plan of that form applied by `parallelize`,
+so what splits and what is sent are those of the program, and no formula knows the model. Blocks of
+several kinds (dense ones before mixtures) are counted one by one and averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.comm.report import comm_report
+from ..abstract.eval_shape import eval_shape
+from ..layout.layout import Layout
+from ..layout.spec import P
+from ..parallel.data.wrap import AUTO, matching_modules
+from ..parallel.tensor.plan import parallelize
+from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import tensors_in
+from .counts import OperatorCounts, Phase, WithoutValues
+from .plans import own_plan, sequence_plan, styles_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a part of a model costs one rank, for one row of the batch.
+
+    Attributes:
+        parameters: elements that the rank holds.
+        forward, backward: what it computes and sends.
+        saved: bytes that forward keeps for backward.
+        keys_and_values: bytes of the keys and values of attention.
+    """
+
+    parameters: float = 0
+    forward: Phase = field(default_factory=Phase)
+    backward: Phase = field(default_factory=Phase)
+    saved: float = 0
+    keys_and_values: float = 0
+
+    def plus(self, other: Costs, factor: float = 1) -> Costs:
+        """Return `self + factor * other`."""
+        return Costs(
+            self.parameters + factor * other.parameters,
+            self.forward.plus(other.forward, factor),
+            self.backward.plus(other.backward, factor),
+            max(0.0, self.saved + factor * other.saved),
+            self.keys_and_values + factor * other.keys_and_values,
+        )
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What a model costs one rank in one form of tensor parallelism, for one row.
+
+    Attributes:
+        block: a block, on average.
+        largest_block: parameters of the largest block.
+        edges: what is outside of the blocks, with the loss.
+        first: parameters outside of blocks that are used before them, such as an embedding.
+        tied: whether a parameter is used on both sides.
+        stream: bytes of the input of a block.
+        transient: bytes that backward holds for a moment at the loss, beyond what was saved.
+    """
+
+    block: Costs
+    largest_block: float
+    edges: Costs
+    first: float
+    tied: bool
+    stream: float
+    transient: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of a pipeline; without one, a single stage.
+
+    Attributes:
+        layers: the number of blocks of each.
+        parameters: elements that a tp rank holds of each, with those of the edges.
+    """
+
+    layers: tuple[int, ...]
+    parameters: tuple[float, ...]
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return how many blocks each stage has; the first and last, with the edges, have fewer."""
+    base, more = divmod(layers, stages)
+    counts = [base] * stages
+    inner_first = [*range(1, stages - 1), stages - 1, 0]
+    for stage in inner_first[:more]:
+        counts[stage] += 1
+    return counts
+
+
+class Description:
+    """A model, counted in each form of tensor parallelism when it is first asked for.
+
+    Args:
+        model: a module on "meta", with blocks that repeat.
+        batch: its input: a tensor, or a tuple or dict of tensors; dim 0 is rows, dim 1 of the first
+            tensor positions.
+        loss: a function of output and batch; see `default_loss`.
+        plan: a plan of tensor parallelism in place of the model's own.
+        dtype: in which the model computes.
+
+    Attributes:
+        rows, sequence: of the batch.
+        layers: the number of blocks.
+        blocks: the path of their list.
+        parameters: elements of all parameters; `table` those of embeddings.
+        heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
+
+    Raises:
+        ValueError: the model has no blocks that repeat, or cannot run without values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        loss: Loss | None = None,
+        plan: Mapping[str, str] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.dtype = dtype
+        self.loss = loss or default_loss
+        first = next(iter(tensors_in((batch,))), None)
+        if first is None or first.ndim == 0:
+            raise ValueError(
+                f"tune: the batch is {batch!r}; pass a tensor whose dim 0 is rows, or a tuple or "
+                "dict of such tensors"
+            )
+        self.rows = first.shape[0]
+        self.sequence = first.shape[1] if first.ndim > 1 else 1
+        paths = [path for path, _ in matching_modules(model, AUTO)]
+        self.blocks = paths[0].rpartition(".")[0]
+        parent = model.get_submodule(self.blocks)
+        if not isinstance(parent, nn.ModuleList | nn.Sequential) or len(parent) != len(paths):
+            raise ValueError(
+                f"tune: the blocks of {type(model).__name__} are {paths[:4]}..., which are not the "
+                "entries of one ModuleList; tune takes models whose blocks repeat in one list"
+            )
+        self._block_list = parent
+        self.layers = len(parent)
+        self.parameters = sum(x.numel() for x in model.parameters())
+        self.table = sum(
+            inner.weight.numel() for inner in model.modules() if isinstance(inner, nn.Embedding)
+        )
+        config = getattr(model, "config", None)
+        self.heads: int | None = getattr(config, "num_attention_heads", None)
+        self.key_value_heads: int | None = getattr(config, "num_key_value_heads", self.heads)
+        self.vocabulary: int | None = getattr(config, "vocab_size", None)
+        self.width: int | None = getattr(config, "hidden_size", None)
+        self.hidden: int | None = getattr(config, "intermediate_size", None)
+        self.plan = own_plan(model) if plan is None else dict(plan)
+        self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
+        self._costs: dict[tuple[int, bool], ModelCosts] = {}
+        self._stages: dict[tuple[int, bool, int], Stages] = {}
+
+    def plan_of(self, sequence_parallel: bool) -> dict[str, str]:
+        """Return the plan of tensor parallelism."""
+        return (self.sequence_plan if sequence_parallel else self.plan) or {}
+
+    def costs(self, tp: int, sequence_parallel: bool = False) -> ModelCosts:
+        """Return what the model costs a rank of an axis "tp" of this size. Cached."""
+        key = (tp, sequence_parallel and tp > 1)
+        if key not in self._costs:
+            self._costs[key] = self._count(*key)
+        return self._costs[key]
+
+    def stages(self, tp: int, sequence_parallel: bool, count: int) -> Stages:
+        """Return the blocks and parameters of each of so many stages. Cached."""
+        key = (tp, sequence_parallel, count)
+        if key not in self._stages:
+            costs = self.costs(tp, sequence_parallel)
+            layers = stage_layers(self.layers, count)
+            parameters = [blocks * costs.block.parameters for blocks in layers]
+            parameters[0] += costs.first
+            parameters[-1] += costs.edges.parameters - costs.first
+            if costs.tied and count > 1:
+                parameters[-1] += costs.first
+            self._stages[key] = Stages(tuple(layers), tuple(parameters))
+        return self._stages[key]
+
+    def shortened(self, blocks: list[int]) -> nn.Module:
+        """Return a copy of the model with copies of some of its blocks."""
+        chosen = nn.ModuleList(copy.deepcopy(self._block_list[i]) for i in blocks)
+        if isinstance(self._block_list, nn.Sequential):
+            chosen = nn.Sequential(*chosen)
+        short = copy.deepcopy(self.model, {id(self._block_list): chosen})
+        config: Any = getattr(short, "config", None)
+        if getattr(config, "num_hidden_layers", None) is not None:
+            config.num_hidden_layers = len(blocks)  # which some forwards read
+        return short
+
+    def one_row(self) -> Any:
+        """Return the first row of the batch, without values."""
+        return _map_tensors(self.batch, lambda x: torch.empty_like(x[:1], device="meta"))
+
+    def _count(self, tp: int, sequence_parallel: bool) -> ModelCosts:
+        kinds: dict[Any, list[int]] = {}
+        for i, block in enumerate(self._block_list):
+            signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
+            kinds.setdefault(signature, []).append(i)
+        first = next(iter(kinds.values()))[0]
+        one = self._run([first], tp, sequence_parallel)
+        average, largest = Costs(), 0.0
+        edges = one.costs
+        for members in kinds.values():
+            block = self._run([first, members[0]], tp, sequence_parallel).costs.plus(one.costs, -1)
+            average = average.plus(block, len(members) / self.layers)
+            largest = max(largest, block.parameters)
+            if members[0] == first:
+                edges = one.costs.plus(block, -1)
+        return ModelCosts(average, largest, edges, one.first, one.tied, one.stream, one.transient)
+
+    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool) -> _Run:
+        model = self.shortened(blocks).to(self.dtype)
+        mesh = AbstractMesh((tp,), ("tp",))
+        plan = styles_of(self.plan_of(sequence_parallel))
+
+        def place(x: Tensor) -> Any:
+            return Layout.of(mesh, P(), x.shape, x.dtype) if tp > 1 else x
+
+        def step(module: nn.Module, batch: Any) -> _Run:
+            if tp > 1:
+                parallelize(module, module_mesh(batch), plan, src_data_rank=None)
+            return _run_once(module, batch, self.loss, self.blocks)
+
+        batch = _map_tensors(self.one_row(), place)
+        try:
+            evaluated = eval_shape(step, model, batch, mesh=mesh)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"tune: {type(model).__name__} cannot run without values, which counting needs: "
+                f"{error}"
+            ) from error
+        run: _Run = evaluated.result
+        held = evaluated.argument_bytes + run.costs.saved
+        return replace(run, transient=max(0.0, evaluated.peak_bytes - held))
+
+
+@dataclass(frozen=True)
+class _Run:
+    costs: Costs
+    first: float
+    tied: bool
+    stream: float
+    transient: float = 0
+
+
+def module_mesh(batch: Any) -> Any:
+    """Return the mesh of a batch of sharded tensors."""
+    return next(x._layout.mesh for x in tensors_in((batch,)) if isinstance(x, ShardedTensor))
+
+
+def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
+    """Run forward and backward on this rank, and count."""
+    parameters = list(model.parameters())
+    counts = OperatorCounts([*parameters, *model.buffers()])
+    places = _Places(model, blocks)
+    hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, lambda x: x)
+    with WithoutValues(counts), places:
+        with counts, hooks, comm_report() as report:
+            value = loss(call(model, batch), batch)
+        counts.add_communication(report)
+        forward, counts.phase = counts.phase, Phase()
+        with counts, comm_report() as report:
+            value.backward()
+        counts.add_communication(report)
+    costs = Costs(
+        sum(map(_local_numel, parameters)),
+        forward,
+        counts.phase,
+        counts.saved,
+        counts.keys_and_values,
+    )
+    return _Run(costs, places.first_parameters(), places.is_tied(), places.stream)
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    options = {"use_cache": False} if hasattr(model, "config") else {}
+    if isinstance(batch, Mapping):
+        return model(**batch, **options)
+    if isinstance(batch, tuple | list):
+        return model(*batch, **options)
+    return model(batch, **options)
+
+
+def default_loss(output: Any, batch: Any) -> Any:
+    """Return the loss of a language model's logits, or the mean of another output.
+
+    Of logits of models of Hugging Face it is the cross entropy in float32 with targets of the shape
+    of the batch's first tensor.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        first = output if isinstance(output, Tensor) else next(iter(tensors_in((output,))))
+        return first.float().mean()
+    targets = next(iter(tensors_in((batch,))))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class _Places:
+    """Where modules with parameters are called: before the blocks, or after the first of them.
+
+    Attributes:
+        stream: bytes of the tensors that the first block is called with.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str) -> None:
+        self._model, self._blocks = model, model.get_submodule(blocks)
+        self._inside = {id(inner) for inner in self._blocks.modules()}
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+        self._handles: list[Any] = []
+        self.stream = 0.0
+
+    def __enter__(self) -> None:
+        first_block = next(self._blocks.children())
+        self._handles.append(
+            first_block.register_forward_pre_hook(self._on_block, with_kwargs=True)
+        )
+        for inner in self._model.modules():
+            own = list(inner.parameters(recurse=False))
+            if own and id(inner) not in self._inside:
+                self._handles.append(inner.register_forward_pre_hook(self._on_module))
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def first_parameters(self) -> float:
+        """Return the elements of the parameters that are used before the blocks."""
+        return sum(_local_numel(x) for x in {id(x): x for x in self._before}.values())
+
+    def is_tied(self) -> bool:
+        return bool({id(x) for x in self._before} & {id(x) for x in self._after})
+
+    def _on_block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        streams = [x for x in args if isinstance(x, Tensor)]
+        if not streams:
+            streams = [x for x in kwargs.values() if isinstance(x, Tensor)][:1]
+        self.stream = sum(_local_numel(x) * x.element_size() for x in streams)
+
+    def _on_module(self, module: nn.Module, args: Any) -> None:
+        uses = self._after if self.stream else self._before
+        uses += module.parameters(recurse=False)
+
+
+def _local_numel(x: Tensor) -> int:
+    return x._local.numel() if isinstance(x, ShardedTensor) else x.numel()
+
+
+def _map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    if isinstance(tree, Mapping):
+        return {key: _map_tensors(value, convert) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_map_tensors(value, convert) for value in tree)
+    return tree

@@ -1,0 +1,141 @@
+"""Devices: peak rates, memory, links, and the fraction of the peaks that programs reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ...mesh.text import shortened
+from ...mesh.topology import Link, Topology
+
+GB, GiB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Device(name, flops, memory, bandwidth): what one accelerator can do.
+
+    Attributes:
+        name: for tables.
+        flops: peak of matrix products in bfloat16, dense, per second.
+        memory: bytes.
+        bandwidth: bytes per second that its memory reads and writes.
+        local: the link to the other devices of its node.
+        network: the link to other nodes, of one device.
+        matmul: fraction of `flops` that matrix products reach.
+        attention: fraction of `flops` that fused attention reaches.
+        traffic: fraction of `bandwidth` that other operators reach.
+        collectives: measured (latency, bytes of the whole tensor per second) of a collective inside
+            a node, by the number of ranks; empty if there is no such table.
+        source: where the numbers are from.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    local: Link
+    network: Link
+    matmul: float = 0.70
+    attention: float = 0.45
+    traffic: float = 0.80
+    collectives: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    source: str = ""
+
+    def topology(self, node: int) -> Topology:
+        """Return the topology of nodes of so many of these devices, by data sheets."""
+        return Topology(self.local, self.network, self.bandwidth / 2, node_size=node)
+
+
+# Fractions. Matrix products: 70 % of the peak, as AutoParallel (meta-pytorch) takes. Attention:
+# between FlashAttention-2 with 35 % and FlashAttention-3 with 75 % of an H100 (Shah et al. 2024,
+# arXiv 2407.08608). Other operators: 80 % of the memory's bandwidth.
+#
+# Latencies are those of mesh/topology.py: NCCL's model of a ring of 8 GPUs, and over two nodes.
+_LOCAL_LATENCY, _NETWORK_LATENCY = 11e-6, 23e-6
+# NCCL 2.27.5 on an H100 node with NVSwitch, out of place, 1 GB: the tables of AutoParallel
+# (meta-pytorch/autoparallel, cost_models/nccl_cost_model.py). Latency and size over time.
+_GATHER = {2: (8e-6, 537 * GB), 4: (17e-6, 434 * GB), 8: (30e-6, 394 * GB)}
+_REDUCE = {2: (10e-6, 324 * GB), 4: (15e-6, 236 * GB), 8: (31e-6, 267 * GB)}
+_NVSWITCH_H100 = {"all_gather": _GATHER, "reduce_scatter": _GATHER, "all_reduce": _REDUCE}
+
+
+def _nvlink(bandwidth: float) -> Link:
+    return Link(_LOCAL_LATENCY, bandwidth)
+
+
+def _port(bits: float) -> Link:
+    return Link(_NETWORK_LATENCY, bits / 8)
+
+
+_H100 = Device(
+    "h100",
+    flops=989e12,
+    memory=80 * GiB,
+    bandwidth=3.35e12,
+    local=_nvlink(450e9),
+    network=_port(400e9),
+    collectives=_NVSWITCH_H100,
+    source="NVIDIA H100 SXM data sheet: 989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways; "
+    "DGX H100: a port of 400 Gb/s per GPU",
+)
+DEVICES = {
+    device.name: device
+    for device in (
+        replace(
+            _H100,
+            name="a100",
+            flops=312e12,
+            bandwidth=2.039e12,
+            local=_nvlink(300e9),
+            network=_port(200e9),
+            collectives={},
+            source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2.039 TB/s, NVLink 600 GB/s both "
+            "ways; DGX A100: a port of 200 Gb/s per GPU",
+        ),
+        _H100,
+        replace(
+            _H100,
+            name="h100-96",
+            memory=95 * GiB,
+            bandwidth=2.4e12,
+            source="the H100 of torchtitan's published runs: 96 GB HBM2e, 2.4 TB/s, limited to "
+            "500 W (benchmarks/llama3_h100_202412_torchtitan.md); peak as the H100 SXM",
+        ),
+        replace(
+            _H100,
+            name="h200",
+            memory=141 * GB,
+            bandwidth=4.8e12,
+            source="NVIDIA H200 SXM data sheet: 989 TFLOP/s, 141 GB, 4.8 TB/s",
+        ),
+        replace(
+            _H100,
+            name="b200",
+            flops=2250e12,
+            memory=180 * GB,
+            bandwidth=8e12,
+            local=_nvlink(900e9),
+            collectives={},
+            source="NVIDIA DGX B200 data sheet: 2.25 PFLOP/s dense, 180 GB, 8 TB/s, NVLink "
+            "1.8 TB/s both ways; a port of 400 Gb/s per GPU",
+        ),
+    )
+}
+
+
+def device_of(device: Device | str) -> Device:
+    """Return a device by its name.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(device, Device):
+        return device
+    known = DEVICES.get(device.lower()) if isinstance(device, str) else None
+    if known is None:
+        raise ValueError(
+            f"unknown device {shortened(str(device))!r}: write one of {', '.join(DEVICES)}, or "
+            "pass a Device with its rates and memory"
+        )
+    return known

@@ -1,0 +1,132 @@
+"""`Form`: sizes of the axes, schedule, microbatches and recomputation of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .description import Description
+
+Recompute = Literal["none", "full"]
+Gather = Literal["microbatch", "step"]
+AXES = ("pp", "dp", "fsdp", "cp", "tp")  # major to minor
+
+
+class Group(NamedTuple):
+    """The ranks of a collective.
+
+    Attributes:
+        size: how many there are.
+        in_node: how many of them share a node.
+    """
+
+    size: int
+    in_node: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the ranks are on several nodes."""
+        return self.in_node < self.size
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form(fsdp=16, tp=8): how a training step is spread over devices.
+
+    Attributes:
+        pp: ranks along the pipeline.
+        dp: replicas of the sharded parameters (HSDP), or of whole ones if fsdp and cp are 1 (DDP).
+        fsdp: ranks that share parameters, gradients and optimizer state, with those of cp.
+        cp: ranks that share each sequence, with ring attention.
+        tp: ranks that share each matrix product.
+        sequence_parallel: activations between layers are split along the sequence over tp.
+        schedule: of the pipeline.
+        stages: stages on each rank of the pipeline.
+        rows: of the batch, on each data rank, in a microbatch.
+        microbatches: in a step.
+        recompute: whether backward computes each block again ("full").
+        gather: how often parameters are gathered: for each "microbatch", or once a "step".
+    """
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    stages: int = 1
+    rows: int = 1
+    microbatches: int = 1
+    recompute: Recompute = "none"
+    gather: Gather = "microbatch"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes with more than one rank, major to minor."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
+
+    @property
+    def devices(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share a parameter of a stage and a tp rank."""
+        return self.fsdp * self.cp
+
+    def group(self, axis: str, node: int) -> Group:
+        """Return the group of an axis on nodes of so many devices; "shards" is fsdp and cp."""
+        size = self.shards if axis == "shards" else getattr(self, axis)
+        names = AXES[AXES.index("cp" if axis == "shards" else axis) + 1 :]
+        stride = 1
+        for name in names:
+            stride *= getattr(self, name)
+        return Group(size, min(size, max(1, node // stride)))
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items()) or "one device"
+        if self.sequence_parallel:
+            axes += " sp"
+        if self.pp > 1:
+            stages = f" x{self.stages}" if self.stages > 1 else ""
+            axes += f" {self.schedule}{stages}"
+        axes += f" {self.microbatches} x {self.rows}"
+        if self.gather == "step":
+            axes += " gather once"
+        return f"{axes} recompute" if self.recompute == "full" else axes
+
+
+def why_not(form: Form, model: Description) -> str | None:
+    """Return why a model cannot take a form, in words; None if it can."""
+    if form.tp > 1:
+        if not model.plan:
+            return f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan="
+        for name, count in (
+            ("attention heads", model.heads),
+            ("key/value heads", model.key_value_heads),
+            ("rows of the vocabulary", model.vocabulary),
+            ("features of the MLP", model.hidden),
+        ):
+            if isinstance(count, int) and count % form.tp:
+                return f"tp={form.tp} does not divide {count:,} {name}"
+    if form.sequence_parallel and (form.tp == 1 or model.sequence_plan is None):
+        return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
+    positions = form.cp * (form.tp if form.sequence_parallel else 1)
+    if model.sequence % positions:
+        return (
+            f"cp={form.cp} tp={form.tp}: {positions} does not divide {model.sequence:,} positions"
+        )
+    if form.pp * form.stages > model.layers:
+        return f"pp={form.pp}: {form.pp * form.stages} stages, and {model.layers} blocks"
+    if model.rows != form.dp * form.fsdp * form.rows * form.microbatches:
+        return (
+            f"dp={form.dp} fsdp={form.fsdp}: {form.dp * form.fsdp} data ranks with "
+            f"{form.microbatches} x {form.rows} rows, and the batch has {model.rows:,}"
+        )
+    if form.pp > 1 and form.schedule in ("interleaved", "zb_h1") and form.stages > 1:
+        rounds = max(1, form.microbatches // form.pp)
+        if form.microbatches % rounds:
+            return f"{form.schedule}: {form.microbatches} microbatches in {rounds} equal rounds"
+    return None

@@ -1,0 +1,80 @@
+"""Plans of tensor and sequence parallelism of a model, as entries that also print as a program.
+
+{"model.layers.*.self_attn.q_proj": "colwise", ...}      the model's own strings
+{"model.layers.*.input_layernorm": IN_SEQUENCE, ...}     with sequence parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..layout.spec import P
+from ..parallel.tensor.styles import colwise, prepare_outputs, rowwise, sequence_parallel
+
+_SEQUENCE = P(None, "tp")
+
+# Entries of a plan: the text in a program, and the style.
+STYLES: dict[str, Any] = {
+    "colwise()": colwise(),
+    'rowwise(out=P(None, "tp"))': rowwise(out=_SEQUENCE),
+    'prepare_outputs(P(None, "tp"))': prepare_outputs(_SEQUENCE),
+    "[sequence_parallel(1), prepare_outputs(P())]": [sequence_parallel(1), prepare_outputs(P())],
+}
+_SPLIT_LOGITS = ("colwise_gather_output", "colwise_rep")
+_SUMMED = ("rowwise", "embedding_rowwise")
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """Return the model's own plan of strings, with logits that stay split; {} if it has none."""
+    plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    return {path: "colwise()" if style in _SPLIT_LOGITS else style for path, style in plan.items()}
+
+
+def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the plan with activations between layers split along the sequence over "tp".
+
+    Sums over "tp" are scattered along the sequence, and the norms before a layer gather it.
+
+    Args:
+        blocks: the path of the list of blocks, such as "model.layers".
+        plan: the plan without sequence parallelism.
+
+    Returns:
+        The plan; None if the model has none that says where sums are.
+    """
+    if not any(style in _SUMMED for style in plan.values()):
+        return None
+    out: dict[str, str] = {}
+    for path, style in plan.items():
+        out[path] = 'rowwise(out=P(None, "tp"))' if style in _SUMMED else style
+    for name, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        parent, _, last = name.rpartition(".")
+        inside = parent.startswith(f"{blocks}.")
+        if isinstance(module, nn.Embedding) and name not in out and not inside:
+            out[name] = 'prepare_outputs(P(None, "tp"))'
+        is_norm = bool(parameters) and all(x.ndim == 1 for x in parameters)
+        if not is_norm or next(module.children(), None) is not None:
+            continue
+        in_block = inside and parent.removeprefix(f"{blocks}.").isdecimal()
+        if in_block or not inside:
+            pattern = f"{blocks}.*.{last}" if in_block else name
+            out[pattern] = "[sequence_parallel(1), prepare_outputs(P())]"
+    return out
+
+
+def styles_of(plan: Mapping[str, str]) -> dict[str, Any]:
+    """Return the plan as `parallelize` takes it."""
+    return {path: STYLES.get(style, style) for path, style in plan.items()}
+
+
+def plan_text(plan: Mapping[str, str], indent: str) -> str:
+    """Return the plan as lines of a program."""
+    lines = [
+        f'{indent}"{path}": {style if style in STYLES else repr(style)},'.replace("'", '"')
+        for path, style in plan.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,238 @@
+"""The text of programs and settings that run a form: this library's, accelerate's, torchtitan's."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from .description import Description, stage_layers
+from .form import Form
+from .plans import plan_text
+
+# Names of schedules in torchtitan, which are those of torch.distributed.pipelining.
+_TITAN_SCHEDULES = {
+    ("gpipe", 1): "GPipe",
+    ("1f1b", 1): "1F1B",
+    ("interleaved", 2): "Interleaved1F1B",
+    ("interleaved", 4): "Interleaved1F1B",
+    ("zb_h1", 1): "InterleavedZeroBubble",
+}
+
+
+def mesh_axes(form: Form) -> dict[str, int]:
+    """Return the axes of the program's mesh, at least one of them for data."""
+    sizes = form.sizes
+    if sizes.keys() <= {"pp", "tp"}:
+        sizes["fsdp"] = 1
+    order = ("pp", "dp", "fsdp", "cp", "tp")
+    return {axis: sizes[axis] for axis in order if axis in sizes}
+
+
+def program_text(form: Form, model: Description, build: str, node: int) -> str:
+    """Return a program that trains the model in this form.
+
+    Args:
+        build: the lines of a function `build()` that returns the model on "meta".
+        node: devices of a node, for the command that starts it.
+    """
+    axes = mesh_axes(form)
+    inner = {axis: size for axis, size in axes.items() if axis != "pp"}
+    data = [axis for axis in ("dp", "fsdp") if axis in axes]
+    shards = [axis for axis in ("fsdp", "cp") if axis in axes]
+    has_pipeline = "pp" in axes
+    plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
+    names = ["MixedPrecisionPolicy"]
+    names += ["context_parallel"] if form.cp > 1 else []
+    names += [] if has_pipeline else ["fully_shard" if shards else "data_parallel", "materialize"]
+    names += ["pipeline"] if has_pipeline else []
+    names += ["parallelize"] if plan and not has_pipeline else []
+    styles = {"colwise", "rowwise", "prepare_outputs", "sequence_parallel"}
+    names += [name for name in styles if any(f"{name}(" in style for style in plan.values())]
+    positions = '"cp"' if form.cp > 1 else "None"
+    spec = f"P({_tuple(data)}, {positions})"
+    sizes = ", ".join(f'"{axis}": {size}' for axis, size in axes.items())
+    nodes = max(1, form.devices // node)
+    lines = [
+        f'"""Train on {form.devices:,} devices: {form}.',
+        "",
+        f"torchrun --nnodes {nodes} --nproc-per-node {min(node, form.devices)} train.py",
+        '"""',
+        "",
+        "import torch",
+        "import torch.nn.functional as F",
+        "",
+        "import shardmesh as sm",
+        "from shardmesh import P",
+        f"from shardmesh.parallel import {', '.join(sorted(names, key=str.lower))}",
+        "",
+        f"MESH = {{{sizes}}}",
+        f"ROWS, POSITIONS = {model.rows}, {model.sequence}  # of a step, all devices together",
+        f"MICROBATCHES = {form.microbatches}",
+    ]
+    if plan:
+        lines += ["PLAN = {", *plan_text(plan, "    ").split("\n"), "}"]
+    if has_pipeline:
+        firsts = list(accumulate(stage_layers(model.layers, form.pp * form.stages)))[:-1]
+        lines += ["STAGES = [  # where they begin"]
+        lines += [f'    "{model.blocks}.{first}",' for first in firsts]
+        lines += ["]"]
+    lines += ["", "", *build.strip("\n").split("\n")]
+    lines += [
+        "",
+        "",
+        "def loss_fn(output, labels):",
+        "    logits = output.logits.float()",
+        "    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())",
+        "",
+        "",
+        "def rows_of(step, mesh):",
+        '    """Return the tokens of a step; replace this by your data, the same on every rank."""',
+        "    generator = torch.Generator().manual_seed(step)",
+        "    shape = (ROWS, POSITIONS + 1)",
+        f"    tokens = torch.randint({model.vocabulary}, shape, generator=generator)",
+        f"    spec = {spec}",
+        "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
+        "    return sm.device_put(ids, mesh, spec, src_data_rank=None), sm.device_put(",
+        "        labels, mesh, spec, src_data_rank=None",
+        "    )",
+        "",
+        "",
+        'def main(device="cuda", steps=3):',
+        "    mesh = sm.init_device_mesh(device, tuple(MESH.values()), axis_names=tuple(MESH))",
+        "    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        "    model = build()",
+        "    model.train()",
+    ]
+    if form.recompute == "full":
+        lines += ["    model.gradient_checkpointing_enable()  # computes each block again"]
+    at = "mesh"
+    if has_pipeline:
+        at = "inner"
+        lines += [
+            f"    inner = mesh[{_tuple(list(inner))}]",
+            "    pipe = pipeline(",
+            "        model,",
+            "        mesh,",
+            "        split=STAGES,",
+            f'        schedule="{form.schedule}",',
+            "        microbatches=MICROBATCHES,",
+            f'        gather="{form.gather}",',
+            "    )",
+        ]
+        if plan:
+            lines += ["    pipe.parallelize(PLAN, inner)"]
+        layer = f"fully_shard(inner, axes={_tuple(shards)}" if shards else "data_parallel(inner"
+        lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
+        trained = "pipe"
+    else:
+        if plan:
+            lines += ["    parallelize(model, mesh, PLAN)"]
+        layer = (
+            f"fully_shard(model, mesh, axes={_tuple(shards)}"
+            if shards
+            else "data_parallel(model, mesh"
+        )
+        lines += [f'    {layer}, units="auto", mp_policy=policy)', "    materialize(model)"]
+        trained = "model"
+    parameters = "pipe" if has_pipeline else "model.parameters()"
+    lines += [
+        f"    optimizer = torch.optim.AdamW({trained}.parameters(), lr=3e-4)",
+        "    losses = []",
+        "    for step in range(steps):",
+        f"        ids, labels = rows_of(step, {at})",
+    ]
+    indent = " " * 8
+    if form.cp > 1:
+        lines += [f'{indent}with context_parallel("cp", method="ring"):']
+        indent += " " * 4
+    if has_pipeline:
+        lines += [f"{indent}loss = pipe.step(ids, labels, loss_fn=loss_fn, use_cache=False)"]
+    elif form.microbatches == 1:
+        lines += [
+            f"{indent}loss = loss_fn(model(ids, use_cache=False), labels)",
+            f"{indent}loss.backward()",
+        ]
+    else:
+        lines += [
+            f"{indent}loss = 0.0",
+            f"{indent}with sm.accumulate_grads():",
+            f"{indent}    for part in range(MICROBATCHES):",
+            f"{indent}        rows = slice(part, None, MICROBATCHES)",
+            f"{indent}        output = model(ids[rows], use_cache=False)",
+            f"{indent}        part_loss = loss_fn(output, labels[rows]) / MICROBATCHES",
+            f"{indent}        part_loss.backward()",
+            f"{indent}        loss = loss + part_loss.detach()",
+        ]
+    lines += [
+        f"        sm.training.clip_grad_norm_({parameters}, 1.0)",
+        "        optimizer.step()",
+        "        optimizer.zero_grad()",
+        "        losses.append(loss.detach())",
+        "    return losses",
+        "",
+        "",
+        'if __name__ == "__main__":',
+        "    print(main())",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hugging_face_build(config: str) -> str:
+    """Return the lines of `build()` for a configuration of Hugging Face."""
+    return (
+        "def build():\n"
+        "    from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "\n"
+        f'    config = AutoConfig.from_pretrained("{config}")\n'
+        '    with torch.device("meta"):\n'
+        "        return AutoModelForCausalLM.from_config(config)"
+    )
+
+
+def function_build(target: str) -> str:
+    """Return the lines of `build()` for "module:function", which returns model and batch."""
+    module, _, function = target.partition(":")
+    return (
+        "def build():\n"
+        f"    from {module} import {function}\n"
+        "\n"
+        f"    model, _ = {function}()\n"
+        "    return model"
+    )
+
+
+def accelerate_text(form: Form) -> str:
+    """Return the form as accelerate's ParallelismConfig, or why it has none."""
+    if form.pp > 1:
+        return f"# accelerate's ParallelismConfig has no pipeline (pp={form.pp})"
+    return (
+        f"ParallelismConfig(dp_replicate_size={form.dp}, dp_shard_size={form.fsdp}, "
+        f"cp_size={form.cp}, tp_size={form.tp})"
+    )
+
+
+def titan_text(form: Form, model: Description) -> str:
+    """Return the form as flags of torchtitan."""
+    flags = {
+        "training.seq_len": model.sequence,
+        "training.local_batch_size": form.rows * (form.microbatches if form.pp > 1 else 1),
+        "training.global_batch_size": model.rows,
+        "parallelism.data_parallel_replicate_degree": form.dp,
+        "parallelism.data_parallel_shard_degree": form.fsdp,
+        "parallelism.context_parallel_degree": form.cp,
+        "parallelism.tensor_parallel_degree": form.tp,
+        "parallelism.pipeline_parallel_degree": form.pp,
+    }
+    if form.pp > 1:
+        flags["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[
+            form.schedule, form.stages
+        ]
+        flags["parallelism.pipeline_parallel_microbatch_size"] = form.rows
+    flags["activation_checkpoint.mode"] = form.recompute
+    return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+
+def _tuple(names: list[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    if len(quoted) == 1:
+        return quoted[0]
+    return f"({', '.join(quoted)})" if quoted else "None"

@@ -1,0 +1,243 @@
+"""Enumerate forms, leave out those that the model or the memory cannot take, rank the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any
+
+from .description import Description
+from .form import AXES, Form, why_not
+from .memory import Memory, peak_memory, size
+from .prices import Prices
+from .step_time import StepTime, StepTimes
+
+_MOST_TP, _MOST_PP, _MOST_CP, _MOST_ROWS = 32, 64, 64, 32
+_FEWEST_POSITIONS = 1024  # on a rank of cp
+_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
+FAMILIES = ("tp", "pp", "cp", "dp", "schedule", "recompute", "gather")
+_FASTEST = 3  # values of a family with a reason
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A form with its time and memory.
+
+    Attributes:
+        form: the form.
+        time: seconds by part.
+        rank: the rank of the pipeline that holds most.
+        memory: what it holds.
+    """
+
+    form: Form
+    time: StepTime
+    rank: int
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A form that does not fit, and what its busiest rank would hold."""
+
+    form: Form
+    memory: Memory
+
+
+@dataclass
+class Search:
+    """What a search has tried.
+
+    Attributes:
+        tried: the number of forms whose time or memory was computed.
+        fitting: those that fit, the fastest first.
+        best_of: (family, value) -> the fastest that fits.
+        smallest_of: (family, value) -> the one with the least memory of those that do not fit.
+        refused: (family, value) -> why the model cannot take it, if no form of it can.
+    """
+
+    tried: int = 0
+    fitting: list[Candidate] = field(default_factory=list)
+    best_of: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
+    smallest_of: dict[tuple[str, Any], TooLarge] = field(default_factory=dict)
+    refused: dict[tuple[str, Any], str] = field(default_factory=dict)
+
+
+def forms(
+    model: Description, devices: int, node: int, fixed: Mapping[str, Any], max_rows: int | None
+) -> Iterator[Form]:
+    """Yield all forms for so many devices, also some that the model cannot take."""
+
+    def allowed(name: str, values: Sequence[Any]) -> list[Any]:
+        return [value for value in values if value == fixed.get(name, value)]
+
+    # sequence parallelism moves the same bytes, and takes less memory
+    splits = fixed.get("sequence_parallel", model.sequence_plan is not None)
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tp, pp, cp in product(divisors, divisors, divisors):
+        if devices % (tp * pp * cp) or tp > _MOST_TP or pp > _MOST_PP or cp > _MOST_CP:
+            continue
+        if cp > 1 and model.sequence // cp < _FEWEST_POSITIONS and "cp" not in fixed:
+            continue
+        if not (allowed("tp", [tp]) and allowed("pp", [pp]) and allowed("cp", [cp])):
+            continue
+        data = devices // (tp * pp * cp)
+        for fsdp in allowed("fsdp", _shard_counts(data, node, tp * cp)):
+            if not allowed("dp", [data // fsdp]) or model.rows % data:
+                continue
+            base = Form(pp, data // fsdp, fsdp, cp, tp)
+            yield from _inner_forms(base, model.rows // data, allowed, max_rows, splits)
+
+
+def _inner_forms(
+    base: Form, rows: int, allowed: Any, max_rows: int | None, sequence_parallel: bool
+) -> Iterator[Form]:
+    """Yield the forms with these axes: microbatches, schedules, recomputation."""
+    most = min(rows, max_rows or _MOST_ROWS)
+    counts = allowed("rows", [n for n in range(1, most + 1) if rows % n == 0])
+    splits = [sequence_parallel] if base.tp > 1 else [False]
+    schedules = _SCHEDULES if base.pp > 1 else (("1f1b", 1),)
+    gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
+    for n, split, (schedule, stages), recompute, gather in product(
+        counts,
+        splits,
+        schedules,
+        allowed("recompute", ["none", "full"]),
+        allowed("gather", gathers),
+    ):
+        if allowed("schedule", [schedule]) and allowed("stages", [stages]):
+            yield replace(
+                base,
+                rows=n,
+                microbatches=rows // n,
+                sequence_parallel=split,
+                schedule=schedule,
+                stages=stages,
+                recompute=recompute,
+                gather=gather,
+            )
+
+
+def _shard_counts(data: int, node: int, inside: int) -> list[int]:
+    """Return sizes of fsdp: none, all, and a node's and a few nodes' data ranks."""
+    in_node = max(1, node // inside)
+    sizes = {1, data, in_node, 2 * in_node, 4 * in_node, 8 * in_node}
+    return sorted(size for size in sizes if size <= data and data % size == 0)
+
+
+def search(
+    model: Description,
+    prices: Prices,
+    devices: int,
+    usable: float,
+    fixed: Mapping[str, Any],
+    max_rows: int | None,
+    near: Form | None = None,
+) -> Search:
+    """Return what was tried, for all forms or for the neighbours of one."""
+    found = Search()
+    times = StepTimes(model, prices)
+    takes: set[tuple[str, Any]] = set()
+    candidates = forms(model, devices, prices.node, fixed, max_rows)
+    for form in candidates:
+        if near is not None and not is_neighbour(form, near):
+            continue
+        families = [(name, getattr(form, name)) for name in FAMILIES]
+        reason = why_not(form, model)
+        if reason is not None:
+            for family in families:
+                found.refused.setdefault(family, reason)
+            continue
+        takes.update(families)
+        found.tried += 1
+        rank, memory = peak_memory(form, model)
+        if memory.total > usable:
+            for family in families:
+                smallest = found.smallest_of.get(family)
+                if smallest is None or memory.total < smallest.memory.total:
+                    found.smallest_of[family] = TooLarge(form, memory)
+            continue
+        candidate = Candidate(form, times.of(form), rank, memory)
+        found.fitting.append(candidate)
+        for family in families:
+            best = found.best_of.get(family)
+            if best is None or candidate.time.total < best.time.total:
+                found.best_of[family] = candidate
+    found.refused = {family: why for family, why in found.refused.items() if family not in takes}
+    found.fitting.sort(key=lambda candidate: candidate.time.total)
+    return found
+
+
+def is_neighbour(form: Form, near: Form) -> bool:
+    """Return whether a form differs in at most two fields of axes, and in one of the others."""
+    changed = [f.name for f in fields(Form) if getattr(form, f.name) != getattr(near, f.name)]
+    changed = [name for name in changed if name not in ("microbatches", "stages")]
+    axes = [name for name in changed if name in AXES]
+    factors = [getattr(form, name) / getattr(near, name) for name in axes]
+    if len(axes) > 2 or any(factor not in (0.5, 2.0) for factor in factors):
+        return False
+    return len(changed) - len(axes) <= 1
+
+
+# -- reasons ---------------------------------------------------------------------------------------
+
+
+def reasons(found: Search, best: Candidate, usable: float, node: int) -> list[str]:
+    """Return why forms lost that differ from the best one, a line for each value of a family.
+
+    Of a family the fastest values that fit, the one that comes nearest to fitting, and the first
+    that the model cannot take.
+    """
+    lines = []
+    for name in FAMILIES:
+        own = getattr(best.form, name)
+        fitting = [
+            (candidate.time.total, family)
+            for family, candidate in found.best_of.items()
+            if family[0] == name and family[1] != own
+        ]
+        fastest = sorted(fitting, key=lambda item: item[0])[:_FASTEST]
+        lines += [_slower(found.best_of[family], best, family, node) for _, family in fastest]
+        too_large = [
+            (smallest.memory.total, family)
+            for family, smallest in found.smallest_of.items()
+            if family[0] == name and family not in found.best_of
+        ]
+        if too_large:
+            _, family = min(too_large, key=lambda item: item[0])
+            lines.append(_too_large(found.smallest_of[family], family, usable))
+        refused = [family for family in found.refused if family[0] == name]
+        if refused:
+            lines.append(f"{_label(refused[0])}: {found.refused[refused[0]]}")
+    return lines
+
+
+def _label(family: tuple[str, Any]) -> str:
+    return f"{family[0]}={family[1]}"
+
+
+def _slower(other: Candidate, best: Candidate, family: tuple[str, Any], node: int) -> str:
+    name, _ = family
+    slower = other.time.total - best.time.total
+    parts = {part: value - best.time.parts[part] for part, value in other.time.parts.items()}
+    part, more = max(parts.items(), key=lambda item: item[1])
+    crosses = name in AXES and other.form.group(name, node).crosses
+    if crosses and not best.form.group(name, node).crosses:
+        crossing = f", {name} crosses nodes"
+    else:
+        crossing = ""
+    return f"{_label(family)}: {_signed(slower)}, {part} {_signed(more)}{crossing} ({other.form})"
+
+
+def _too_large(smallest: TooLarge, family: tuple[str, Any], usable: float) -> str:
+    part, most = max(vars(smallest.memory).items(), key=lambda item: item[1])
+    return (
+        f"{_label(family)}: needs {size(smallest.memory.total)} of {size(usable)}, of which {part} "
+        f"{size(most)} ({smallest.form})"
+    )
+
+
+def _signed(seconds: float) -> str:
+    """Return a difference of times with its sign and a unit."""
+    return f"{seconds:+.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:+.3g} ms"

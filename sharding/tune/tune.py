@@ -1,0 +1,150 @@
+"""`tune`: choose the form of parallelism of a model on a cluster, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+
+from ...mesh.topology import Topology
+from .description import Description, Loss
+from .devices import Device, device_of
+from .form import Form, why_not
+from .memory import peak_memory, size
+from .prices import Prices
+from .program import hugging_face_build
+from .search import Candidate, reasons, search
+from .step_time import StepTimes
+from .tuning import Tuning
+
+# Of a device's memory: the context and the buffers of communicators, and what the allocator loses.
+_CONTEXT, _FRAGMENTATION = 2e9, 0.05
+_FINALISTS = 24  # whose pipelines are simulated
+_DEFAULT_NODE = 8
+
+
+def tune(
+    model: nn.Module,
+    batch: Any,
+    topology: Topology | None = None,
+    *,
+    devices: int,
+    device: Device | str = "h100",
+    memory: float | None = None,
+    node: int | None = None,
+    fix: Mapping[str, Any] | None = None,
+    near: Form | None = None,
+    max_microbatch: int | None = None,
+    loss: Loss | None = None,
+    plan: Mapping[str, str] | None = None,
+    build: str | None = None,
+    top: int = 5,
+) -> Tuning:
+    """tune(model, batch, devices=64) -> Tuning: choose how a model is trained on many devices.
+
+    Counts what the model computes, saves and sends, by running two short copies of it without
+    values, for each size of tensor parallelism with its plan applied. From that it computes time
+    and memory of a training step with AdamW, in bfloat16 with parameters, gradients and moments in
+    float32, for every form that divides, and returns the fastest that fit, with reasons.
+
+    Args:
+        model: on "meta", with blocks that repeat in one list, such as a model of Hugging Face.
+        batch: its input for one step of all devices: a tensor, or a tuple or dict of tensors; dim 0
+            has the rows, dim 1 of the first tensor the positions. Values are not read.
+        topology: links, such as a calibrated `mesh.topology`; by default those of the device's data
+            sheet.
+        devices: the number of devices.
+        device: a name ("a100", "h100", "h200", "b200") or a `Device`.
+        memory: bytes of a device; by default the device's.
+        node: devices of a node; by default the topology's `node_size`, else 8.
+        fix: fields of `Form` that are given, such as {"tp": 8, "recompute": "full"}.
+        near: a form whose neighbours are searched, with itself, in place of all forms.
+        max_microbatch: the most rows of a microbatch on a data rank.
+        loss: a function of output and batch that returns the loss; by default the cross entropy of
+            logits, or the mean of another output.
+        plan: a plan of tensor parallelism in strings, in place of the model's own.
+        build: lines of a function `build()` for the program.
+        top: the number of forms in the table.
+
+    Raises:
+        ValueError: an unknown device or field; a model without blocks that repeat, or that reads
+            values; no form divides, or none fits.
+
+    Communication: none.
+
+    Example:
+        >>> config = transformers.AutoConfig.from_pretrained("llama/")
+        >>> with torch.device("meta"):
+        ...     model = transformers.AutoModelForCausalLM.from_config(config)
+        >>> ids = torch.empty(512, 8192, dtype=torch.int64, device="meta")
+        >>> print(sm.tune(model, ids, devices=256))
+    """
+    chosen = device_of(device)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"tune(devices={devices!r}): a whole number from 1")
+    if memory is not None:
+        chosen = replace(chosen, memory=memory)
+    in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
+    prices = Prices(chosen, topology or chosen.topology(in_node), in_node)
+    usable = chosen.memory * (1 - _FRAGMENTATION) - _CONTEXT
+    fixed = dict(fix or {})
+    names = [f.name for f in fields(Form)]
+    for name in fixed:
+        if name not in names:
+            raise ValueError(f"fix={name}: a form has the fields {', '.join(names)}")
+    described = Description(model, batch, loss=loss, plan=plan)
+    found = search(described, prices, devices, usable, fixed, max_microbatch, near)
+    if not found.fitting:
+        raise _nothing(described, found, devices, usable, fixed, chosen)
+    times = StepTimes(described, prices)
+    finalists = [
+        Candidate(c.form, times.of(c.form, simulate=True), c.rank, c.memory)
+        for c in found.fitting[:_FINALISTS]
+    ]
+    finalists.sort(key=lambda candidate: candidate.time.total)
+    best = finalists[0]
+    shown = finalists[:top]
+    if near is not None and all(c.form != near for c in shown) and why_not(near, described) is None:
+        rank, held = peak_memory(near, described)
+        shown.append(Candidate(near, times.of(near, simulate=True), rank, held))
+    return Tuning(
+        tuple(shown),
+        tuple(reasons(found, best, usable, in_node)),
+        found.tried,
+        len(found.fitting),
+        usable,
+        described,
+        prices,
+        build or hugging_face_build("PATH/TO/MODEL"),
+    )
+
+
+def _nothing(
+    model: Description,
+    found: Any,
+    devices: int,
+    usable: float,
+    fixed: Mapping[str, Any],
+    device: Device,
+) -> ValueError:
+    """Return the error for a model that no form fits."""
+    given = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    where = f"{devices:,} devices {device.name}{f' with {given}' if given else ''}"
+    if not found.smallest_of:
+        why = next(iter(found.refused.values()), None)
+        if why is None:
+            why = (
+                f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "
+                f"that divide the {model.rows:,} rows of the batch"
+            )
+        return ValueError(f"tune: no form of {type(model.model).__name__} for {where}: {why}")
+    smallest = min(found.smallest_of.values(), key=lambda candidate: candidate.memory.total)
+    part = max(vars(smallest.memory).items(), key=lambda item: item[1])
+    return ValueError(
+        f"tune: {type(model.model).__name__} does not fit on {where}: the smallest form "
+        f"({smallest.form}) needs {size(smallest.memory.total)} and {size(usable)} are usable, "
+        f"{size(smallest.memory.total - usable)} too few; most is {part[0]}, {size(part[1])}. Take "
+        "more devices, fewer rows or positions, or devices with more memory"
+    )

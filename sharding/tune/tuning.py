@@ -1,0 +1,163 @@
+"""`Tuning`: the result of `tune`, as an object, a table, JSON and programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...mesh.text import table_lines
+from .description import Description
+from .form import Form
+from .memory import size
+from .prices import Prices
+from .program import accelerate_text, program_text, titan_text
+from .search import Candidate
+from .step_time import model_flops
+
+_MFU = (
+    "MFU: three times the flops of forward, attention as if not causal, over the peak in bfloat16; "
+    "recomputation does not count"
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of `tune`. `print` shows it as a table.
+
+    Attributes:
+        candidates: the fastest forms that fit, the best one first. Each has `form`, `time`,
+            `memory` and `rank`, the rank of the pipeline that holds most.
+        reasons: for each value that the best form does not have, what it costs.
+        program: the text of a program that trains in the best form.
+        accelerate: the best form as accelerate's ParallelismConfig.
+        titan: the best form as flags of torchtitan.
+        tried, fitting: the numbers of forms.
+        usable: bytes of a device that tensors may take.
+    """
+
+    candidates: tuple[Candidate, ...]
+    reasons: tuple[str, ...]
+    tried: int
+    fitting: int
+    usable: float
+    model: Description = field(repr=False)
+    prices: Prices = field(repr=False)
+    build: str = field(repr=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest form that fits."""
+        return self.candidates[0]
+
+    @property
+    def program(self) -> str:
+        return program_text(self.best.form, self.model, self.build, self.prices.node)
+
+    @property
+    def accelerate(self) -> str:
+        return accelerate_text(self.best.form)
+
+    @property
+    def titan(self) -> str:
+        return titan_text(self.best.form, self.model)
+
+    def mfu(self, candidate: Candidate) -> float:
+        """Return the model flops utilization of a candidate; see the table's last line."""
+        rate = model_flops(self.model) / candidate.time.total / candidate.form.devices
+        return rate / self.prices.device.flops
+
+    def priced_by(self, form: Form) -> dict[str, str]:
+        """Return what prices each axis: "calibrated", "table" or "data sheet"."""
+        node = self.prices.node
+        groups = {axis: form.group(axis, node) for axis in form.sizes}
+        return {axis: self.prices.source(group) for axis, group in groups.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as values of JSON: seconds and bytes."""
+        return {
+            "candidates": [
+                {
+                    "form": dataclasses.asdict(candidate.form),
+                    "seconds": candidate.time.total,
+                    "seconds_by_part": candidate.time.parts,
+                    "mfu": self.mfu(candidate),
+                    "memory": candidate.memory.total,
+                    "memory_by_part": vars(candidate.memory),
+                    "memory_rank": candidate.rank,
+                    "received_by_axis": candidate.time.moved,
+                    "priced_by": self.priced_by(candidate.form),
+                }
+                for candidate in self.candidates
+            ],
+            "reasons": list(self.reasons),
+            "tried": self.tried,
+            "fitting": self.fitting,
+            "usable_memory": self.usable,
+            "program": self.program,
+            "accelerate": self.accelerate,
+            "torchtitan": self.titan,
+        }
+
+    def json(self) -> str:
+        """Return `as_dict()` as text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        model, device = self.model, self.prices.device
+        best = self.best
+        heading = (
+            f"{type(model.model).__name__}: {_parameters(model.parameters)} parameters, "
+            f"{model.layers} blocks; a step of {model.rows:,} rows of {model.sequence:,}"
+        )
+        cluster = (
+            f"{best.form.devices:,} devices {device.name}, nodes of {self.prices.node}; "
+            f"{self.tried:,} forms, {self.fitting:,} fit in {size(self.usable)}"
+        )
+        rows = [("", "form", "step", "MFU", "memory", "longest parts")]
+        rows += [
+            (
+                str(number),
+                str(candidate.form),
+                seconds(candidate.time.total),
+                f"{self.mfu(candidate):.1%}",
+                size(candidate.memory.total),
+                _longest(candidate),
+            )
+            for number, candidate in enumerate(self.candidates, start=1)
+        ]
+        parts = [(name, seconds(value)) for name, value in best.time.parts.items() if value]
+        held = [(name, size(value)) for name, value in vars(best.memory).items() if value]
+        priced = self.priced_by(best.form)
+        moved = [
+            (axis, size(count), priced.get(axis, priced.get("fsdp", "")))
+            for axis, count in best.time.moved.items()
+        ]
+        of_rank = f" of rank {best.rank} of the pipeline" if best.form.pp > 1 else ""
+        blocks = [
+            [heading, cluster],
+            list(table_lines(rows, right=(0, 2, 3, 4))),
+            ["time: " + ", ".join(f"{name} {text}" for name, text in parts)],
+            [f"memory{of_rank}: " + ", ".join(f"{name} {text}" for name, text in held)],
+            ["received: " + ", ".join(f"{axis} {n} ({by})" for axis, n, by in moved)] * bool(moved),
+            ["why not:", *(f"  {reason}" for reason in self.reasons)] if self.reasons else [],
+            [_MFU],
+        ]
+        return "\n".join(line for block in blocks for line in block)
+
+
+def seconds(value: float) -> str:
+    """Return a time with a unit."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count / 1e6:,.3g} million"
+
+
+def _longest(candidate: Candidate) -> str:
+    """Return the three longest parts of a step, with their shares."""
+    parts = sorted(candidate.time.parts.items(), key=lambda item: -item[1])
+    total = candidate.time.total
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in parts[:3] if value)

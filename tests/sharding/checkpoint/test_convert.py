@@ -1,0 +1,133 @@
+"""`convert` and its command: every format to every other, by the values that the readers see."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.__main__ import main
+from shardmesh.sharding.checkpoint.convert import FORMATS, convert, format_of
+
+WEIGHTS = {
+    "model.embed.weight": torch.arange(15.0).reshape(5, 3),
+    "head": torch.arange(4, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.5),
+}
+
+
+def write(folder: Path, kind: str) -> Path:
+    """Write the weights as a job of two ranks would, or other programs."""
+    if kind == "safetensors":
+        folder.mkdir()
+        sm.checkpoint.save_safetensors(WEIGHTS, folder, max_shard_size=40)
+        (folder / "config.json").write_text("{}")
+    elif kind == "checkpoint":
+
+        def program() -> None:
+            mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+            split = sm.device_put(WEIGHTS["model.embed.weight"], mesh, P("dp"))
+            tree = {"model": {**WEIGHTS, "model.embed.weight": split}, "epoch": 3}
+            sm.checkpoint.save(tree, folder, step=7)
+
+        sm.simulate(2)(program)()
+    else:
+        dcp_save({"model": WEIGHTS, "epoch": 3}, folder)
+    return folder
+
+
+def dcp_save(tree: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+
+
+def read(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Return the weights as another program reads them."""
+    like = {name: torch.zeros_like(x) for name, x in WEIGHTS.items()}
+    if kind == "safetensors":
+        return sm.checkpoint.load_safetensors(folder, like)
+    if kind == "checkpoint":
+        return sm.checkpoint.load(folder, {"model": like})["model"]
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"model": like}, checkpoint_id=folder, no_dist=True)
+    return like
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_every_format_to_every_other(source, target, tmp_path):
+    folder = write(tmp_path / "source", source)
+    assert format_of(folder) == source
+    done = convert(folder, tmp_path / "target", target)
+    assert format_of(tmp_path / "target") == target
+    assert (done.source_format, done.target_format) == (source, target)
+    assert (done.tensors, done.bytes) == (3, 72)
+    found = read(tmp_path / "target", target)
+    assert found.keys() == WEIGHTS.keys()
+    for name, x in WEIGHTS.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name], x), name
+    if source == target == "checkpoint":
+        assert done.step == 7
+        assert sm.checkpoint.load(tmp_path / "target", {"epoch": None})["epoch"] == 3
+
+
+def test_files_and_keys(tmp_path):
+    """A file of a folder, a tree without an entry for the model, the files beside the weights."""
+    folder = write(tmp_path / "hf", "safetensors")
+    convert(folder, tmp_path / "flat", "checkpoint", key="", step=5)
+    assert sm.checkpoint.latest(tmp_path / "flat").step == 5
+    convert(tmp_path / "flat", tmp_path / "back", "safetensors", config=folder)
+    assert (tmp_path / "back" / "config.json").read_text() == "{}"
+    assert torch.equal(read(tmp_path / "back", "safetensors")["head"], WEIGHTS["head"])
+    (one,) = [path for path in folder.glob("*.safetensors") if "00001" in path.name]
+    assert convert(one, tmp_path / "one", "dcp").tensors < 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "missing"}, "missing does not exist"),
+        ({"source": "empty"}, "empty is neither"),
+        ({"target": "source"}, "exists already"),
+        ({"key": "ema"}, r"key='ema'\): .* has no such entry; it has \['model', 'epoch'\]"),
+        ({"to": "zip"}, "write one of checkpoint, safetensors, dcp"),
+        ({"config": "missing"}, "it must be a folder"),
+        ({"step": 8}, "has no complete checkpoint of step 8"),
+    ],
+)
+def test_mistakes(changes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "source", "checkpoint")
+    (tmp_path / "empty").mkdir()
+    arguments = {"source": "source", "target": "target", "to": "safetensors"} | changes
+    with pytest.raises((ValueError, OSError), match=message):
+        convert(**arguments)
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_command(tmp_path, capsys):
+    folder = write(tmp_path / "source", "safetensors")
+    target = str(tmp_path / "target")
+    assert main(["convert", str(folder), target, "--to", "checkpoint", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["tensors"], told["target_format"], told["step"]) == (3, "checkpoint", 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(folder), target, "--to", "checkpoint"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "exists already" in said
+    assert said.count("\n") == 1

@@ -1,0 +1,269 @@
+"""Programs of ranks that train as elastic jobs, and fail where they are told to.
+
+A fault is (rank, step, place, kind): the rank, by its number at the start, fails once when it comes
+to that place of that step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardmesh as sm
+from shardmesh import P, ShardedTensor
+from shardmesh.mesh.elastic.membership import Membership
+from shardmesh.sharding.checkpoint.tree import leaves, name_of
+from shardmesh.sharding.elastic import job as elastic_job
+from shardmesh.sharding.elastic.snapshot import snapshot
+
+STEPS = 6
+ROWS = 24  # of a batch
+# in a step, and in what follows a loss
+PLACES = ["data", "forward", "backward", "vote", "write", "after"]
+PLACES_AFTER_A_LOSS = ["agree", "regroup", "build", "exchange", "confirm"]
+
+Fault = Sequence[Any]  # (rank, step, place, kind)
+
+
+class Faults:
+    """The faults of this rank that are still to come.
+
+    Attributes:
+        step: the step that the rank is in.
+    """
+
+    def __init__(self, rank: int, planned: Sequence[Fault]) -> None:
+        self.step = 0
+        self._coming = {(step, place): kind for who, step, place, kind in planned if who == rank}
+
+    def reach(self, place: str) -> None:
+        """Fail if there is a fault of this step here."""
+        kind = self._coming.pop((self.step, place), "")
+        if kind:
+            print(f"fault: {kind} in {place} of step {self.step}", flush=True)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "exit":
+            os._exit(3)
+        elif kind == "raise":
+            raise ArithmeticError(f"a bad batch in step {self.step}")
+
+
+faults = Faults(-1, [])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Writes one parameter after the other, so that a rank can fail between two of them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if number == 2:
+                    faults.reach("write")
+                state = self.state[p]
+                if "velocity" not in state:
+                    state["velocity"] = torch.zeros_like(p)
+                state["velocity"].mul_(group["momentum"]).add_(p.grad)
+                p.sub_(group["lr"] * state["velocity"])
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward is a place to fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        faults.reach("backward")
+        return grads[0]
+
+
+class Model(nn.Module):
+    """Uneven sizes, and running statistics that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 14)
+        self.norm = nn.BatchNorm1d(14, affine=False)
+        self.last = nn.Linear(14, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        faults.reach("forward")
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+# -- forms of parallelism --------------------------------------------------------------------------
+
+
+def ddp(mesh: sm.DeviceMesh) -> nn.Module:
+    return sm.parallel.data_parallel(Model(), mesh, src_data_rank=None)
+
+
+def hsdp(mesh: sm.DeviceMesh) -> nn.Module:
+    return sm.parallel.fully_shard(Model(), mesh, src_data_rank=None)
+
+
+def tp(mesh: sm.DeviceMesh) -> nn.Module:
+    plan = {"first": sm.parallel.colwise(axis="t"), "last": sm.parallel.rowwise(axis="t")}
+    return sm.parallel.parallelize(Model(), mesh, plan, src_data_rank=None)
+
+
+FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], nn.Module], tuple[str, ...]]] = {
+    "ddp": (ddp, ("d",)),
+    "hsdp": (hsdp, ("r", "s")),
+    "fsdp": (hsdp, ("s",)),
+    "tp": (tp, ("d", "t")),
+    "two": (hsdp, ("r", "s")),  # with two optimizers
+}
+
+
+def shape_for(form: str, n: int) -> tuple[int, ...]:
+    if len(FORMS[form][1]) == 1:
+        return (n,)
+    return (n // 2, 2) if n % 2 == 0 and n > 2 else (n, 1)
+
+
+def mesh_over(form: str, ranks: Sequence[int]) -> sm.DeviceMesh:
+    grid = torch.tensor(list(ranks)).reshape(shape_for(form, len(ranks)))
+    return sm.DeviceMesh("cpu", grid, axis_names=FORMS[form][1])
+
+
+def build(form: str, mesh: sm.DeviceMesh) -> dict[str, Any]:
+    torch.manual_seed(7)
+    faults.reach("build")
+    model = FORMS[form][0](mesh)
+    parameters = list(model.parameters())
+    if form == "two":
+        first, second = parameters[:3], parameters[3:]
+        return {"model": model, "optimizers": [Momentum(first), Momentum(second)]}
+    return {"model": model, "optimizers": [Momentum(parameters)]}
+
+
+def batch_of(index: int, mesh: sm.DeviceMesh) -> tuple[Any, ...]:
+    faults.step = index
+    faults.reach("data")
+    generator = torch.Generator().manual_seed(index)
+    x, y = (torch.randn(ROWS, width, generator=generator) for width in (5, 3))
+    axes = tuple(axis for axis in mesh.axis_names if axis != "t")
+    return tuple(sm.distribute_tensor(z, mesh, P(axes), src_data_rank=None) for z in (x, y))
+
+
+def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMesh) -> float:
+    x, y = batch
+    loss = ((Backward.apply(state["model"](x)) - y) ** 2).mean()
+    for optimizer in state["optimizers"]:
+        optimizer.zero_grad()
+    loss.backward()
+    value = loss.item()
+    for optimizer in state["optimizers"]:
+        optimizer.step()
+    faults.reach("after")
+    return value
+
+
+def hashes(state: Any) -> dict[str, str]:
+    """Return a hash of the whole of each tensor of a state."""
+    result: dict[str, str] = {}
+    for path, leaf in leaves(snapshot(state)):
+        if isinstance(leaf, Tensor):
+            whole = leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf
+            data = bytes(whole.contiguous().reshape(-1).view(torch.uint8).numpy())
+            result[name_of(path)] = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+    return result
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def train(
+    form: str, planned: Sequence[Fault], checkpoint: str = "", spares: int = 0
+) -> dict[str, Any]:
+    """Train as an elastic job; return losses, events and hashes of the state.
+
+    Args:
+        checkpoint: the folder to save into after every other step.
+        spares: how many ranks wait.
+    """
+    global faults
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    faults = Faults(rank, planned)
+    _fail_inside()
+
+    def make_mesh(n: int) -> sm.DeviceMesh:
+        if n == size:
+            return sm.init_device_mesh("cpu", shape_for(form, n), axis_names=FORMS[form][1])
+        return mesh_over(form, range(n))
+
+    run = sm.elastic.run(
+        lambda mesh: build(form, mesh),
+        train_step,
+        batch_of,
+        make_mesh=make_mesh,
+        steps=STEPS,
+        spares=spares,
+        checkpoint=checkpoint or None,
+        save_every=2 if checkpoint else None,
+    )
+    return {
+        "losses": run.losses,
+        "events": [[e.step, list(e.lost), list(e.ranks), e.seconds] for e in run.events],
+        "hashes": hashes(run.state),
+    }
+
+
+def _fail_inside() -> None:
+    """Make the places inside of the agreement places to fail."""
+
+    def reaching(owner: Any, name: str, place: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            faults.reach(place)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    reaching(Membership, "vote", "vote")
+    reaching(Membership, "confirm", "confirm")
+    reaching(Membership, "agree", "agree")
+    reaching(Membership, "regroup", "regroup")
+    reaching(elastic_job, "recover", "exchange")
+
+
+def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Train without faults on the meshes of a schedule, [(step, the ranks from there on)].
+
+    Return losses and hashes as `train`, on the ranks that are left at the end.
+    """
+    changes: dict[int, Any] = dict(map(tuple, schedule))
+    sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    ranks = changes.pop(0)
+    if dist.get_rank() not in ranks:
+        return {}
+    mesh = mesh_over(form, ranks)
+    state = build(form, mesh)
+    losses: list[float] = []
+    for step in range(STEPS):
+        if step in changes:
+            ranks = changes[step]
+            if dist.get_rank() not in ranks:
+                return {}
+            mesh = mesh_over(form, ranks)
+            state = sm.elastic.recover(state, build(form, mesh), alive=ranks)
+        losses.append(train_step(state, batch_of(step, mesh), mesh))
+    return {"losses": losses, "hashes": hashes(state)}

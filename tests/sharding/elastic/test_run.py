@@ -1,0 +1,191 @@
+"""Jobs of processes that lose ranks go on as if the same meshes had had no fault, to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.forked import Ended, Forked, statuses
+from tests.sharding.elastic.faulty_ranks import (
+    PLACES,
+    PLACES_AFTER_A_LOSS,
+    STEPS,
+    Fault,
+    replay,
+    train,
+)
+from tests.tiers import slow
+
+RANKS = 4
+LIMIT_S = 100.0  # for a job of some seconds, on a machine that is busy
+
+
+def run_job(
+    forked: Forked,
+    form: str,
+    faults: Sequence[Fault],
+    checkpoint: str = "",
+    spares: int = 0,
+    **env: Any,
+) -> list[Ended]:
+    planned = list(map(list, faults))
+    return forked(train, RANKS, form, planned, checkpoint, spares, limit_s=LIMIT_S, **env)
+
+
+def check_against_replay(ended: list[Ended], forked: Forked, form: str, dead: set[int]) -> None:
+    """Compare the ranks that are left with a run without faults on the same meshes."""
+    for rank, one in enumerate(ended):
+        assert (one.status == 0) == (rank not in dead), one.output
+    left = [rank for rank in range(RANKS) if rank not in dead]
+    values = [ended[rank].value for rank in left]
+    schedule: list[tuple[int, Any]] = [(0, list(range(RANKS)))]
+    schedule += [(step, ranks) for step, _, ranks, _ in values[0]["events"]]
+    expected = forked(replay, RANKS, form, schedule, limit_s=LIMIT_S)
+    for rank, value in zip(left, values, strict=True):
+        assert [event[:3] for event in value["events"]] == [
+            event[:3] for event in values[0]["events"]
+        ]
+        assert expected[rank].value is not None, expected[rank].output
+        assert value["losses"] == expected[rank].value["losses"]
+        assert value["hashes"] == expected[rank].value["hashes"]
+    assert schedule[-1][1] == left
+    assert len(values[0]["losses"]) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("form", "faults"),
+    [
+        ("ddp", [(0, 2, "backward", "kill")]),
+        ("hsdp", [(3, 2, "write", "kill")]),
+        slow("ddp", [(0, 2, "data", "kill")]),
+        slow("ddp", [(3, 2, "vote", "kill")]),
+        slow("ddp", [(0, 2, "write", "exit")]),
+        slow("ddp", [(2, 2, "after", "kill")]),
+        slow("hsdp", [(0, 1, "backward", "exit")]),
+        slow("hsdp", [(2, 3, "forward", "kill"), (0, 4, "backward", "kill")]),
+        slow("two", [(1, 2, "vote", "kill")]),
+        slow("two", [(0, 2, "write", "kill")]),
+        slow("two", [(3, 2, "after", "kill")]),
+        slow("tp", [(1, 2, "forward", "kill")]),
+        slow("tp", [(0, 0, "backward", "kill")]),
+    ],
+    ids=str,
+)
+def test_ranks_that_end(forked: Forked, form: str, faults: list[Fault]):
+    ended = run_job(forked, form, faults)
+    check_against_replay(ended, forked, form, {fault[0] for fault in faults})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["agree", "regroup", "build", "exchange", "confirm"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_second_rank_ends_while_the_others_recover(forked: Forked, place: str, rank: int):
+    faults = [(0, 2, "backward", "kill"), (rank, 2, place, "kill")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, forked, "ddp", {0, rank})
+
+
+def test_a_step_that_raises_is_taken_again(forked: Forked):
+    ended = run_job(forked, "tp", [(1, 3, "forward", "raise")])
+    check_against_replay(ended, forked, "tp", set())
+    assert [event[:3] for event in ended[0].value["events"]] == [[3, [], [0, 1, 2, 3]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["write", "after"])
+def test_a_step_that_raises_while_two_optimizers_write_is_undone(forked: Forked, place: str):
+    ended = run_job(forked, "two", [(1, 3, place, "raise")])
+    check_against_replay(ended, forked, "two", set())
+    assert ended[0].value["events"][0][0] == 3
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_while_one_optimizer_writes_is_lost(forked: Forked):
+    """It can neither complete the step nor undo it; the others have completed it."""
+    ended = run_job(forked, "ddp", [(1, 3, "write", "raise")])
+    check_against_replay(ended, forked, "ddp", {1})
+    assert "ArithmeticError: a bad batch in step 3" in ended[1].output
+    assert ended[0].value["events"][0][0] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_faults(forked: Forked, seed: int):
+    """One or two ranks fail anywhere; of the places in a recovery only the second one."""
+    random = Random(seed)
+    form = random.choice(["ddp", "hsdp", "tp", "two"])
+    first, second = random.sample(range(RANKS), 2)
+    step = random.randrange(STEPS)
+    faults = [(first, step, random.choice(PLACES), random.choice(["kill", "exit"]))]
+    if random.random() < 0.6:
+        later = random.randrange(step, STEPS)
+        places = PLACES if later > step else [*PLACES, *PLACES_AFTER_A_LOSS]
+        faults.append((second, later, random.choice(places), random.choice(["kill", "exit"])))
+    ended = run_job(forked, form, faults)
+    dead = {rank for rank, one in enumerate(ended) if "fault: " in one.output}
+    check_against_replay(ended, forked, form, dead)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_ended(forked: Forked):
+    ended = run_job(forked, "ddp", [(2, 2, "forward", "stop")], SHARDMESH_STALL_TIMEOUT_S="5")
+    check_against_replay(ended, forked, "ddp", {2})
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_twice_ends_the_job(forked: Forked):
+    faults = [(1, 2, "data", "raise"), (1, 2, "forward", "raise")]
+    ended = run_job(forked, "ddp", faults)
+    assert statuses(ended) == [1] * RANKS
+    text = "step 2 has failed 2 times for the same reason: ArithmeticError: a bad batch in step 2"
+    for one in ended:
+        assert f"ElasticJobError: {text}" in one.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_twice_is_left_out(forked: Forked):
+    faults = [(1, 2, "data", "raise"), (1, 4, "forward", "raise")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, forked, "ddp", {1})
+    assert "ElasticJobError: rank 1 failed 2 times, and must leave" in ended[1].output
+
+
+@pytest.mark.slow
+def test_parts_that_are_lost_come_from_the_newest_checkpoint(forked: Forked, tmp_path: Path):
+    """All go back to step 2, though 3 was committed, as a job does that begins there."""
+    ended = run_job(forked, "fsdp", [(2, 3, "backward", "kill")], str(tmp_path / "lost"))
+    assert statuses(ended) == [0, 0, -9, 0], ended[0].output
+    values = [ended[rank].value for rank in (0, 1, 3)]
+    assert values[0]["events"][0][:3] == [2, [2], [0, 1, 3]]
+    shutil.copytree(tmp_path / "lost" / "step-00000002", tmp_path / "again" / "step-00000002")
+    again = forked(train, 3, "fsdp", [], str(tmp_path / "again"), limit_s=LIMIT_S)
+    for value, expected in zip(values, again, strict=True):
+        assert expected.value is not None, expected.output
+        assert value["losses"][2:] == expected.value["losses"]
+        assert value["hashes"] == expected.value["hashes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_spare_takes_the_place_of_a_lost_rank(forked: Forked, lost: int):
+    """The mesh keeps its shape, so the run equals one on three ranks without faults."""
+    ended = run_job(forked, "ddp", [(lost, 3, "backward", "kill")], spares=1)
+    expected = forked(replay, RANKS, "ddp", [(0, [0, 1, 2])], limit_s=LIMIT_S)[0].value
+    for rank in {0, 1, 2, 3} - {lost}:
+        assert ended[rank].value is not None, ended[rank].output
+        assert ended[rank].value["losses"] == expected["losses"]
+        assert ended[rank].value["hashes"] == expected["hashes"]
+
+
+@pytest.mark.slow
+def test_what_only_a_lost_rank_held_is_named(forked: Forked):
+    ended = run_job(forked, "fsdp", [(2, 1, "forward", "kill")])
+    assert statuses(ended) == [1, 1, -9, 1]
+    for rank in (0, 1, 3):
+        assert "StateLostError" in ended[rank].output
+        assert "state.model.first.weight" in ended[rank].output

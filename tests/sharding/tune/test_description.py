@@ -1,0 +1,122 @@
+"""What `tune` counts of a model, next to formulas written for Llama."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardmesh.sharding.tune.description import Description, stage_layers
+from shardmesh.sharding.tune.step_time import model_flops
+from tests.sharding.tune import tiny
+
+_BLOCK_PRODUCTS = (
+    tiny.WIDTH * tiny.WIDTH * 2
+    + 2 * tiny.WIDTH * tiny.WIDTH * tiny.KEY_HEADS // tiny.HEADS
+    + 3 * tiny.WIDTH * tiny.HIDDEN
+)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny.description()
+
+
+def test_flops(llama):
+    costs = llama.costs(1)
+    pairs = tiny.POSITIONS * (tiny.POSITIONS + 1) // 2
+    assert costs.block.forward.matmul == 2 * tiny.POSITIONS * _BLOCK_PRODUCTS
+    assert costs.block.backward.matmul == 2 * costs.block.forward.matmul
+    assert costs.block.forward.attention == 4 * pairs * tiny.WIDTH
+    assert costs.block.backward.attention == 10 * pairs * tiny.WIDTH
+    assert costs.edges.forward.matmul == 2 * tiny.POSITIONS * tiny.WIDTH * tiny.VOCABULARY
+
+
+def test_flops_of_a_step_are_those_of_publications(llama):
+    """6 (parameters without the embedding) + 12 layers heads head_dim sequence per token, but for
+    the weights of norms, which are no products, and the diagonal of causal attention.
+    """
+    norms = (2 * tiny.LAYERS + 1) * tiny.WIDTH
+    per_token = 6 * (llama.parameters - llama.table - norms)
+    per_token += 12 * tiny.LAYERS * tiny.WIDTH * (tiny.POSITIONS + 1)
+    assert model_flops(llama) == tiny.ROWS * tiny.POSITIONS * per_token
+
+
+def test_tensor_parallelism_splits_products_and_sends_four_sums(llama):
+    whole, half = llama.costs(1), llama.costs(2)
+    assert half.block.forward.matmul == whole.block.forward.matmul / 2
+    assert half.block.backward.attention == whole.block.backward.attention / 2
+    assert half.block.parameters == (_BLOCK_PRODUCTS / 2) + 2 * tiny.WIDTH
+    stream = tiny.POSITIONS * tiny.WIDTH * 2
+    assert whole.stream == half.stream == stream
+    assert half.block.forward.communication == {"all_reduce": (2, 2 * stream)}
+    launches, received = half.block.backward.communication["all_reduce"]
+    assert launches == 2
+    assert received == 2 * stream + 2 * tiny.WIDTH * 2  # and the gradients of two norms
+    assert whole.block.forward.communication == {}
+
+
+def test_sequence_parallelism_splits_the_stream(llama):
+    half, split = llama.costs(2), llama.costs(2, True)
+    assert split.stream == half.stream / 2
+    assert split.block.saved < half.block.saved
+    received = sum(size for _, size in split.block.forward.communication.values())
+    assert received == half.block.forward.communication["all_reduce"][1]
+    assert split.block.forward.communication.keys() == {"all_gather", "reduce_scatter"}
+
+
+def test_tied_embeddings():
+    assert tiny.description(tie_word_embeddings=True).costs(1).tied
+    assert not tiny.description().costs(1).tied
+
+
+def test_a_plain_module_of_two_kinds_of_blocks():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in (16, 32, 32)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    with torch.device("meta"):
+        described = Description(Model(), torch.empty(6, 4))
+        costs = described.costs(1)
+    assert described.layers == 3
+    assert costs.edges.parameters == costs.first == 4 * 8 + 8
+    sizes = [2 * 8 * n + n + 8 for n in (16, 32, 32)]
+    assert costs.block.parameters == pytest.approx(sum(sizes) / 3)
+    assert costs.largest_block == sizes[1]
+    assert costs.block.forward.matmul == pytest.approx(2 * 2 * 8 * (16 + 32 + 32) / 3)
+
+
+def test_stage_layers():
+    assert stage_layers(126, 16) == [7, *[8] * 14, 7]
+    assert stage_layers(5, 4) == [1, 2, 1, 1]
+    assert stage_layers(3, 1) == [3]
+
+
+def test_a_model_without_blocks_is_an_error():
+    with pytest.raises(ValueError, match="units="):
+        Description(nn.Linear(2, 2, device="meta"), torch.empty(1, 2, device="meta"))
+
+
+def test_a_model_that_reads_values_is_an_error():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x) * x.sum().item()
+
+    with torch.device("meta"):
+        described = Description(Reads(), torch.empty(1, 2))
+    with pytest.raises(ValueError, match="Reads cannot run without values, which counting needs"):
+        described.costs(1)

@@ -1,0 +1,90 @@
+"""The programs that `tune` prints run: ranks are simulated, and losses are those of one rank."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+import shardmesh as sm
+from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.program import (
+    accelerate_text,
+    hugging_face_build,
+    program_text,
+    titan_text,
+)
+from tests.sharding.tune import tiny
+from tests.tiers import slow
+
+FORMS = {
+    "fsdp, tp, sp": Form(
+        fsdp=2, tp=2, sequence_parallel=True, rows=2, microbatches=2, recompute="full"
+    ),
+    "pp, cp": Form(pp=2, cp=2, schedule="interleaved", stages=2, rows=4, microbatches=2),
+    "hsdp": Form(dp=2, fsdp=2, rows=1, microbatches=2),
+    "ddp, tp": Form(dp=2, tp=2, rows=4),
+    "tp": Form(tp=2, rows=8),
+    "cp, tp, sp": Form(cp=2, tp=2, sequence_parallel=True, rows=8),
+    "pp, fsdp, tp, sp": Form(
+        pp=2, fsdp=2, tp=2, sequence_parallel=True, schedule="zb_h1", rows=2, microbatches=2
+    ),
+    "pp, fsdp, gather once": Form(pp=2, fsdp=2, rows=2, microbatches=2, gather="step"),
+    "pp": Form(pp=2, rows=2, microbatches=4),
+}
+
+
+@cache
+def losses(form: Form, folder: str) -> list[float]:
+    """Run the program of a form in float32, and return its losses."""
+    described = tiny.description()
+    assert why_not(form, described) is None
+    text = program_text(form, described, hugging_face_build(folder), node=8)
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(compile(text.replace("torch.bfloat16", "torch.float32"), "train.py", "exec"), names)
+
+    def run() -> list[float]:
+        sm.random.manual_seed(0)
+        values = names["main"](device="cpu", steps=2)
+        return [float(x.full_tensor() if isinstance(x, sm.ShardedTensor) else x) for x in values]
+
+    results = sm.simulate(form.devices)(run)()
+    assert all(result == pytest.approx(results[0], rel=1e-6) for result in results)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("llama")
+    (path / "config.json").write_text(json.dumps(tiny.config().to_dict()))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name", [*list(FORMS)[:2], *(slow(name) for name in list(FORMS)[2:])], ids=str
+)
+def test_losses_are_those_of_one_rank(name, folder):
+    expected = losses(Form(rows=tiny.ROWS), folder)
+    assert losses(FORMS[name], folder) == pytest.approx(expected, rel=1e-5)
+    assert expected[1] != expected[0]
+
+
+def test_settings_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    made = eval(
+        accelerate_text(Form(dp=2, fsdp=4, tp=2)),
+        {"ParallelismConfig": accelerate.utils.ParallelismConfig},
+    )
+    assert (made.dp_replicate_size, made.dp_shard_size, made.tp_size, made.cp_size) == (2, 4, 2, 1)
+    assert "no pipeline" in accelerate_text(Form(pp=2))
+
+
+def test_flags_of_torchtitan():
+    form = Form(pp=2, fsdp=2, rows=2, microbatches=2, schedule="interleaved", stages=2)
+    flags = titan_text(form, tiny.description()).split(" ")
+    values = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert values["--parallelism.pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert values["--parallelism.data_parallel_shard_degree"] == "2"
+    assert values["--training.local_batch_size"] == "4"

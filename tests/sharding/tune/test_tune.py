@@ -1,0 +1,194 @@
+"""`sm.tune` and its command: what is chosen, what is printed, and what raises."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh.__main__ import main
+from shardmesh.mesh.topology import Link, Topology
+from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.form import Form, Group
+from shardmesh.sharding.tune.prices import Prices
+from shardmesh.sharding.tune.search import is_neighbour
+from tests.sharding.tune import tiny
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def tuning(llama):
+    return sm.tune(llama, tiny.ids(16), devices=8, node=4, fix={"tp": 2})
+
+
+def test_the_best_form_is_valid_and_the_fastest(tuning):
+    times = [candidate.time.total for candidate in tuning.candidates]
+    assert times == sorted(times)
+    for candidate in tuning.candidates:
+        assert candidate.form.devices == 8
+        assert candidate.form.tp == 2
+        assert candidate.memory.total <= tuning.usable
+        rows = candidate.form.dp * candidate.form.fsdp
+        assert rows * candidate.form.rows * candidate.form.microbatches == 16
+
+
+def test_reasons_name_values_that_lost(tuning):
+    best = tuning.best.form
+    names = {reason.partition("=")[0] for reason in tuning.reasons}
+    assert {"recompute", "pp"} <= names
+    assert not any(reason.startswith(f"recompute={best.recompute}:") for reason in tuning.reasons)
+
+
+def test_the_table_has_every_part(tuning):
+    text = str(tuning)
+    for part in ("8 devices h100, nodes of 4", "time: matmul", "memory", "why not:", "(table)"):
+        assert part in text
+
+
+def test_program_is_python(tuning):
+    compile(tuning.program, "train.py", "exec")
+    assert f'"tp": {tuning.best.form.tp}' in tuning.program
+
+
+def test_json(tuning):
+    parsed = json.loads(tuning.json())
+    assert parsed["candidates"][0]["form"]["tp"] == 2
+    parts = parsed["candidates"][0]["seconds_by_part"]
+    assert sum(parts.values()) == pytest.approx(parsed["candidates"][0]["seconds"])
+
+
+def test_links_of_the_caller_price_communication(llama):
+    slow = Topology(Link(1e-3, 1e6), Link(1e-3, 1e6), 1e12, node_size=2)
+    fix = {"tp": 2, "fsdp": 2, "pp": 1, "rows": 8, "recompute": "none"}
+    by_data_sheet = sm.tune(llama, tiny.ids(16), devices=4, node=2, fix=fix)
+    chosen = sm.tune(llama, tiny.ids(16), slow, devices=4, fix=fix)
+    assert chosen.best.form == by_data_sheet.best.form
+    assert chosen.priced_by(chosen.best.form) == {"fsdp": "topology", "tp": "topology"}
+    launches = 2 * 4 * tiny.LAYERS  # two gathers and two reductions in each direction of a block
+    assert chosen.best.time.tp >= launches * 1e-3 + chosen.best.time.moved["tp"] / 1e6
+    assert chosen.best.time.matmul == by_data_sheet.best.time.matmul
+
+
+def test_memory_decides(llama):
+    """With room for one block's activations only, blocks are recomputed."""
+    fix = {"pp": 1, "cp": 1, "tp": 1, "rows": 8}
+    batch = tiny.ids(16, 64)
+    roomy = sm.tune(llama, batch, devices=2, fix=fix)
+    assert roomy.best.form.recompute == "none"
+    needs = {
+        recompute: sm.tune(llama, batch, devices=2, fix=fix | {"recompute": recompute}).best.memory
+        for recompute in ("none", "full")
+    }
+    room = (needs["none"].total + needs["full"].total) / 2
+    chosen = sm.tune(llama, batch, devices=2, fix=fix, memory=(room + 2e9) / 0.95)
+    assert chosen.best.form.recompute == "full"
+    assert any(
+        reason.startswith("recompute=none: needs") and "activations" in reason
+        for reason in chosen.reasons
+    )
+
+
+def test_neighbours():
+    near = Form(fsdp=4, tp=2, rows=2)
+    assert is_neighbour(near, near)
+    assert is_neighbour(Form(fsdp=8, rows=2), near)
+    assert is_neighbour(replace(near, recompute="full"), near)
+    assert not is_neighbour(Form(fsdp=2, tp=4, rows=1, recompute="full"), near)
+    assert not is_neighbour(Form(fsdp=1, tp=8, rows=2), near)
+
+
+# -- prices ----------------------------------------------------------------------------------------
+
+
+def test_groups_on_nodes():
+    form = Form(pp=2, fsdp=4, cp=2, tp=4)
+    assert form.group("tp", 8) == Group(4, 4)
+    assert form.group("cp", 8) == Group(2, 2)
+    assert form.group("fsdp", 8) == Group(4, 1)
+    assert form.group("shards", 8) == Group(8, 2)
+    assert form.group("pp", 8).crosses
+
+
+def test_prices():
+    h100 = device_of("h100")
+    prices = Prices(h100, h100.topology(8), 8)
+    inside, across = Group(8, 8), Group(16, 8)
+    # 1 GB gathered by 8 ranks: the table's 394 GB/s of the whole tensor
+    assert prices.seconds("all_gather", 7e9 / 8, inside) == pytest.approx(30e-6 + 1 / 394)
+    assert prices.source(inside) == "table"
+    # by two nodes: half of it enters each node, over eight ports of 50 GB/s
+    entering = 0.5 / (8 * 50)
+    local = 15 / 16 / 450
+    received = 15e9 / 16
+    assert prices.seconds("all_gather", received, across) == pytest.approx(
+        23e-6 + max(entering, local)
+    )
+    assert prices.source(across) == "data sheet"
+    calibrated = replace(h100.topology(8), factors={"all_gather": 2.0})
+    prices = Prices(h100, calibrated, 8)
+    assert prices.source(inside) == "calibrated"
+    assert prices.seconds("all_gather", 45e9, inside) == pytest.approx(11e-6 + 0.2)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "h1000"}, r"unknown device 'h1000': write one of a100, h100"),
+        ({"devices": 0}, r"tune\(devices=0\): a whole number from 1"),
+        ({"fix": {"zp": 2}}, r"fix=zp: a form has the fields pp, dp"),
+        ({"memory": 2.1053e9}, r"does not fit on 8 devices h100: .* MB too few; most is .* Take"),
+        ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
+        ({"fix": {"tp": 3}}, r"with tp=3: no sizes of the axes have 8 as their product"),
+        ({"fix": {"pp": 8}}, r"pp=8: 8 stages, and 4 blocks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        sm.tune(llama, tiny.ids(16, 64), **{"devices": 8} | options)
+
+
+def test_command(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny.config().to_dict()))
+    options = ["--devices", "4", "--batch", "8", "--seq", "16", "--fix", "tp=2", "--fix", "pp=1"]
+    assert main(["tune", str(path), *options, "--json"]) == 0
+    parsed = json.loads(capsys.readouterr().out)
+    assert str(path) in parsed["program"]
+    near = ["--from", "tp=2,rows=4", "--program", "torchtitan"]
+    assert main(["tune", str(path), *options, *near]) == 0
+    assert "--parallelism.tensor_parallel_degree 2" in capsys.readouterr().out
+
+
+def plain() -> tuple[torch.nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+        return torch.nn.Sequential(torch.nn.ModuleList()), blocks, torch.empty(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing", "--devices", "2"], "'nothing' is neither a config.json"),
+        (["no/config.json", "--devices", "2"], "no/config.json: no such file"),
+        (["no_such_module:f", "--devices", "2"], "No module named 'no_such_module'"),
+        (["math:floor", "--devices", "x"], "--devices 'x': write a whole number from 1"),
+        (["math:nothing", "--devices", "2"], "math has no function 'nothing'"),
+        (["tests.sharding.tune.test_tune:plain", "--devices", "2"], "returned tuple"),
+    ],
+)
+def test_errors_of_the_command(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
