@@ -193,7 +193,7 @@ def waiting_with(directory: JobDirectory, ranks: Iterable[int]) -> list[tuple[in
     for rank in ranks:
         buffer = directory.buffer_of(rank)
         record = None if buffer is None else buffer.stuck
-        if buffer is None or record is None:
+        if rank in calls or buffer is None or record is None:
             continue
         key = buffer.group_key(record.group)
         for other in {rank, *_ranks_of(buffer, record)}:

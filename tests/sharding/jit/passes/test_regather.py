@@ -78,6 +78,7 @@ def test_a_result_that_is_returned_is_kept() -> None:
     assert before.launches == after.launches == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "layer"),
     [(TP_SP, {}), (FSDP, {"reshard_after_forward": False})],

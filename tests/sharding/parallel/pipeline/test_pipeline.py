@@ -55,7 +55,7 @@ def simulated(form: str, ranks: int, *args: Any, **options: Any) -> list[Any]:
     return sm.simulate(size)(functools.partial(train, form))(args[0], ranks, *args[1:], **options)
 
 
-@pytest.mark.one_in(6, each=["form", "schedule"])
+@pytest.mark.one_in(12, each=["form", "schedule"])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches", "stages"), SCHEDULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_one_process(form, schedule, ranks, microbatches, stages, expected):
