@@ -171,13 +171,13 @@ def reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
     return state._replace(
         leaves={
-            name: _without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
+            name: without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
             for name, leaf in state.leaves.items()
         }
     )
 
 
-def _without_pending(leaf: ShardedTensor) -> ShardedTensor:
+def without_pending(leaf: ShardedTensor) -> ShardedTensor:
     return (
         redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
     )
