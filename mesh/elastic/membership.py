@@ -413,9 +413,14 @@ class Membership:
         Members that are interrupted in that wait read that others are through, and finish too.
         """
         self._barrier()
-        with contextlib.suppress(StoreGoneError):
-            if len(self.member.members) > 1:
+        while len(self.member.members) > 1:
+            try:
                 self._ask(self.member.store_host, lambda keys: keys.set("finished"))
+                return
+            except StoreGoneError:
+                time.sleep(_PAUSE_S)
+            with contextlib.suppress(ElasticJobError):  # it does not matter any more
+                self._note_deaths()
 
     def close(self) -> None:
         """Forget what is left of earlier epochs, and the connections."""

@@ -79,12 +79,15 @@ class World(NamedTuple):
 
     Attributes:
         committed: the versions that some rank, dead or alive, has taken for committed, by step.
+        failed: the epochs in which a step has failed on a rank that lives; the others hear of it.
     """
 
     processes: tuple[Process, ...]
     stores: tuple[Store, ...]
     committed: tuple[Copy, ...]
     deaths_left: int
+    failures_left: int = 0
+    failed: tuple[int, ...] = ()
 
 
 class Violation(AssertionError):
@@ -98,6 +101,7 @@ class Model:
     Attributes:
         parts, replicas: how the state is laid out at the start.
         deaths: how many processes may die.
+        failures: how often a step may fail on a rank that lives.
         steps: how many steps are taken; then members wait.
         host: the rank that serves the store.
         mutation: a way in which the protocol is broken, for tests of the search itself.
@@ -109,6 +113,7 @@ class Model:
     deaths: int
     steps: int = 1
     host: int = 0
+    failures: int = 0
     write: Write = Write.LOCAL
     mutation: str = ""
     is_reduced: bool = True
@@ -123,7 +128,7 @@ class Model:
         for rank in range(self.size):
             member = protocol.first_member(rank, range(self.size), self.host, self.write)
             processes.append(Process(member, Memory(frozenset({member.current}))))
-        return World(tuple(processes), (Store(self.host),), (), self.deaths)
+        return World(tuple(processes), (Store(self.host),), (), self.deaths, self.failures)
 
     # -- where parts are ---------------------------------------------------------------------------
 
@@ -162,9 +167,26 @@ class Model:
                 yield from self.agree(world, rank)
             else:
                 yield from self.proceed(world, rank)
+            yield from self.fail(world, rank)
             for other in process.member.survivors:
                 if not world.processes[other].is_alive:
                     yield f"{rank} learns that {other} died", self.learn(world, rank, [other])
+
+    def fail(self, world: World, rank: int) -> Iterator[tuple[str, World]]:
+        """Yield a failure of this rank, which lives, in a step or after a loss; and that it hears
+        of one.
+        """
+        member = world.processes[rank].member
+        if member.is_interrupted or not protocol.is_interruptible(member):
+            return
+        can_fail = member.phase in (Phase.REDUCE, Phase.RESTORE, Phase.CONFIRM)
+        interrupted = self.write_report(self.move(world, rank, protocol.interrupt(member)), rank)
+        if world.failures_left and can_fail:
+            failed = tuple(sorted({*world.failed, member.epoch}))
+            left = world.failures_left - 1
+            yield f"{rank} fails", interrupted._replace(failures_left=left, failed=failed)
+        if member.epoch in world.failed:
+            yield f"{rank} hears of a failure", interrupted
 
     def settled(self, world: World) -> World:
         """Return the state after what comes next in any case, so that the search has fewer orders
@@ -194,7 +216,8 @@ class Model:
             lowest = next(r for r in member.members if world.processes[r].is_alive)
             if rank != lowest or (len(dead) == 1 and not member.lost):
                 return self.learn(world, rank, dead)
-        if not dead and not world.deaths_left:
+        may_fail = world.failures_left or member.epoch in world.failed
+        if not dead and not world.deaths_left and (member.is_interrupted or not may_fail):
             events = self.agree if member.is_interrupted else self.proceed
             for _, after in events(world, rank):
                 return after
@@ -549,9 +572,8 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
         stores = intern(world.stores)
         key = [numbers[id(process)] for process in processes]
         key.append(numbers[id(stores)])
-        return (*key, world.committed, world.deaths_left), World(
-            processes, stores, world.committed, world.deaths_left
-        )
+        rest = world.committed, world.deaths_left, world.failures_left, world.failed
+        return (*key, *rest), World(processes, stores, *rest)
 
     start = model.start()
     key, start = canonical(start)
@@ -575,7 +597,8 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
             successors: list[tuple[str, World]] = []
             can_go_on = False
             for next_event, after in model.successors(world):
-                can_go_on = can_go_on or after.deaths_left == world.deaths_left
+                is_fault = _faults_left(after) < _faults_left(world)
+                can_go_on = can_go_on or not is_fault
                 key, after = canonical(after)
                 if key not in seen:
                     seen.add(key)
@@ -589,6 +612,10 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
         violation.add_note("\n".join(path))
         raise
     return Counts(len(seen), finished, lost)
+
+
+def _faults_left(world: World) -> int:
+    return world.deaths_left + world.failures_left
 
 
 def check_finished(model: Model, world: World) -> None:

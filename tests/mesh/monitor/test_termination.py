@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardmesh.mesh.comm.recording.trace_buffer import Header
+from shardmesh.mesh.comm.recording.trace_buffer import Header, RankState
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.monitor import termination
+from shardmesh.mesh.monitor import process_hooks, termination
 from shardmesh.mesh.monitor.verdict import Verdict
 from shardmesh.mesh.settings import settings
 from tests.forked import ROOT, Ended, Forked, statuses
@@ -272,3 +272,39 @@ def test_verdict_is_raised_again(two: list[DrivenRank]) -> None:
         with pytest.raises(WatchError):
             two[0].monitor.check()
     assert two[0].monitor.failed_at
+
+
+def test_a_program_that_is_not_interruptible_goes_on_until_it_is(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_hooks, "monitors", {two[0].monitor})
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    with termination.interruptible(False):
+        process_hooks._on_alarm()
+        with pytest.raises(WatchError, match="rank 1 died"), termination.interruptible(True):
+            process_hooks._on_alarm()
+        assert not termination.is_interruptible()
+        two[0].monitor.notified = False
+        process_hooks._on_alarm()
+    with pytest.raises(WatchError, match="rank 1 died"):
+        process_hooks._on_alarm()
+
+
+def test_a_suspended_monitor_interrupts_and_ends_nothing(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks still see that its process lives, until it is forgotten."""
+    monitor = two[0].monitor
+    monkeypatch.setattr(process_hooks, "monitors", {monitor})
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    monitor.suspend()
+    process_hooks._on_alarm()
+    assert not monitor.is_on
+    assert monitor.buffer.words[Header.AWARE]
+    assert monitor.buffer.words[Header.STATE] == RankState.RUNNING
+    folder = monitor.directory.folder
+    assert folder.exists()
+    process_hooks.forget_monitor(monitor)
+    assert monitor.buffer.words[Header.STATE] == RankState.CLOSED
+    assert not process_hooks.monitors
+    assert not folder.exists()

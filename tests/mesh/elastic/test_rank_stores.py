@@ -1,0 +1,83 @@
+"""Questions to the stores of ranks: answered, or given up when the host has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shardmesh.mesh.elastic.rank_stores import (
+    Connection,
+    StoreAddress,
+    StoreGoneError,
+    serve_store,
+)
+
+SERVE = """
+import json, time
+from shardmesh.mesh.elastic.rank_stores import serve_store
+store, address = serve_store()
+print(json.dumps(address._asdict()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other_rank() -> Iterator[tuple[subprocess.Popen[str], StoreAddress]]:
+    """A process that serves a store, and its address."""
+    process = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    yield process, StoreAddress.from_json(process.stdout.readline())
+    process.kill()
+    process.wait()
+
+
+def never() -> bool:
+    return False
+
+
+def test_ranks_read_what_others_wrote(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    _server, address = serve_store()
+    assert address.host == "127.0.0.1"
+    one, other = (Connection(address, "job") for _ in range(2))
+    one.ask(lambda keys: keys.set("report", "1"), never)
+    assert other.ask(lambda keys: keys.read("report", int), never) == 1
+    one.ask(lambda keys: keys.replace("decision", "", "2"), never)
+    other.ask(lambda keys: keys.replace("decision", "", "3"), never)  # it has read none
+    assert one.ask(lambda keys: keys.read("decision", int), never) == 2
+    other.ask(lambda keys: keys.replace("decision", "2", "3"), never)
+    assert one.ask(lambda keys: keys.read("decision", int), never) == 3
+    assert one.clone(never).check(["job/decision"])
+    one.close()
+    other.close()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_question_ends_with_the_host(other_rank, number: int):
+    process, address = other_rank
+    connection = Connection(address, "job")
+    connection.ask(lambda keys: keys.set("report", "1"), never)
+    os.kill(process.pid, number)
+    since = time.monotonic()
+    with pytest.raises(StoreGoneError, match="the store at"):
+        while True:
+            connection.ask(lambda keys: keys.has("report"), lambda: time.monotonic() > since + 1)
+
+
+def test_an_address_that_no_rank_wrote_is_refused():
+    for text in (
+        "",
+        "{}",
+        json.dumps({"host": 1, "port": 1}),
+        json.dumps({"host": "", "port": -1}),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            StoreAddress.from_json(text)
