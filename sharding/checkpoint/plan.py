@@ -171,9 +171,16 @@ def reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
     leaves = dict(state.leaves)
     for name, leaf in state.leaves.items():
-        if isinstance(leaf, ShardedTensor) and leaf.spec.unreduced:
-            leaves[name] = redistribute(leaf.detach(), leaf.spec.with_unreduced({}))
+        if isinstance(leaf, ShardedTensor):
+            leaves[name] = without_pending(leaf)
     return state._replace(leaves=leaves)
+
+
+def without_pending(leaf: ShardedTensor) -> ShardedTensor:
+    """Return a tensor with its pending values reduced; itself if it has none."""
+    if not leaf.spec.unreduced:
+        return leaf
+    return redistribute(leaf.detach(), leaf.spec.with_unreduced({}))
 
 
 # -- the ranks that write it -----------------------------------------------------------------------

@@ -99,9 +99,7 @@ class LayoutOf(Protocol):
 
 
 class StoredDict(dict[Any, Any]):
-    """A dict of a checkpoint's leaves; `layout_of(path in it, shape, whether it is known to be a
-    ShardedTensor)` gives tensors' layouts.
-    """
+    """A dict of a checkpoint's leaves; `layout_of` gives the layouts of its tensors."""
 
     layout_of: LayoutOf
 

@@ -27,8 +27,9 @@ _SHOWN = 8  # tensors and boxes in a text
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One box of a tensor on each rank, and what is sent of it. Ranks are indices into
-    `RecoveryPlan.alive`.
+    """One box of a tensor on each rank, and what is sent of it.
+
+    Ranks are indices into `RecoveryPlan.alive`.
 
     Attributes:
         have: the box of each rank; an empty one for none.
@@ -100,8 +101,9 @@ class RecoveryPlan:
         return sent
 
     def bytes_read(self) -> dict[int, int]:
-        """Return how many bytes of lost boxes each rank takes from the checkpoint, in old numbers;
-        ranks that take none are not in it.
+        """Return how many bytes of lost boxes ranks take from the checkpoint, by old number.
+
+        Ranks that take none are not in it.
         """
         read: dict[int, int] = {}
         if self.checkpoint is None:

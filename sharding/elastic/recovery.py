@@ -1,5 +1,4 @@
-"""`recover`: the state of a job that has lost ranks, from the parts that the others hold, in the
-layouts of a new mesh.
+"""`recover`: the state of a job that has lost ranks, on a new mesh, from what the others hold.
 
     w on (dp=2, tp=2)      rank 0 [0:4]   rank 1 [4:8]     rank 1 is lost
                            rank 2 [0:4]   rank 3 [4:8]
@@ -63,8 +62,9 @@ _BUCKET_BYTES = 256 << 20  # that a rank sends or receives in one collective
 
 
 class StateLostError(RuntimeError):
-    """Ranks that are lost held elements of which no other rank has a copy; the same text on every
-    rank. Load a checkpoint instead.
+    """Ranks that are lost held elements of which no other rank has a copy.
+
+    The text is the same on every rank. Load a checkpoint instead.
 
     Attributes:
         lost: the boxes of the global tensors that are lost, by name.
@@ -247,11 +247,12 @@ def recover(
 ) -> Any:
     """recover(state, like, alive) -> a tree like `like` with the values of `state`.
 
-    Every rank that is left calls it. Each rank receives each element that it lacks once, from the ranks that hold it, which share the
-    sending evenly. Boxes that no rank holds come from a checkpoint of the same step, if there is
-    one: each rank reads the pieces of the files that have some of its own. Nothing of `state` is
-    changed, and objects in `like` only when all has arrived, so that an exchange in which a further
-    rank is lost can be repeated from `state`. Elements are copied bit for bit.
+    Every rank that is left calls it. Each rank receives each element that it lacks once, from the
+    ranks that hold it, which share the sending evenly. Boxes that no rank holds come from a
+    checkpoint of the same step, if there is one: each rank reads the pieces of the files that have
+    some of its own. Nothing of `state` is changed, and objects in `like` only when all has arrived,
+    so that an exchange in which a further rank is lost can be repeated from `state`. Elements are
+    copied bit for bit.
 
     Args:
         state: the tree of the ranks' state, on the old mesh: modules, optimizers and other objects
@@ -374,8 +375,9 @@ def _exchange(
     wants: Mapping[str, Any],
     copied: Mapping[tuple[str, Box], Tensor],
 ) -> dict[str, Tensor]:
-    """Return this rank's new parts of all tensors, in the shape of their boxes, contiguous; what is
-    lost of them has no values yet.
+    """Return this rank's new parts of all tensors, contiguous, in the shape of their boxes.
+
+    What is lost of them has no values yet.
 
     Args:
         copied: this rank's copies of parts of other ranks, by name and box.
@@ -419,8 +421,9 @@ def _move(
     tensors: list[Tensor],
     outs: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return this rank's new parts of some tensors of one dtype, with what the sources have of
-    them; `outs` if they are there already.
+    """Return this rank's new parts of some tensors of one dtype, with what the sources have.
+
+    They are `outs`, if these are passed.
     """
     if not names:
         return []
@@ -431,8 +434,9 @@ def _move(
 
 
 def _buckets(plan: RecoveryPlan, sources: Mapping[str, Source]) -> list[list[str]]:
-    """Return the names of tensors in buckets of one dtype of which no rank sends or receives much
-    more than `_BUCKET_BYTES`; the same on every rank.
+    """Return the names of tensors in buckets of one dtype; the same on every rank.
+
+    No rank sends or receives much more than `_BUCKET_BYTES` of a bucket.
     """
     buckets: list[list[str]] = []
     by_dtype: dict[torch.dtype, list[str]] = {}
@@ -455,9 +459,7 @@ def _buckets(plan: RecoveryPlan, sources: Mapping[str, Source]) -> list[list[str
 
 
 def _local_part(leaf: Tensor, box: Box, want: Any) -> Tensor:
-    """Return this rank's part of an old tensor in the shape of its box, on the device of the new
-    one.
-    """
+    """Return this rank's part of an old tensor, in its box's shape, on the new one's device."""
     local = leaf._local if isinstance(leaf, ShardedTensor) else leaf
     target: Any = want.mesh if isinstance(want, Layout) else want
     if not box_size(box):  # outside of the mesh a tensor without dims has memory for one element
@@ -475,9 +477,7 @@ def _copied_part(
 
 
 def _own_part(local: Tensor, tensor: TensorRecovery, own: int) -> Tensor:
-    """Return the part of a tensor that no rank sends; a copy, since what is in `state` must not
-    change with it.
-    """
+    """Return a copy of the part of a tensor that no rank sends; `state` must not change with it."""
     have, want = tensor.parts.have[own], tensor.want[own]
     part = local.new_empty(box_shape(want))
     kept = intersect(have, want)

@@ -30,11 +30,10 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.text import table_lines
 from ..checkpoint.agreement import agree
 from ..checkpoint.load import line_of
-from ..checkpoint.plan import holders_of
+from ..checkpoint.plan import holders_of, without_pending
 from ..checkpoint.tree import leaves, map_leaves, name_of, without_stateful
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .plan import refuse_pending
 
 _ALIGNED = 64  # bytes at which parts start in a buffer, so that it can be viewed in any dtype
 _TAG = CommTag("elastic: copies of parts on another host")
@@ -216,12 +215,11 @@ class Redundancy:
             step: its version; later than those before.
 
         Raises:
-            ValueError: a step that is not later; pending values; tensors on ranks outside of the
-                mesh.
+            ValueError: a step that is not later; tensors on ranks outside of the mesh.
             CheckpointError: ranks have different trees or steps; on every rank, the same text.
 
-        Communication: one all_gather of 32 bytes from each rank; without being waited for, an
-            all_to_all of the parts that no other host has.
+        Communication: the reduction of pending values; one all_gather of 32 bytes from each rank;
+            without being waited for, an all_to_all of the parts that no other host has.
         """
         last = self._versions[-1].step if self._versions else None
         if self._arriving is not None:
@@ -231,7 +229,7 @@ class Redundancy:
                 f"Redundancy.refresh(step={step}) after a refresh of step {last}: steps ascend; a "
                 "job that goes back to an earlier one makes a new Redundancy, on its new mesh"
             )
-        tree = without_stateful(state)
+        tree = map_leaves(without_stateful(state), lambda _, leaf: _reduced(leaf))
         layouts: dict[str, Layout] = {}
         for path, leaf in leaves(tree):
             if isinstance(leaf, ShardedTensor):
@@ -246,7 +244,6 @@ class Redundancy:
         self._arriving = self._start(tree, self._placement, step)
 
     def _check(self, name: str, leaf: ShardedTensor) -> Layout:
-        refuse_pending("Redundancy.refresh", name, leaf)
         outside = set(leaf.mesh.ranks.ravel().tolist()) - self.hosts.keys()
         if outside:
             raise ValueError(
@@ -256,8 +253,9 @@ class Redundancy:
         return leaf._layout
 
     def finish(self) -> None:
-        """Wait until the copies of the last refresh have arrived on all ranks, and free the version
-        before. Every rank of the mesh calls it.
+        """Wait for the copies of the last refresh on all ranks, and free the version before.
+
+        Every rank of the mesh calls it.
 
         Communication: one all_gather of 32 bytes from each rank.
         """
@@ -267,8 +265,9 @@ class Redundancy:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The versions of which this rank has all that it should have, the newest first. Copies
-        that a loss has cut off are not among them.
+        """The versions of which this rank has all that it should have, the newest first.
+
+        Copies that a loss has cut off are not among them.
 
         Communication: none.
         """
@@ -280,8 +279,9 @@ class Redundancy:
         return tuple(version.step for version in reversed(self._versions))
 
     def newest_step(self, group: Group) -> int | None:
-        """newest_step(group) -> the newest version that all ranks of the group have; None without
-        any. Every rank that is left calls it.
+        """newest_step(group) -> the newest version that all ranks of the group have, or None.
+
+        Every rank that is left calls it.
 
         Communication: one all_gather of small objects over the group.
         """
@@ -426,6 +426,11 @@ def _copied_leaf(leaf: Any, own: Tensor, start: int | None) -> Any:
     if isinstance(leaf, ShardedTensor):
         return ShardedTensor._make_guarded(part, leaf._layout)
     return part
+
+
+def _reduced(leaf: Any) -> Any:
+    """Return a leaf of which each rank has a part by itself."""
+    return without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
 
 
 def _moved_leaf(leaf: Any, device: torch.device) -> Any:

@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """GlobalBatchSampler(sampler, 64, micro_batch=4): 64 samples per step, whatever the number of
-    ranks; a `batch_sampler` for a DataLoader.
+    """GlobalBatchSampler(sampler, 64): 64 samples per step on any number of ranks.
+
+    It is the `batch_sampler` of a DataLoader.
 
     The samples of a step are consecutive ones of the epoch's order, so they do not depend on the
     ranks, and neither does the position after a step. Each rank has an even share of them, in as
@@ -93,9 +94,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return sum(rows[self.sampler.rank] > 0 for rows in self.rows())
 
     def steps(self) -> list[list[tuple[int, ...]]]:
-        """Return for each step of the next iteration its micro-batches: the number of rows of each
-        rank.
-        """
+        """Return for each step of the next iteration the rows of each rank, by micro-batch."""
         steps: list[list[tuple[int, ...]]] = []
         left = len(self.sampler.remaining())
         while left >= (self.batch_size if self.drop_last else 1):

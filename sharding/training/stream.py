@@ -20,8 +20,9 @@ from .sampler import data_axes
 
 
 class DistributedStream(IterableDataset[Any]):
-    """DistributedStream(dataset, batch_size=8, mesh=mesh, axes="dp"): this rank's samples of a
-    stream, resumable on any number of ranks, with any number of worker processes.
+    """DistributedStream(dataset, 8, mesh=mesh, axes="dp"): this rank's samples of a stream.
+
+    Resumable on any number of ranks, with any number of worker processes.
 
     Sample i after the position goes to rank i modulo the number of ranks; of a rank's batches,
     worker w loads every W-th, so that they come in the order of the stream. Every process reads the
