@@ -156,7 +156,10 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
         columns[: Column.PROGRAMS + 1] = (
             program, row.tensor, row.src // kind.unit, row.dst // kind.dst_unit, count
         )  # fmt: skip
-        columns[Column.BATCH : Column.PART] = _batch_columns(row)
+        batch = [*row.batch, *[(1, 0, 0)] * (BATCH - len(row.batch))]
+        for i, (size, src, dst) in enumerate(batch):
+            first = Column.BATCH + 3 * i
+            columns[first : first + 3] = size, src // kind.unit, dst // kind.dst_unit
         columns[Column.PART] = len(parts)
         for column, value in own.items():
             columns[column] = value
@@ -230,11 +233,6 @@ def _tile_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, dict[int, int]
         Column.I_DST: i_dst // kind.dst_unit,
         Column.J_PROGRAMS: tiles_j,
     }
-
-
-def _batch_columns(row: Row) -> list[int]:
-    kind, batch = row.kind, [*row.batch, *[(1, 0, 0)] * (BATCH - len(row.batch))]
-    return [n for size, src, dst in batch for n in (size, src // kind.unit, dst // kind.dst_unit)]
 
 
 def divisor(d: int) -> tuple[int, int]:

@@ -501,17 +501,19 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     ):
         raise errors.bad_shape(shape)
     if prod(sizes) > MOST_RANKS:
-        text = shortened(" x ".join(map(_digits, sizes)), 80)
+        digits = [
+            str(size)
+            if size < 1 << 64
+            else f"{size:.0e}"
+            if size < 1 << 1000
+            else "more than 2**1000"
+            for size in sizes
+        ]
+        text = shortened(" x ".join(digits), 80)
         raise errors.MeshError(
             f"a mesh of {text} ranks: write sizes whose product is at most {MOST_RANKS}."
         )
     return sizes
-
-
-def _digits(size: int) -> str:
-    return (
-        str(size) if size < 1 << 64 else f"{size:.0e}" if size < 1 << 1000 else "more than 2**1000"
-    )
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:

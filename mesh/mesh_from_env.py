@@ -10,8 +10,7 @@ import torch
 from . import errors
 from .abstract_mesh import parse_mesh
 from .device_mesh import DeviceMesh, init_device_mesh
-
-VARIABLE = "SHARDMESH_MESH"
+from .launch.environment import MESH
 
 
 def mesh_from_env(
@@ -30,31 +29,29 @@ def mesh_from_env(
 
     Raises: LaunchEnvironmentError when the variable is no mesh, or is not set and no axes are
         passed; MeshError when it has an axis that the program does not use, or another number of
-        ranks than the world; else as `init_device_mesh`. All but the latter before any
-        communication.
+        ranks than the world; else as `init_device_mesh`.
 
     Communication: as `init_device_mesh`.
 
         mesh = mesh_from_env(("fsdp", "tp"))
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(MESH, "")
     sizes: dict[str, int] = {}
     if text:
         try:
             sizes = dict(parse_mesh(text).shape)
         except ValueError as error:
-            raise errors.LaunchEnvironmentError(f"{VARIABLE}: {error}.") from None
+            raise errors.LaunchEnvironmentError(f"{MESH}: {error}.") from None
     elif axis_names is None:
         raise errors.LaunchEnvironmentError(
-            f"mesh_from_env(): {VARIABLE} is not set. Start the program with shardmesh run "
+            f"mesh_from_env(): {MESH} is not set. Start the program with shardmesh run "
             "program.py --mesh dp=4, or pass the names of its axes, for one process."
         )
     names = tuple(sizes) if axis_names is None else tuple(axis_names)
     unknown = [name for name in sizes if name not in names]
     if unknown:
         raise errors.MeshError(
-            f"{VARIABLE}={text}: the program has no axis {', '.join(unknown)}; use "
-            f"{', '.join(names)}."
+            f"{MESH}={text}: the program has no axis {', '.join(unknown)}; use {', '.join(names)}."
         )
     sizes |= {name: 1 for name in names if name not in sizes}
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")

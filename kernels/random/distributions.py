@@ -192,11 +192,13 @@ def geometric(
         raise ValueError(
             f"geometric: cannot draw {dtype}; draw whole or floating-point numbers and convert"
         )
-    largest = (
-        torch.finfo(dtype).max
-        if dtype.is_floating_point
-        else _largest_double(torch.iinfo(dtype).max)
-    )
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+    else:  # the largest double that is no larger than the dtype's largest number
+        whole = torch.iinfo(dtype).max
+        largest = float(whole)
+        if int(largest) > whole:
+            largest = math.nextafter(largest, 0)
     failure = math.log1p(-p)
 
     def make(words: Tensor) -> Tensor:
@@ -211,10 +213,6 @@ def geometric(
         device,
         Distribution("geometric", 2, make, (failure, largest)),
     )
-
-
-def _largest_double(whole: int) -> float:
-    return float(whole) if int(float(whole)) <= whole else math.nextafter(float(whole), 0)
 
 
 def _check(name: str, dtype: torch.dtype, sound: bool = True, advice: str = "") -> None:

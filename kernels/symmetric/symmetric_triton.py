@@ -355,11 +355,15 @@ def _all_reduce_launcher(
     record: AsRecord | None,
 ) -> KernelLauncher:
     lanes = next_power_of_two(stride)
+    # As many parts of a piece as fit into a thread's 128 registers, next to the sum and the
+    # epilogue.
+    each = max(1, lanes // THREADS)
+    at_once = max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
     constants: dict[str, Any] = {
         "LANES": lanes,
         "PIECE": piece,
         "STRIDE": stride,
-        "AT_ONCE": _at_once(lanes, itemsize),
+        "AT_ONCE": at_once,
         "TWO_SHOT": two_shot,
         "NORM": has_norm,
         **_format(record, itemsize),
@@ -375,15 +379,6 @@ def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:
     if record is None:
         return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
     return {"LARGEST": LARGEST[record.transport], "BLOCK": record.block, "VECTOR": UNIT // itemsize}
-
-
-def _at_once(lanes: int, itemsize: int) -> int:
-    """Return the number of parts of a piece that fit into a thread's 128 registers.
-
-    Next to the sum and the epilogue.
-    """
-    each = max(1, lanes // THREADS)
-    return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
 
 
 def _group(size: int) -> dict[str, Any]:

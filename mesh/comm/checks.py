@@ -50,11 +50,6 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
         )
 
 
-def are_indices(size: int, *indices: int | None) -> bool:
-    """Return whether each is None or an index of a group of this size."""
-    return all(index is None or 0 <= index < size for index in indices)
-
-
 def check_send_to_self(
     group: RecordedGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None
 ) -> None:

@@ -23,7 +23,6 @@ from .. import errors
 from ..settings import settings
 from . import dtype_encoding
 from .checks import (
-    are_indices,
     check_contiguous,
     check_pair,
     check_reduction,
@@ -328,7 +327,7 @@ class Group(RecordedGroup, ABC):
             check_send_to_self(self, out, x, dst, src)
             _copy(out, x)
             dst = src = None
-        elif not are_indices(self.size, dst, src):
+        elif not all(place is None or 0 <= place < self.size for place in (dst, src)):
             raise wrong_indices(self, dst, src)
         if self.size == 1:
             return DONE if async_op else None

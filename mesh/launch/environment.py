@@ -20,6 +20,7 @@ from ..text import shortened, whole_number
 # initialization.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LONGEST_NAME = 255  # characters of a host's name, RFC 1123
+MESH = "SHARDMESH_MESH"  # the axes of the program's mesh and their sizes: see `mesh_from_env`
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..abstract_mesh import AbstractMesh, parse_mesh
 from ..text import shortened
+from .environment import MESH
 from .local_processes import LaunchError, launch
 
 EXAMPLE = """\
@@ -38,7 +39,6 @@ go to torchrun as they are. Arguments after -- are the program's, also one that 
 Ctrl-C and SIGTERM ask the ranks to end: a program that calls sm.training.reached_preemption saves
 its work. A second one ends them at once.
 """
-_VARIABLE = "SHARDMESH_MESH"  # of mesh_from_env, which is above this folder
 _LONGEST = 1000  # characters of an error
 
 
@@ -104,7 +104,7 @@ def _text_of(mesh: AbstractMesh) -> str:
 def _run_torchrun(mesh: AbstractMesh | None, arguments: Sequence[str]) -> int:
     """Replace this process by torchrun."""
     if mesh is not None:
-        os.environ[_VARIABLE] = _text_of(mesh)
+        os.environ[MESH] = _text_of(mesh)
     sys.stdout.flush()
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     os.execv(sys.executable, command)
@@ -113,7 +113,7 @@ def _run_torchrun(mesh: AbstractMesh | None, arguments: Sequence[str]) -> int:
 def _run_here(
     mesh: AbstractMesh, program: str, arguments: Sequence[str], is_module: bool, prog: str
 ) -> int:
-    environment = {_VARIABLE: _text_of(mesh)}
+    environment = {MESH: _text_of(mesh)}
     try:
         with _ctrl_c_as_sigterm() as interrupted:
             launch(

@@ -73,12 +73,14 @@ class SimulatedGroup(Group):
             return call
         tag = self.recorder.tag
         world = self.world
+        origin = world.comm_context.origin
+        has_marked_step = origin is not None and origin[1]
         return replace(
             call,
             tag="" if tag is None else tag.text,
             lineage=world.comm_context.lineage,
             trace_buffer=world.trace_buffer,
-            step=_marked_step(world),
+            step=world.trace_buffer.words[Header.STEP] if has_marked_step else None,
         )
 
     def _run(self, call: Arrival, move: Move) -> Any:
@@ -147,12 +149,6 @@ class SimulatedGroup(Group):
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._run(Arrival("all_gather_object", (), (data,)), rendezvous.move_bytes)
-
-
-def _marked_step(world: World) -> int | None:
-    """Return the step that this thread has marked, for ranks to compare; None if there is none."""
-    origin = world.comm_context.origin
-    return world.trace_buffer.words[Header.STEP] if origin is not None and origin[1] else None
 
 
 def simulate(

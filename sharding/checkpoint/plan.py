@@ -40,6 +40,7 @@ from .storage.index import Damage
 from .storage.manifest import Stored, check_structure
 from .tree import (
     Leaf,
+    PartialModel,
     Path,
     PerRank,
     StoredDict,
@@ -47,7 +48,6 @@ from .tree import (
     child_of,
     children,
     from_structure,
-    is_module,
     is_stateful,
     leaves,
     name_of,
@@ -169,18 +169,11 @@ def _check_value(name: str, value: Any) -> None:
 
 def reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
-    return state._replace(
-        leaves={
-            name: _without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
-            for name, leaf in state.leaves.items()
-        }
-    )
-
-
-def _without_pending(leaf: ShardedTensor) -> ShardedTensor:
-    return (
-        redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
-    )
+    leaves = dict(state.leaves)
+    for name, leaf in state.leaves.items():
+        if isinstance(leaf, ShardedTensor) and leaf.spec.unreduced:
+            leaves[name] = redistribute(leaf.detach(), leaf.spec.with_unreduced({}))
+    return state._replace(leaves=leaves)
 
 
 # -- the ranks that write it -----------------------------------------------------------------------
@@ -318,8 +311,9 @@ def _want_tree(like: Any, structure: Structure, path: Path, stored: Stored, worl
     """
     if is_stateful(like):
         own = like.state_dict()
+        determines_own_leaves = isinstance(like, (nn.Module, PartialModel))
         return _want_tree(
-            own if is_module(like) else StoredDict(own, _layouts_of(like)),
+            own if determines_own_leaves else StoredDict(own, _layouts_of(like)),
             structure,
             path,
             stored,

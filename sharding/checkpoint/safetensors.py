@@ -11,7 +11,6 @@ of each tensor. A tied weight is stored once.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -276,7 +275,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = opened_file.read(length)
-            same = _opened_path(file, opened_file)
+            # On Linux a path of the open file itself, also when another one takes its place.
+            opened_path = Path(f"/proc/self/fd/{opened_file.fileno()}")
+            same = opened_path if opened_path.exists() else file
             with safe_open(same, framework="numpy"):
                 pass
             mapped_file = torch.from_file(str(same), shared=False, size=size, dtype=torch.uint8)
@@ -288,15 +289,6 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
             f"{file} is damaged, or not in the safetensors format: {shortened(error)}"
         ) from error
     return header, 8 + length, mapped_file
-
-
-def _opened_path(path: Path, file: io.FileIO) -> Path:
-    """Return a path of an open file that stays its own when another takes its place.
-
-    Where the system has one (Linux).
-    """
-    opened_path = Path(f"/proc/self/fd/{file.fileno()}")
-    return opened_path if opened_path.exists() else path
 
 
 def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
@@ -481,7 +473,10 @@ def _write(
     path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]
 ) -> None:
     """Write every file under a temporary name, then rename them; write the index last."""
-    files = _shard_paths(path, len(shards))
+    files = [path]
+    if (count := len(shards)) != 1:
+        names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}{path.suffix}" for i in range(count)]
+        files = [path.with_name(name) for name in names]
     temporary = [temporary_path(file) for file in files]
     index = path.with_name(path.name + _INDEX)
     created: list[Path] = []
@@ -514,11 +509,6 @@ def _write(
         raise CheckpointError(
             f"{path} could not be written ({why}); an existing file is unchanged"
         ) from error
-
-
-def _shard_paths(path: Path, count: int) -> list[Path]:
-    names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}{path.suffix}" for i in range(count)]
-    return [path] if count == 1 else [path.with_name(name) for name in names]
 
 
 def _remove_others(path: Path, files: Sequence[Path]) -> None:

@@ -306,7 +306,11 @@ def prepare_save(
         copied, failure = attempt(lambda: copy_leaves(own_leaves, world))
         own_leaves, ready = copied or ({}, None)
     paths = dict(torch_paths(state.structure))
-    paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
+    for piece in plan:
+        if piece.name not in paths:  # one rank's value: its path is next to the leaf's
+            leaf, _, own_name = piece.name.rpartition(".")
+            *above, last = paths[leaf]
+            paths[piece.name] = (*above, f"{last}.{own_name}")
     unfinished, number, nonce, lease = _begin(
         group, Path(dir), step, isinstance(world, ProcessWorld), failure
     )
@@ -345,13 +349,6 @@ def _leaves_to_write(state: SaveState, plan: Sequence[WriteItem], rank: int) -> 
     }
     names = {piece.name for piece in plan if piece.rank == rank}
     return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in names}
-
-
-def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
-    """Return the path of one rank's value, next to the leaf's path."""
-    leaf, _, own = name.rpartition(".")
-    *above, last = paths[leaf]
-    return (*above, f"{last}.{own}")
 
 
 def _check_numbers(step: int | None, keep: int | None) -> None:

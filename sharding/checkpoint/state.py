@@ -58,7 +58,14 @@ def state_dict(
         >>> state = load("checkpoints", like=state_dict(model, optimizer))
         >>> load_state_dict(model, state, optimizer)
     """
-    state: dict[str, Any] = {"model": _model_state(model)}
+    model_state = model.state_dict()
+    tied = ties(model) if isinstance(model, nn.Module) else {}
+    # By plain names; tied weights are one object.
+    state: dict[str, Any] = {
+        "model": {
+            plain_name(model, name): model_state[tied.get(name, name)] for name in model_state
+        }
+    }
     if optimizer is not None:
         names = _names(model, optimizer)
         own = optimizer.state_dict()
@@ -204,7 +211,10 @@ def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> LayoutOf:
     def layout_of(path: Path, shape: Sequence[int], is_sharded: bool = False) -> Layout | None:
         if len(path) < 3 or path[0] != "state":
             return None
-        parameter = parameters.get(_key(path[1], parameters))
+        key: Any = path[1]
+        if key not in parameters and str(key).isdecimal():
+            key = int(key)  # torch's own checkpoints have strings
+        parameter = parameters.get(key)
         if not isinstance(parameter, ShardedTensor):
             return None
         if len(path) == 3 and tuple(shape) == tuple(parameter.shape):
@@ -212,11 +222,6 @@ def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> LayoutOf:
         return Layout.of(parameter.mesh, P(), shape, parameter.dtype) if is_sharded else None
 
     return layout_of
-
-
-def _key(key: Any, parameters: Mapping[Any, Tensor]) -> Any:
-    """Return the key as a number if needed: torch's own checkpoints have strings."""
-    return int(key) if key not in parameters and str(key).isdecimal() else key
 
 
 def _names(model: nn.Module | PartialModel, optimizer: Optimizer) -> list[str]:
@@ -234,13 +239,6 @@ def _names(model: nn.Module | PartialModel, optimizer: Optimizer) -> list[str]:
             "identity); make the optimizer from model.parameters(), after the model is sharded"
         )
     return [names[id(parameter)] for parameter in parameters]
-
-
-def _model_state(model: nn.Module | PartialModel) -> dict[str, Any]:
-    """Return the state of a module by plain names, in which the tied weights are one object."""
-    own = model.state_dict()
-    tied = {} if not isinstance(model, nn.Module) else ties(model)
-    return {plain_name(model, name): own[tied.get(name, name)] for name in own}
 
 
 def plain_name(model: nn.Module | PartialModel, name: str) -> str:

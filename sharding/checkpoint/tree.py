@@ -280,11 +280,6 @@ def from_structure(structure: Structure, leaf: Callable[[str, Path], Any], path:
     return built if kind == "list" else tuple(built)
 
 
-def is_module(value: Any) -> bool:
-    """Return whether an object determines its own leaves to load, instead of the checkpoint."""
-    return isinstance(value, (nn.Module, PartialModel))
-
-
 def ties(tree: Any, of_leaves: bool = False) -> dict[str, str]:
     """Return, for each name of a module's tensor that has an earlier name too, that earlier name.
 

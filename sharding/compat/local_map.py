@@ -134,11 +134,11 @@ class _FlatFunction:
         self.grads = grads
         self.out_placements = out_placements
         specs = tuple(None if layout is None else layout.spec for layout in layouts)
-        outs = (
-            out_placements
-            if isinstance(out_placements, tuple) and _is_one_each(out_placements)
-            else (out_placements,)
+        # One entry for each result, not one placement for each axis.
+        is_one_each = isinstance(out_placements, tuple) and all(
+            p is None or isinstance(p, P | list | tuple) for p in out_placements
         )
+        outs = out_placements if is_one_each else (out_placements,)
         self.mapped = Mapped(self.on_parts, mesh, specs, outs, None, False)
         self.mapped.name = f"local_map({getattr(function, '__name__', 'function')})"
         self.places = outs
@@ -222,11 +222,6 @@ def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) 
 
 
 # -- results ---------------------------------------------------------------------------------------
-
-
-def _is_one_each(placements: tuple[Any, ...]) -> bool:
-    """Return True if this is one entry for each result, not one placement for each axis."""
-    return all(p is None or isinstance(p, P | list | tuple) for p in placements)
 
 
 def _check_result(i: int, x: Any, place: SpecLike) -> None:

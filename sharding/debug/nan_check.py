@@ -158,19 +158,14 @@ def _values(x: Tensor) -> Tensor:
 
 def _is_finite(x: Any) -> bool:
     """Return whether a tensor's values are all finite, or a number is; True for other objects."""
-    if isinstance(x, Tensor):
-        return (
-            not (x.is_floating_point() or x.is_complex())
-            or x.is_meta
-            or _has_finite_values(_values(x))
-        )
-    return not isinstance(x, (float, complex)) or cmath.isfinite(x)
-
-
-def _has_finite_values(x: Tensor) -> bool:
+    if not isinstance(x, Tensor):
+        return not isinstance(x, (float, complex)) or cmath.isfinite(x)
+    if x.is_meta or not (x.is_floating_point() or x.is_complex()):
+        return True
+    values = _values(x)
     # fast: if the sum is finite, all values are
-    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
-    return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    total = values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None)
+    return cmath.isfinite(total.item()) or bool(torch.isfinite(values).all())
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:

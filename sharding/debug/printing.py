@@ -39,17 +39,13 @@ def print(text: str, *values: Any, **named: Any) -> None:
     """
     leaves = [*values, *named.values()]
     layouts = [x._layout if isinstance(x, ShardedTensor) else None for x in leaves]
-    locals_ = [_local_of(x) for x in leaves]
+    locals_ = [x._local if isinstance(x, ShardedTensor) else x for x in leaves]
+    locals_ = [x.detach() if isinstance(x, Tensor) else x for x in locals_]
     show = _Show(text, len(values), tuple(named), layouts)
     if thread_context.recorder is None:
         show(*locals_)
     else:
         thread_context.recorder.effect(show, locals_)
-
-
-def _local_of(x: Any) -> Any:
-    local = x._local if isinstance(x, ShardedTensor) else x
-    return local.detach() if isinstance(local, Tensor) else local
 
 
 class _Show:

@@ -216,12 +216,21 @@ class Redundancy:
             step: its version; later than those before.
 
         Raises:
-            ValueError: pending values; tensors on ranks outside of the mesh.
+            ValueError: a step that is not later; pending values; tensors on ranks outside of the
+                mesh.
             CheckpointError: ranks have different trees or steps; on every rank, the same text.
 
         Communication: one all_gather of 32 bytes from each rank; without being waited for, an
             all_to_all of the parts that no other host has.
         """
+        last = self._versions[-1].step if self._versions else None
+        if self._arriving is not None:
+            last = self._arriving.step
+        if last is not None and step <= last:
+            raise ValueError(
+                f"Redundancy.refresh(step={step}) after a refresh of step {last}: steps ascend; a "
+                "job that goes back to an earlier one makes a new Redundancy, on its new mesh"
+            )
         tree = without_stateful(state)
         layouts: dict[str, Layout] = {}
         for path, leaf in leaves(tree):
@@ -232,7 +241,7 @@ class Redundancy:
             self._lines = {name: line_of(layout) for name, layout in layouts.items()}
             self._placement = place_copies(layouts, self.hosts)
         self._receive()
-        agree(self._group, "Redundancy.refresh", {"": f"step={step}", **self._lines})
+        self._agree("Redundancy.refresh", {"": f"step={step}", **self._lines})
         self._free_older()
         self._arriving = self._start(tree, self._placement, step)
 
@@ -253,7 +262,7 @@ class Redundancy:
         Communication: one all_gather of 32 bytes from each rank.
         """
         self._receive()
-        agree(self._group, "Redundancy.finish", {"": f"steps={[v.step for v in self._versions]}"})
+        self._agree("Redundancy.finish", {})
         self._free_older()
 
     @property
@@ -380,6 +389,11 @@ class Redundancy:
             state = map_leaves(state, lambda _, leaf: _moved_leaf(leaf, self.device))
         nbytes = arriving.own.nbytes + buffer.nbytes
         return StateCopy(arriving.step, state, arriving.placement.holders, received, nbytes)
+
+    def _agree(self, what: str, lines: Mapping[str, str]) -> None:
+        """Wait until all ranks have received their copies, and check that these are of one step."""
+        received = [version.step for version in self._versions[-1:]]
+        agree(self._group, what, {**lines, "received copies": f"of steps {received}"})
 
     def _free_older(self) -> None:
         """Free all but the newest version, which all ranks have."""

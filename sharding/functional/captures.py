@@ -63,10 +63,6 @@ class Captures:
         self._env, self._mesh, self._names, self._auto_mesh = env, mesh, names, auto_mesh
         self._start = engine_hooks.sequence_number()
 
-    def input_specs(self) -> list[tuple[InputSpec, Any]]:
-        """Return the input spec and local part of each, in the order of first use."""
-        return [(spec, part) for _, spec, part in self.inputs.values()]
-
     def plain_tensors(self) -> list[tuple[str, Any]]:
         """Return the name and value of each plain one, which must be the same on every rank."""
         return [

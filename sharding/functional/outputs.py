@@ -240,12 +240,10 @@ def _gather_facts(group: Group, facts: T) -> dict[int, T]:
     return gather_facts(group, facts)
 
 
-def _name(frame: dict[str, Any]) -> str:
-    """Return the name of the mapped function, for reports of communication."""
-    return frame["paths"][0].partition(":")[0] if frame["paths"] else "shard_map"
-
-
-DESCRIBERS[infer_outputs.__code__] = _name
+# In reports of communication the call has the name of the mapped function.
+DESCRIBERS[infer_outputs.__code__] = lambda frame: (
+    frame["paths"][0].partition(":")[0] if frame["paths"] else "shard_map"
+)
 
 
 def _describe_result(x: Any, compare: bool) -> Any:
@@ -276,15 +274,15 @@ def _check_alike(tensors: dict[int, list[bool]]) -> None:
     first, *others = tensors
     other = next((rank for rank in others if tensors[rank] != tensors[first]), None)
     if other is not None:
-        message = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, other))
+        texts = []
+        for rank in (first, other):
+            kinds = ["a tensor" if is_tensor else "no tensor" for is_tensor in tensors[rank]]
+            texts.append(f"rank {rank}: [{', '.join(kinds)}]")
+        message = ", ".join(texts)
         raise ShardingTypeError(
             f"ranks returned different numbers or kinds of results ({message}); return the same "
             "tree on every rank"
         )
-
-
-def _kinds(tensors: list[bool]) -> str:
-    return "[" + ", ".join("a tensor" if is_tensor else "no tensor" for is_tensor in tensors) + "]"
 
 
 def _check_equal(

@@ -456,7 +456,11 @@ class Mapped:
         env.checker, env.recording = (None, False) if checker.captures_only else (checker, True)
         try:
             with checker.bind(env), checker if outer is None else nullcontext():
-                out = self._run(function_of_compiled(self.f), cached, parts, tree, kwargs)
+                # Of a compiled function the one that was passed to `torch.compile`: types are
+                # tracked operator by operator.
+                f = getattr(self.f, ORIGINAL, self.f)
+                f = getattr(self.f, "_torchdynamo_orig_callable", f)
+                out = self._run(f, cached, parts, tree, kwargs)
                 out = replace_captures(out, captures)
                 for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
@@ -511,7 +515,7 @@ class Mapped:
             raise error
         result = wrap_outputs(self.name, out, cached.outputs, parts)
         if self.check == "values":
-            captured = [(spec.path, part, spec.dst) for spec, part in captures.input_specs()]
+            captured = [(spec.path, part, spec.dst) for _, spec, part in captures.inputs.values()]
             pairs = zip(leaves, cached.outputs, strict=True)
             results = [(spec.path, x, spec.layout) for x, spec in pairs]
             check_replicas([*captured, *results], cached.manual_mesh)
@@ -543,11 +547,3 @@ def any_requires_grad(constants: Sequence[ref[Tensor]]) -> bool:
         if x is not None and x.requires_grad:
             return True
     return False
-
-
-def function_of_compiled(f: Any) -> Any:
-    """Return the function that was passed to `torch.compile`.
-
-    Types are tracked operator by operator.
-    """
-    return getattr(f, "_torchdynamo_orig_callable", getattr(f, ORIGINAL, f))

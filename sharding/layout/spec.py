@@ -173,10 +173,10 @@ def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str
     per_dim: list[list[tuple[int, str]]] = [[] for _ in range(ndim)]
     for position, (axis, placement) in enumerate(zip(axis_names, placements, strict=True)):
         if isinstance(placement, Shard):
-            order = placement.order
-            per_dim[_dim_index(placement, ndim)].append(
-                (position if order is None else order, axis)
-            )
+            if not -ndim <= placement.dim < ndim:
+                raise ValueError(f"{placement} is out of range for a tensor with {ndim} dims")
+            order = position if placement.order is None else placement.order
+            per_dim[placement.dim % ndim].append((order, axis))
     _check_orders(placements, per_dim)
     by_axis = dict(zip(axis_names, placements, strict=True))
     dims = [tuple(axis for _, axis in sorted(entries)) for entries in per_dim]
@@ -243,12 +243,6 @@ def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int,
                 f"the axes that split dim {dim} have orders {[p.order for p in shards]}; give each "
                 f"of the {len(entries)} its own position 0..{len(entries) - 1}, or none of them"
             )
-
-
-def _dim_index(placement: Shard, ndim: int) -> int:
-    if not -ndim <= placement.dim < ndim:
-        raise ValueError(f"{placement} is out of range for a tensor with {ndim} dims")
-    return placement.dim % ndim
 
 
 def as_placement(placement: Any) -> Placement:

@@ -344,14 +344,6 @@ def _with_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return torch_function(ShardedTensor, func, (), args, kwargs)
 
 
-def _with_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return torch_function(ShardedTensor, func, (), args, with_numbers(func, kwargs))
-
-
-def _with_torch_names(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return torch_function(ShardedTensor, func, (), args, with_torch_names(kwargs))
-
-
 def _into_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run `torch.f(x, out=y)`: copy the result into y, in its layout. As in torch, no gradient."""
     out = kwargs["out"]
@@ -383,8 +375,22 @@ _KINDS_OF_CALLS: tuple[tuple[Callable[[_Call], Any], Callable[..., Any]], ...] =
         lambda c: c.operands and plain_operands.plain_targets(c.func, c.args, c.kwargs),
         _runs(plain_operands.write_plain),
     ),
-    (lambda c: has_numpy_names(c.func, c.kwargs), _runs(_with_torch_names)),
-    (lambda c: has_tensor_as_number(c.func, c.kwargs), _runs(_with_numbers)),
+    (
+        lambda c: has_numpy_names(c.func, c.kwargs),
+        _runs(
+            lambda func, args, kwargs: torch_function(
+                ShardedTensor, func, (), args, with_torch_names(kwargs)
+            )
+        ),
+    ),
+    (
+        lambda c: has_tensor_as_number(c.func, c.kwargs),
+        _runs(
+            lambda func, args, kwargs: torch_function(
+                ShardedTensor, func, (), args, with_numbers(func, kwargs)
+            )
+        ),
+    ),
     (lambda c: c.plain, _WITH_PLAIN),
     (lambda c: not c.operands, _ON_WRAPPERS),
     (lambda c: name_of(c.func) in _ATTRIBUTE_ACCESS and c.func not in RULES, _ON_WRAPPERS),

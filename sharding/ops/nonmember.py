@@ -12,6 +12,7 @@ visits the same nodes: operators run on stand-ins, meta tensors of the global sh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +57,10 @@ def run(
             first,
             lambda t: first._local.view_as(first._local).to(t.dtype),
         )
-    if not _in_graph(operands):
+    in_graph = transforming() or (
+        torch.is_grad_enabled() and any(x._local.requires_grad for x in operands)
+    )
+    if not in_graph:
         if not strategy.in_place:
             return _wrap_results(strategy, _example(strategy), first, _part_on(first))
         if not first._local.is_inference():
@@ -87,11 +91,16 @@ class _StandIn(torch.autograd.Function):
         return _stand_in(grads[0], ctx.shape, ctx.device), None, None
 
 
+@dataclass(eq=False)
 class _StandInMap(Linear):
-    """`_StandIn` under transforms of torch.func: zeros of another shape and device."""
+    """`_StandIn` under transforms of torch.func: zeros of another shape and device.
 
-    def __init__(self, before: tuple[Sequence[int], Any], after: tuple[Sequence[int], Any]) -> None:
-        self.before, self.after = before, after
+    Attributes:
+        before, after: (shape, device) of the argument and of the result.
+    """
+
+    before: tuple[Sequence[int], Any]
+    after: tuple[Sequence[int], Any]
 
     @property
     def transpose(self) -> _StandInMap:
@@ -112,12 +121,6 @@ def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     if transforming():
         return under_transforms(x, _StandInMap((x.shape, x.device), (shape, device)))
     return _StandIn.apply(x, shape, device)  # type: ignore[return-value]
-
-
-def _in_graph(operands: Sequence[ShardedTensor]) -> bool:
-    return transforming() or (
-        torch.is_grad_enabled() and any(x._local.requires_grad for x in operands)
-    )
 
 
 def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:

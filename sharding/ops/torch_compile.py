@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -95,6 +96,7 @@ def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
 COMPILED = "_compiled_call_impl"  # what `nn.Module.__call__` calls in place of `_call_impl`
 
 
+@dataclass(eq=False)
 class ModuleCompiler:
     """The attribute `compile` of a module whose calls are intercepted.
 
@@ -105,8 +107,8 @@ class ModuleCompiler:
         call: what runs in place of its `_call_impl`, None at first.
     """
 
-    def __init__(self, module: Any, call: Callable[..., Any] | None) -> None:
-        self.module, self.call = module, call
+    module: Any
+    call: Callable[..., Any] | None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without compiled code, as `nn.Module` does."""

@@ -196,7 +196,11 @@ def _by_owners(
     """Return the orthogonalised matrices, with their layouts. Communication: two all_to_all."""
     layouts = tuple(x._layout for x in matrices)
     owners = owners_of_matrices(
-        layouts, tuple([group["flatten"] for group in groups]), _work, dtype
+        layouts,
+        tuple([group["flatten"] for group in groups]),
+        # about the number of multiplications of a Newton-Schulz iteration
+        lambda rows, columns: rows * columns * min(rows, columns),
+        dtype,
     )
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
         # parts may be offloaded to the host
@@ -209,11 +213,6 @@ def _by_owners(
         ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype))
         for part, x in zip(parts, matrices, strict=True)
     ]
-
-
-def _work(rows: int, columns: int) -> int:
-    """Return the approximate number of multiplications of a Newton-Schulz iteration."""
-    return rows * columns * min(rows, columns)
 
 
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:

@@ -318,10 +318,15 @@ def _check(exchange: _StepExchange, turn: _Turn, received: np.ndarray, step: int
 def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.ndarray) -> str:
     mesh = exchange.mesh
     same = tuple(int(i) if axis in exchange.along else slice(None) for axis, i in enumerate(where))
-    who = "; ".join(
-        f"rank {exchange.group.ranks[i]} has {_words(*received[i])}"
-        for i in exchange.places[same].flatten()
-    )
+    have = []
+    for i in exchange.places[same].flatten():
+        state, samples = received[i]
+        if state == _ENDED:
+            batch = "none"
+        else:
+            batch = f"a batch of {samples} samples" if samples else "a batch"
+        have.append(f"rank {exchange.group.ranks[i]} has {batch}")
+    who = "; ".join(have)
     split, others = (
         [mesh.axis_names[i] for i in axes] for axes in (exchange.along, exchange.replicated)
     )
@@ -331,12 +336,6 @@ def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.
         f"mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass "
         f"axes={mesh.axis_names}"
     )
-
-
-def _words(state: int, samples: int) -> str:
-    if state == _ENDED:
-        return "none"
-    return f"a batch of {samples} samples" if samples else "a batch"
 
 
 def _raise(exchange: _StepExchange, turn: _Turn, step: int) -> None:
@@ -435,7 +434,12 @@ def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> 
     packed = facts_of(
         group, sender, _pack_first_row(turn.batch) if group.world.rank == sender else None
     )
-    return turn.batch if turn.state == _HAS else _unpack_batch(packed, exchange.mesh.device)
+    if turn.state == _HAS:
+        return turn.batch
+    device = exchange.mesh.device
+    return pytree.tree_map(
+        lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,9 +475,3 @@ def _packed_leaf(leaf: Any, rows: int | None) -> Any:
     value = _copy_leaf(leaf[:1] if is_rows else leaf)
     was_on_cpu = not isinstance(value, Tensor) or value.device.type == "cpu"
     return _Array(value if was_on_cpu else value.cpu(), rows if is_rows else None, was_on_cpu)
-
-
-def _unpack_batch(packed: Any, device: torch.device) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
-    )

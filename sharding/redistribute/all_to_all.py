@@ -205,13 +205,20 @@ def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], 
     return per_tensor, splits
 
 
+@dataclass(eq=False)
 class CollectivePermute(Collective):
-    """permute: one box to one rank, one from one rank."""
+    """permute: one box to one rank, one from one rank.
 
-    def __init__(
-        self, group: Group, dtype: torch.dtype, dst: int, src: int, shape: Sequence[int]
-    ) -> None:
-        self.group, self.dtype, self.dst, self.src, self.shape = group, dtype, dst, src, shape
+    Attributes:
+        dst, src: the other ranks, by their place in the group.
+        shape: that of the box that arrives.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    dst: int
+    src: int
+    shape: Sequence[int]
 
     def start(
         self,
@@ -235,13 +242,18 @@ class CollectivePermute(Collective):
 FillResult = Callable[[Tensor, Tensor, CommTag | None], None]
 
 
+@dataclass(eq=False)
 class CollectiveSequence(Collective):
-    """Several collectives, one after the other, that fill one result."""
+    """Several collectives, one after the other, that fill one result.
 
-    def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int], fills: Sequence[FillResult]
-    ) -> None:
-        self.dtype, self.shape, self.fills = dtype, shape, fills
+    Attributes:
+        shape: that of the result.
+        fills: each runs a collective and puts what it returns into the result.
+    """
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    fills: Sequence[FillResult]
 
     def start(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -263,11 +264,12 @@ class IntervalExchange:
         return received
 
 
+@dataclass(eq=False)
 class _ExchangeMap(Linear):
     """`forward`, or `transpose`, of an exchange as a linear map, for transforms of torch.func."""
 
-    def __init__(self, exchange: IntervalExchange, back: bool = False) -> None:
-        self.exchange, self.back = exchange, back
+    exchange: IntervalExchange
+    back: bool = False
 
     @property
     def transpose(self) -> _ExchangeMap:

@@ -314,7 +314,12 @@ def _first_difference(
     values = _elements(flat[low:high]) if group.world.rank in pair else []
     ones, others = _of_pair((values, list(leaf.value.shape), leaf.start), pair, group)
     at = next(i for i, (a, b) in enumerate(zip(ones[0], others[0], strict=True)) if a != b)
-    index = _global_index(low + at, *ones[1:])
+    _, shape, start = ones
+    index = []
+    if shape:
+        index = [int(i) for i in torch.unravel_index(torch.tensor(low + at), tuple(shape))]
+    if start:  # of the part in the global tensor
+        index = [i + begin for i, begin in zip(index, start, strict=True)]
     (one, one_bits), (other, other_bits) = ones[0][at], others[0][at]
     shown = (
         f"{one} and {other}" if one != other else f"{one} of bits 0x{one_bits} and 0x{other_bits}"
@@ -355,8 +360,3 @@ def _elements(flat: Tensor) -> list[tuple[str, str]]:
         (repr(value), bytes(reversed(row)).hex())
         for value, row in zip(flat.tolist(), rows, strict=True)
     ]
-
-
-def _global_index(flat: int, shape: Sequence[int], start: Sequence[int]) -> list[int]:
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape))] if shape else []
-    return [i + begin for i, begin in zip(index, start, strict=True)] if start else index

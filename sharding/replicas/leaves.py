@@ -124,7 +124,12 @@ def leaves_of(trees: Sequence[Any]) -> list[tuple[str, Any]]:
     A module stands for its parameters and buffers, an optimizer for its state and its settings. The
     state of a parameter has the name of the parameter if its module is in one of the trees.
     """
-    names = _parameter_names(trees)
+    names: dict[int, str] = {}
+    for tree in trees:
+        for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, nn.Module):
+                named = _module_leaves(pytree.keystr(keys), leaf)
+                names.update((id(x), name) for name, x in named)
     return [leaf for tree in trees for leaf in _leaves("", tree, names)]
 
 
@@ -144,12 +149,6 @@ def _module_leaves(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]
     for named_tensors in (module.named_parameters(), module.named_buffers()):
         for name, x in named_tensors:
             yield f"{path}.{name}".removeprefix("."), x
-
-
-def _parameter_names(trees: Sequence[Any]) -> dict[int, str]:
-    leaves = [each for tree in trees for each in pytree.tree_flatten_with_path(tree)[0]]
-    modules = [(pytree.keystr(keys), leaf) for keys, leaf in leaves if isinstance(leaf, nn.Module)]
-    return {id(x): name for path, module in modules for name, x in _module_leaves(path, module)}
 
 
 def _optimizer_leaves(

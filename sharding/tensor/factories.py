@@ -217,10 +217,15 @@ def _constant(
     layout: torch.layout,
     requires_grad: bool,
 ) -> ShardedTensor:
-    def values(at: Layout) -> Tensor:
-        return torch.full(at.local_shape, value, dtype=at.dtype, device=_mesh(at).device)
-
-    return _new(values, size, mesh, placements, dtype, layout, requires_grad)
+    return _new(
+        lambda at: torch.full(at.local_shape, value, dtype=at.dtype, device=_mesh(at).device),
+        size,
+        mesh,
+        placements,
+        dtype,
+        layout,
+        requires_grad,
+    )
 
 
 def _new(

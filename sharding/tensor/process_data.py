@@ -84,9 +84,10 @@ def make_array_from_callback(
         return ShardedTensor._make_guarded(torch.empty(0, dtype=dtype, device=mesh.device), layout)
     part = _copy_to_mesh(function(slices(asked.box)), dtype, mesh)
     if part.shape != asked.local_shape:
+        index = ", ".join(f"{start}:{stop}" for start, stop in asked.box)
         raise ValueError(
             f"make_array_from_callback: the callback returned shape {list(part.shape)} for index "
-            f"{_box_text(asked.box)}, which is {list(asked.local_shape)} of {list(asked.shape)}; "
+            f"[{index}], which is {list(asked.local_shape)} of {list(asked.shape)}; "
             "return the data at that index, as in lambda index: data[index]"
         )
     return ShardedTensor._make_guarded(part, asked.replace(dtype=part.dtype))
@@ -361,7 +362,3 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
             "length"
         )
     return layout
-
-
-def _box_text(box: Sequence[tuple[int, int]]) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

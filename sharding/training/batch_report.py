@@ -71,7 +71,10 @@ class BatchReport:
 
     def __str__(self) -> str:
         names = ("per_rank", "ranks", "accumulation", "effective", "lr")
-        rows = [("", "before", "now"), *(_row(name, self.before, self) for name in names)]
+        rows = [("", "before", "now")]
+        for name in names:
+            before = "" if self.before is None else _text(getattr(self.before, name))
+            rows.append((name, before, _text(getattr(self, name))))
         if self.before is not None:
             rows.append(("for the same batch: accumulation", "", _text(self.same_accumulation)))
             if self.before.lr is not None:
@@ -135,10 +138,6 @@ def batch_report(
     ranks = mesh.size(data_axes("batch_report", mesh, axes))
     earlier = BatchReport(**before) if isinstance(before, Mapping) else before
     return BatchReport(per_rank, ranks, accumulation, lr, earlier)
-
-
-def _row(name: str, before: BatchReport | None, now: BatchReport) -> tuple[str, str, str]:
-    return name, "" if before is None else _text(getattr(before, name)), _text(getattr(now, name))
 
 
 def _text(value: float | None) -> str:

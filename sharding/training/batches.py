@@ -134,7 +134,12 @@ class Batches:
         coming = iter(self.loader)
         for step, sizes in enumerate(rows):
             own_rows = sizes[sampler.rank]
-            batch = next(coming) if own_rows else _without_rows(self.loader, batch)
+            if own_rows:
+                batch = next(coming)
+            else:  # no rows of the batch before, or of one of the first sample
+                loader: Any = self.loader
+                like = loader.collate_fn([loader.dataset[0]]) if batch is None else batch
+                batch = pytree.tree_map(lambda x: x[:0] if _is_array(x) else x, like)
             sharded = self._to_sharded(batch, sizes, own_rows)
             # before the loop's body, which may save it
             sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))
@@ -265,9 +270,3 @@ def _row_count(batch: Any) -> int:
         f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, "
         "lists or dicts"
     )
-
-
-def _without_rows(loader: Any, like: Any) -> Any:
-    """Return a batch without rows, like another one, or like one of the first sample."""
-    batch = loader.collate_fn([loader.dataset[0]]) if like is None else like
-    return pytree.tree_map(lambda x: x[:0] if _is_array(x) else x, batch)

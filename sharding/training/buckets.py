@@ -79,9 +79,11 @@ class Buckets:
                 f"pad names {name!r}, and the batch, a {type(batch).__name__}, has no such entry"
             ) from None
         if not isinstance(x, (Tensor, np.ndarray)) or x.ndim < 2:
+            is_array = isinstance(x, (Tensor, np.ndarray))
+            shown = f"one of shape {list(x.shape)}" if is_array else f"a {type(x).__name__}"
             raise ValueError(
                 f"{name!r} of a batch is padded along dim 1: it must be an array with two dims or "
-                f"more, not {_value_text(x)}"
+                f"more, not {shown}"
             )
         return x
 
@@ -163,9 +165,3 @@ def pad_to_buckets(
     lengths = Buckets.of(buckets, pad)
     group = given_or_current(mesh).group(axes)
     return (lengths.pad_batch(batch, group) for batch in loader)
-
-
-def _value_text(x: Any) -> str:
-    if isinstance(x, (Tensor, np.ndarray)):
-        return f"one of shape {list(x.shape)}"
-    return f"a {type(x).__name__}"

@@ -123,7 +123,9 @@ def clip_grad_norm_(
         model = _model_of("clip_grad_norm_", parameter_list)
     measured = grads if model is None else list(model.gradients().values())
     total = _total("clip_grad_norm_", measured, ord, error_if_nonfinite)
-    _scale(grads, (float(max_norm) / (total + 1e-6)).clamp(max=1.0))
+    factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    for device in {g.device for g in grads}:
+        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
     return total
 
 
@@ -200,11 +202,6 @@ def _grads(name: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
     }
     check_reduced(name, grads)
     return grads
-
-
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
-    for device in {g.device for g in grads}:
-        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
 
 
 def _total(name: str, tensors: Sequence[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:

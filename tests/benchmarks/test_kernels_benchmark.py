@@ -128,6 +128,7 @@ def test_bytes_of_kernels(benchmark_module, cases):
 
 
 @NO_GPU
+@pytest.mark.slow
 def test_bytes_script(tmp_path):
     done = run_script(
         "kernel_bytes.py",
@@ -207,6 +208,7 @@ def test_wrong_results_are_not_timed(kernels, cases, benchmark_module):
 # -- launch_time.py --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_host_time_of_launches():
     done = run_script("launch_time.py", "--rounds", "1")
     assert (done.returncode, done.stderr) == (0, "")

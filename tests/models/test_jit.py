@@ -210,7 +210,7 @@ def ranks_of(form: str) -> int:
     return 2 ** len(form.split("+"))
 
 
-@pytest.mark.one_in(20, each=["form", "inputs"])
+@pytest.mark.one_in(30, each=["form", "inputs"])
 @pytest.mark.parametrize(("form", "inputs"), CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps_have_the_bits_of_eager(name: str, form: str, inputs: str) -> None:

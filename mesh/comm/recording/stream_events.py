@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 MARKS = 1024  # as many collectives as hosts may be ahead, see `trace_buffer.LONG_SLOTS`
 
 
+@dataclass(eq=False, slots=True)
 class Mark:
     """A place in a stream behind a collective.
 
@@ -24,10 +26,9 @@ class Mark:
         event: recorded there; None once the place is no longer known.
     """
 
-    __slots__ = ("event", "number", "stream")
-
-    def __init__(self, number: int, stream: tuple[torch.device, Any], event: Any) -> None:
-        self.number, self.stream, self.event = number, stream, event
+    number: int
+    stream: tuple[torch.device, Any]
+    event: Any
 
     def is_pending(self) -> bool:
         """Return whether the stream is known not to have come to this place."""

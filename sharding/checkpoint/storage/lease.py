@@ -199,7 +199,10 @@ class _OwnerObserver:
     def is_free(self, number: int, owner: Owner | None) -> bool:
         """Return whether the owner has ended, or is elsewhere and not known to be alive."""
         card = self._lease.owner.card
-        if not number or (owner is None and not _is_file(self._lease.folder, number)):
+        if not number:
+            return True
+        has_file = owner is not None or _numbers(self._lease.folder).get(number, False)
+        if not has_file:
             return True
         if owner is not None and owner.card.is_same_process(card):
             return not _is_saving(self._lease.folder, owner)
@@ -252,10 +255,6 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
     """Return the highest number, 0 if there is none, and its owner, None if it cannot be read."""
     number = max(_numbers(folder), default=0)
     return number, _read(folder, number) if number else None
-
-
-def _is_file(folder: Path, number: int) -> bool:
-    return _numbers(folder).get(number, False)
 
 
 def _read(folder: Path, number: int) -> Owner | None:

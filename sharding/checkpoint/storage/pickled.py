@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ....mesh.text import shortened
@@ -31,13 +32,13 @@ class Name(str):
     __slots__ = ()
 
 
+@dataclass(eq=False, slots=True)
 class PickledObject:
     """An object: the name of its class or function, its arguments, and its state."""
 
-    __slots__ = ("args", "name", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name, self.args, self.state = name, args, None
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
 
 
 def loads(data: bytes, known: Mapping[str, Collection[str]]) -> Any:

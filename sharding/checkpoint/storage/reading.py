@@ -254,7 +254,10 @@ def _read_own(
             data = _data(stored, reading, memory)
             for place, other in enumerate(ranks):
                 if other in reading.parts and not (other == rank and data is memory):
-                    part = _part(data, reading, other)
+                    box, whole = reading.parts[other], reading.piece.box
+                    part = data
+                    if box is not None and whole is not None:
+                        part = data[slices(box, box_origin(whole))]
                     if other == rank:
                         loaded.put(reading, rank, part)
                     else:
@@ -268,11 +271,6 @@ def _data(stored: Stored, reading: PieceRead, into: Tensor | None) -> Tensor:
             bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8
         )
     return pieces.read_tensor(stored, reading.piece, reading.dtype, into)
-
-
-def _part(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
-    box, whole = reading.parts[rank], reading.piece.box
-    return data if box is None or whole is None else data[slices(box, box_origin(whole))]
 
 
 def _exchange(

@@ -482,16 +482,15 @@ def ppermute(
     """
     pairs = tuple(map(tuple, perm))
 
-    def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(axes.cached(PermuteMap, checked_pairs("ppermute", axes, pairs)))
-
     return map_collective(
         x,
         CollectiveCall(
             bound_axes(axis_name),
             _PPERMUTE,
             pairs,
-            prepare,
+            lambda axes, part: Prepared(
+                axes.cached(PermuteMap, checked_pairs("ppermute", axes, pairs))
+            ),
             apply,
             None,
             forward_dtype,
@@ -566,12 +565,16 @@ def pbroadcast(
             f"pbroadcast over {axes}: source={source} must be an index from 0 to {axes.size - 1}"
         )
 
-    def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(axes.cached(BroadcastMap, source))
-
     return map_collective(
         x,
         CollectiveCall(
-            axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype
+            axes,
+            _PBROADCAST,
+            source,
+            lambda axes, part: Prepared(axes.cached(BroadcastMap, source)),
+            apply,
+            None,
+            forward_dtype,
+            backward_dtype,
         ),
     )

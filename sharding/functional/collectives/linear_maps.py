@@ -190,13 +190,10 @@ class PermuteMap(LinearMap):
     def __init__(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> None:
         super().__init__(axes)
         self.pairs = pairs
-        to = dict(pairs)
-        back = {d: s for s, d in pairs}
-        self._dst = self._in_group(to.get(axes.index))
-        self._src = self._in_group(back.get(axes.index))
-
-    def _in_group(self, place: int | None) -> int | None:
-        return None if place is None else self.axes.place_in_group(place)
+        dst = dict(pairs).get(axes.index)
+        src = {d: s for s, d in pairs}.get(axes.index)
+        self._dst = None if dst is None else axes.place_in_group(dst)
+        self._src = None if src is None else axes.place_in_group(src)
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]

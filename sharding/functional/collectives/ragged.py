@@ -154,15 +154,16 @@ def _exchange_counts(
     Lists are cut or filled to the length of the first one.
     """
     n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
+    device = torch.device("cpu") if operand.is_meta else operand.device
     lengths = torch.tensor(
         [per_rank, len(operand), len(output), *map(len, counts)],
         dtype=torch.int64,
-        device=_comm_device(operand),
+        device=device,
     )
     heads = _gather_counts(lengths, axes)
     per_rank = max(head[0] for head in heads)
     rows = [k for c in counts for k in [*c, *[0] * n * per_rank][: n * per_rank]]
-    flat = torch.tensor(rows, dtype=torch.int64, device=_comm_device(operand))
+    flat = torch.tensor(rows, dtype=torch.int64, device=device)
     bodies = [
         einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist()
         for body in _gather_counts(flat, axes)
@@ -170,10 +171,6 @@ def _exchange_counts(
     return [
         _Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)
     ]
-
-
-def _comm_device(x: Tensor) -> torch.device:
-    return torch.device("cpu") if x.is_meta else x.device
 
 
 def _gather_counts(counts: Tensor, axes: Axes) -> list[list[int]]:

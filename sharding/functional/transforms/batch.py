@@ -44,12 +44,8 @@ class Batch(NamedTuple):
 
     def check(self, name: str, *specs: Any) -> None:
         """Raise ValueError if a mapped function's specs name an axis that splits examples."""
-        named = {
-            axis
-            for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p)
-            if _is_p(spec)
-            for axis in spec.axes
-        }
+        leaves = pytree.tree_leaves(list(specs), is_leaf=lambda x: isinstance(x, P))
+        named = set().union(*[spec.axes for spec in leaves if isinstance(spec, P)])
         if split_axes := sorted(named & set(self.axes)):
             raise ValueError(
                 f"shard_map({name}): its specs name {split_axes[0]!r}, over which vmap has split "
@@ -68,7 +64,3 @@ def use_batch(batch: Batch | None) -> Iterator[None]:
     """Split examples in the block as `batch` says."""
     with thread_context.setting(batch=batch):
         yield
-
-
-def _is_p(x: Any) -> bool:
-    return isinstance(x, P)

@@ -63,11 +63,10 @@ def jacfwd(
             results[:] = map(Results.of, aux)
             return out, [each.tensors for each in results]
 
-        def tree_of(column: Any) -> Any:
-            return arguments.tree_of(_cut(column, -1, arguments.leaves))
-
         columns, aux = vmap(push, 0, (-1, None))(*basis)
-        derivatives = pytree.tree_map(tree_of, columns)
+        derivatives = pytree.tree_map(
+            lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns
+        )
         return (derivatives, results[0].rebuilt(aux[0])) if has_aux else derivatives
 
     return jacobian

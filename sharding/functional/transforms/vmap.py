@@ -491,8 +491,6 @@ class _ClosedOverParams(TorchFunctionMode):
 # -- axes ------------------------------------------------------------------------------------------
 
 
-def _is_axis(x: Any) -> bool:
-    return x is None or (isinstance(x, int) and not isinstance(x, bool))
-
-
-_AXES = PrefixKind(_is_axis, "an int or None")
+_AXES = PrefixKind(
+    lambda x: x is None or (isinstance(x, int) and not isinstance(x, bool)), "an int or None"
+)

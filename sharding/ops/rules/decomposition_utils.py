@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...layout.layout import Layout
 from ...layout.mesh_answers import cached_on_mesh
+from ...layout.shard_holders import intervals
 from ...layout.spec import Cut, P
 from ...tensor.sharded_tensor import ShardedTensor
 from .. import nonmember
@@ -80,15 +81,7 @@ def even_sizes(count: int, parts: int) -> tuple[int, ...]:
 
 def part_sizes(layout: Layout, dim: int) -> list[int]:
     """Return the lengths of the parts that the axes of `dim` cut it into, in order."""
-    mesh, axes = layout.mesh, layout.spec.dims[dim]
-    coordinate = [0] * mesh.ndim
-    sizes = []
-    for number in range(mesh.size(axes) if axes else 1):
-        for axis in reversed(axes):
-            number, coordinate[mesh.axis_index(axis)] = divmod(number, mesh.size(axis))
-        start, stop = layout.box_at(coordinate)[dim]
-        sizes.append(stop - start)
-    return sizes
+    return [part.stop - part.start for part in intervals(layout, dim)]
 
 
 def with_part_sizes(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:

@@ -126,10 +126,15 @@ def numbers_of(func: Callable[..., Any]) -> Numbers:
     kinds: dict[str | int, set[bool]] = {}
     for schema in _tensor_schemas(packet) if packet is not None else ():
         for position, argument in enumerate(schema.arguments):
-            kind = _kind(str(argument.type), argument.name == _MORE_NUMBERS.get(name))
+            type_name = str(argument.type).removeprefix("Optional[").removesuffix("]")
+            if type_name == "Tensor":
+                is_number = set()
+            else:
+                declared = argument.name == _MORE_NUMBERS.get(name)
+                is_number = {declared or type_name in ("number", "float")}
             keys = (argument.name,) if argument.kwarg_only else (argument.name, position)
             for key in keys:
-                kinds.setdefault(key, set()).update(kind)
+                kinds.setdefault(key, set()).update(is_number)
     free = {key for key, numbers in kinds.items() if numbers == {True}}
     names = frozenset(key for key in free if isinstance(key, str))
     order = _own_order(func)
@@ -161,12 +166,6 @@ def _tensor_schemas(packet: Any) -> Iterator[Any]:
         schema = getattr(packet, overload)._schema
         if any(str(argument.type) == "Tensor" for argument in schema.arguments):
             yield schema
-
-
-def _kind(type_name: str, declared: bool) -> set[bool]:
-    """Return whether an argument of this type is a number; nothing for a tensor."""
-    name = type_name.removeprefix("Optional[").removesuffix("]")
-    return set() if name == "Tensor" else {declared or name in ("number", "float")}
 
 
 # -- indices ---------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ....kernels.transfer.host_copies import to_device
 from ...layout.layout import Layout, distinct_mesh_names
+from ...layout.shard_holders import intervals
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import even_sizes, part_sizes, splitting_axes, with_dim
 from ...ops.rules.nn.attention import attention_local
@@ -81,17 +81,17 @@ def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
-    pairs = zip(_bounds(q, HEADS), _bounds(k, HEADS), strict=True)
-    fit = all(a == b or (c * group <= a and b <= d * group) for (a, b), (c, d) in pairs)
+    dim = len(q.shape) + HEADS
+    fit = all(
+        queries.start == queries.stop
+        or (keys.start * group <= queries.start and queries.stop <= keys.stop * group)
+        for queries, keys in zip(intervals(q, dim), intervals(k, dim), strict=True)
+    )
     return k.spec.cuts[HEADS] if fit else ()
 
 
 def _group(q: Layout, k: Layout) -> int:
     return q.shape[HEADS] // max(1, k.shape[HEADS])
-
-
-def _bounds(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate(part_sizes(layout, len(layout.shape) + dim), initial=0)))
 
 
 def _scale(q: Layout, options: AttentionOptions) -> float:
@@ -209,17 +209,12 @@ def _all_to_all(
     group = _group(q, k)
     shares = _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
-    targets = [
-        _by_heads(x, axes, [n * times for n in shares])
-        for x, times in ((q, group), (k, 1), (v, 1), (out, group))
-    ]
+    targets = []
+    for x, times in ((q, group), (k, 1), (v, 1), (out, group)):
+        by_heads = Cut(axes, tuple([n * times for n in shares]))
+        targets.append(_with_cuts(x, [*x.spec.cuts[:HEADS], [by_heads], ()]))
     attend = partial(_attend_whole, _runs(q, options), _runs(k, options), options, group)
     return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], out, attend)
-
-
-def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> Layout:
-    cuts = [*layout.spec.cuts[:HEADS], [Cut(axes, tuple(sizes))], ()]
-    return _with_cuts(layout, cuts)
 
 
 def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:

@@ -41,7 +41,9 @@ class BuffersInUse:
         self._replace(
             modules,
             lambda x: (
-                _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _as_replicated(x, mesh)
+                _on_mesh(x, mesh)
+                if isinstance(x, ShardedTensor)
+                else ShardedTensor._make(x, Layout.of(mesh, P(), x.shape, x.dtype))
             ),
         )
 
@@ -75,10 +77,6 @@ class BuffersInUse:
             ):
                 table[name] = _like_original(now, original)
         self._changed = []
-
-
-def _as_replicated(x: Tensor, mesh: DeviceMesh) -> ShardedTensor:
-    return ShardedTensor._make(x, Layout.of(mesh, P(), x.shape, x.dtype))
 
 
 def _on_mesh(x: ShardedTensor, mesh: DeviceMesh | None) -> Tensor:

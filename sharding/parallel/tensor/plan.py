@@ -176,11 +176,10 @@ def apply_plan(
     hooks = _hooks(uses)
     if rest:
         for path, tensor in tensors.items():
-            if (
-                id(tensor) not in layouts
-                and not isinstance(tensor, ShardedTensor)
-                and not _is_inside(path, own)
-            ):
+            if id(tensor) in layouts or isinstance(tensor, ShardedTensor):
+                continue
+            # A program's own style distributes the parameters of its module itself.
+            if not any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in own):
                 layouts[id(tensor)] = _PlannedLayout(_layout(mesh, tensor, P(), path), path, "")
     tensors.clear()  # so that each whole tensor is freed when its sharded one exists
     _replace_tensors(module, {key: placed.layout for key, placed in layouts.items()}, src_data_rank)
@@ -206,11 +205,6 @@ def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -
     if not isinstance(result, nn.Module):
         raise TypeError(f"{use.site}: _apply must return the module, got {result!r}")
     return result
-
-
-def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
-    """Return whether a parameter is of a module that the program's own style distributes."""
-    return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 
 # -- matching --------------------------------------------------------------------------------------

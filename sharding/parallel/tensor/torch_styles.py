@@ -484,16 +484,17 @@ class PrepareModuleInput(_TorchStyle):
         return positional, named
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return settled(self._prepare_input_kwarg_fn(args, kwargs, device_mesh))
-
-        def positional_hook(_: nn.Module, args: Any) -> Any:
-            return settled(self._prepare_input_fn(args, device_mesh))
-
         if self.with_kwargs:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: settled(
+                    self._prepare_input_kwarg_fn(args, kwargs, device_mesh)
+                ),
+                with_kwargs=True,
+            )
         else:
-            module.register_forward_pre_hook(positional_hook)
+            module.register_forward_pre_hook(
+                lambda _, args: settled(self._prepare_input_fn(args, device_mesh))
+            )
         prepare(module)
         return module
 
@@ -560,10 +561,9 @@ class PrepareModuleOutput(_TorchStyle):
         return results[0] if len(results) == 1 else results
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def hook(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-            return settled(self._prepare_out_fn(outputs, device_mesh))
-
-        module.register_forward_hook(hook)
+        module.register_forward_hook(
+            lambda _, inputs, outputs: settled(self._prepare_out_fn(outputs, device_mesh))
+        )
         prepare(module)
         return module
 

@@ -180,9 +180,7 @@ print("end of the program", flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "code"), [("late", 1), ("waited", 0), pytest.param("soon", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("when", "code"), [("late", 1), slow("waited", 0), slow("soon", 1)])
 def test_an_asynchronous_save_that_nobody_waits_for(when, code, tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", NEVER_WAITED, tmp_path, when],

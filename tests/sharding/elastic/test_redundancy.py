@@ -6,10 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import shardmesh as sm
 from shardmesh import Layout, P
@@ -130,6 +134,85 @@ def recover_two_of_four() -> bool:
 def test_on_processes(world4):
     """Over gloo, as if the host of ranks 0 and 1 were lost: they take no part."""
     assert world4(recover_two_of_four) == [False, False, True, True]
+
+
+# -- the steps after a recovery --------------------------------------------------------------------
+
+
+class Training:
+    """A model with dropout and an average on a part of the samples, with steps of 6 samples."""
+
+    def __init__(self, mesh: sm.DeviceMesh) -> None:
+        self.mesh = mesh
+        model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.3), nn.Linear(5, 1)).double()
+        self.model = sm.parallel.fully_shard(model, mesh, src_data_rank=None)
+        samples = torch.arange(60, dtype=torch.float64, device="cpu").reshape(20, 3) / 60
+        sampler = sm.training.DistributedSampler(samples, mesh=mesh)  # type: ignore[arg-type]
+        self.steps = sm.training.GlobalBatchSampler(sampler, 6, micro_batch=2)
+        self.loader = DataLoader(samples, batch_sampler=self.steps)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": optimizer,
+            "average": sm.training.EMA(self.model, 0.5),
+            "data": self.steps,
+            "random": sm.checkpoint.RandomState(),
+        }
+
+    def take_steps(self, count: int) -> list[float]:
+        losses: list[float] = []
+        sharded = sm.training.batches(self.loader, self.mesh, P(self.mesh.axis_names))
+        for micro_batches in islice(self.steps.grouped(sharded), count):
+            rows = sum(len(x) for x in micro_batches)
+            loss = torch.zeros((), dtype=torch.float64)
+            with sm.accumulate_grads():
+                for x in micro_batches:
+                    part = self.model(x).square().mean() * (len(x) / rows)
+                    part.backward()
+                    loss += part.detach().full_tensor()
+            self.state["optimizer"].step()
+            self.state["optimizer"].zero_grad()
+            self.state["average"].update()
+            losses.append(loss.item())
+        return losses
+
+
+def test_steps_since_are_computed_again_with_the_same_numbers(tmp_path: Path):
+    """A refresh after step 1, a loss after step 2; the rest of the epoch on two ranks equals that
+    from a checkpoint of step 1.
+    """
+
+    def before() -> Any:
+        sm.random.manual_seed(3)
+        torch.manual_seed(0)
+        mesh = mesh_over(range(3), (3,), "s")
+        training = Training(mesh)
+        training.take_steps(1)
+        redundancy = Redundancy(mesh)
+        redundancy.refresh(training.state, 1)
+        sm.checkpoint.save(training.state, tmp_path, step=1)
+        training.take_steps(1)
+        return redundancy.version(redundancy.steps[0])
+
+    held = on_ranks(3, before)
+
+    def after(is_recovery: bool) -> Any:
+        torch.manual_seed(1)
+        training = Training(mesh_over(range(2), (2,), "s"))
+        if is_recovery:
+            recover(held[1 + current_world().rank], training.state, [1, 2])
+        else:
+            sm.checkpoint.load(tmp_path, training.state, step=1)
+        return training.take_steps(10), whole_values(training.state)
+
+    (losses, tensors), _ = on_ranks(2, lambda: after(True))
+    (expected, expected_tensors), _ = on_ranks(2, lambda: after(False))
+    assert len(losses) == 3
+    assert losses == expected
+    assert tensors.keys() == expected_tensors.keys()
+    random_states = {name for name in tensors if name.startswith("random.")}
+    for name in tensors.keys() - random_states:
+        assert torch.equal(tensors[name], expected_tensors[name]), name
 
 
 # -- what is copied, and what it costs -------------------------------------------------------------
@@ -330,6 +413,9 @@ def test_errors():
         with pytest.raises(ValueError, match=r"version\(3\): this rank has versions \[\]"):
             redundancy.version(3)
         assert redundancy.newest_step(current_world().group([0, 1])) is None
+        redundancy.refresh({}, 4)
+        with pytest.raises(ValueError, match="after a refresh of step 4: steps ascend"):
+            redundancy.refresh({}, 4)
 
     on_ranks(2, program)
 

@@ -181,6 +181,7 @@ def test_operators_of_a_policy_are_on_local_tensors():
     assert on_mesh((1, 2), program) == [{("(8, 4)", "(4, 4)"): 2}] * 2
 
 
+@pytest.mark.one_in(2, each=["dynamic", "form"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("form", ["fully_shard", "both"])
 def test_compiled_blocks(form, dynamic):

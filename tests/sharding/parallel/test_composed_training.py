@@ -235,6 +235,7 @@ def test_muon(case):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor
 from .....mesh.comm.thread_context import thread_context
 from .....mesh.comm.transforms import transforms_active
 from ....layout.layout import Layout
+from ....layout.shard_holders import intervals
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...sliced_from import check_base, write_through
-from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
+from ..decomposition_utils import is_split, layout_of, splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule, whole_dims
 from ..registry import decomposition, handler, rule
@@ -331,8 +331,7 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
     """Return the cuts of a slice of a dim by which each rank has what its part of the dim has."""
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
-    edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
-    chosen = [_local_slice(bounds, start, stop)[1] for start, stop in edges]
+    chosen = [_local_slice(bounds, part.start, part.stop)[1] for part in intervals(layout, dim)]
     return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in chosen)),)
 
 

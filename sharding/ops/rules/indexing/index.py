@@ -21,18 +21,15 @@ Local = Callable[..., Tensor]
 
 def expand_index(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
     """Return the index with one entry per dim (None adds one), or None if it has no rule."""
-    entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    for d, entry in enumerate(entries):
+        if isinstance(entry, list) and entry and all(type(e) is int for e in entry):
+            entries[d] = torch.tensor(entry, device=device)
     if not all(map(_is_known, entries)):
         return None
     indexed = sum(e is not None and e is not Ellipsis for e in entries)
     at = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
     return entries[:at] + [slice(None)] * (ndim - indexed) + entries[at + 1 :]
-
-
-def _as_tensor(entry: Any, device: Any) -> Any:
-    """Return a list of integers as a tensor, other entries unchanged."""
-    numbers = isinstance(entry, list) and entry and all(type(e) is int for e in entry)
-    return torch.tensor(entry, device=device) if numbers else entry
 
 
 def _is_known(entry: Any) -> bool:

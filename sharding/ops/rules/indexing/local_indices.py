@@ -45,14 +45,13 @@ class Part:
         """
         known = (index < self.size) & (index >= (-self.size if self.wraps else 0))
         rest = torch.where(index < 0, index + self.size, index) if self.wraps else index
-        one_dim = len(self.sizes) == 1
-        local, is_local = self._in_box(rest) if one_dim else self._in_boxes(rest, known)
+        if len(self.sizes) == 1:
+            local = rest - self.boxes[0][0]
+            is_local = (local >= 0) & (local < self.length)
+        else:
+            local, is_local = self._in_boxes(rest, known)
         local = torch.where(is_local, local, torch.where(known, elsewhere, self.length + 1))
         return local, is_local
-
-    def _in_box(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        local = index - self.boxes[0][0]
-        return local, (local >= 0) & (local < self.length)
 
     def _in_boxes(self, rest: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         local, is_local, stride = torch.zeros_like(rest), known, 1

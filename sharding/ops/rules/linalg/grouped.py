@@ -103,20 +103,15 @@ def _multiply_parts(
     # The first of these groups takes the rows before it, too: as zeros, which leave nothing in its
     # gradient.
     first, last = groups
-    others = ~_mask_of_groups(offs, first, last, mat_b.shape[1] if jagged else mat_a.shape[0])
+    rows_of_all = torch.arange(mat_b.shape[1] if jagged else mat_a.shape[0], device=offs.device)
+    ends = torch.cat([offs.new_zeros(1), offs])
+    others = ~((rows_of_all >= ends[first]) & (rows_of_all < ends[last]))
     if jagged:
         mat_b = mat_b.masked_fill(others, 0)
     else:
         others = others[:, None]
         mat_a = mat_a.masked_fill(others, 0)
     return _multiply(mat_a, mat_b, offs[first:last], out_dtype=out_dtype).masked_fill(others, 0)
-
-
-def _mask_of_groups(offs: Tensor, first: int, last: int, count: int) -> Tensor:
-    """Return a mask of the rows that are in the groups [first, last)."""
-    rows = torch.arange(count, device=offs.device)
-    ends = torch.cat([offs.new_zeros(1), offs])
-    return (rows >= ends[first]) & (rows < ends[last])
 
 
 def _multiply(

@@ -113,9 +113,16 @@ def _attention(
     """Compute the weights and drop some with `F.dropout`, which does not depend on the mesh."""
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
-    mask = _causal(query, key) if is_causal else attn_mask
+    mask = attn_mask
+    if is_causal:
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        mask = ShardedTensor.from_local(square.tril(), query.mesh, P())
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
-    return F.dropout(_safe_softmax(_apply_mask(scores, mask)), dropout_p) @ value
+    scores = _apply_mask(scores, mask)
+    # A query that attends to no key has weights of zero, as in torch.
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return F.dropout(weights, dropout_p) @ value
 
 
 def _repeat_heads(x: Any, count: int) -> Any:
@@ -126,21 +133,10 @@ def _repeat_heads(x: Any, count: int) -> Any:
     return heads.expand(*heads.shape[:-3], count, *heads.shape[-2:]).flatten(-4, -3)
 
 
-def _causal(query: Any, key: Any) -> Any:
-    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    return ShardedTensor.from_local(mask, query.mesh, P())
-
-
 def _apply_mask(scores: Any, mask: Any) -> Any:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-
-
-def _safe_softmax(scores: Any) -> Any:
-    """Return the softmax, and zeros for a query that attends to no key, as torch does."""
-    dead = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
 
 # -- with its projections --------------------------------------------------------------------------
@@ -190,7 +186,7 @@ def _multi_head_attention(
     k, v = _with_position(k, bias_k), _with_position(v, bias_v)
     q, k, v = _heads(q, num_heads), _heads(k, num_heads, static_k), _heads(v, num_heads, static_v)
     if add_zero_attn:
-        k, v = _with_zeros(k), _with_zeros(v)
+        k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], 2) for x in (k, v))
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask_of(q, k, attn_mask, key_padding_mask)
     p = dropout_p if training else 0.0
@@ -216,10 +212,6 @@ def _attend_with_weights(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) ->
 def _with_position(x: Any, learned: Any) -> Any:
     """Append a position, the same for the whole batch: `s b e -> (s+1) b e`."""
     return x if learned is None else torch.cat([x, learned.expand(1, x.shape[1], -1)])
-
-
-def _with_zeros(x: Any) -> Any:
-    return torch.cat([x, torch.zeros_like(x[:, :, :1])], 2)
 
 
 def _heads(x: Any, num_heads: int, static: Any = None) -> Any:

@@ -126,7 +126,10 @@ def _bind_halo(
     if is_empty(*targets[1:], *results) or 0 in halo.shape[:first]:
         return lambda x, *rest: _of_nothing(func, results[0], halo(x), *rest)
     groups = _local_groups(func, targets, results[0])
-    pads = [_padding(w, *i) for w, i in zip(windows, results[0].box[first:], strict=True)]
+    pads = []
+    for window, part in zip(windows, results[0].box[first:], strict=True):
+        before, after = window.padding(*part)
+        pads.append((before, max(0, after)))  # elements after the last window need none
     even = [before if before == after else 0 for before, after in pads]
     odd = [p for pair in reversed(pads) for p in ((0, 0) if pair[0] == pair[1] else pair)]
     stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
@@ -136,12 +139,6 @@ def _bind_halo(
         return func(F.pad(x, odd) if any(odd) else x, weight, bias, stride, even, dilation, groups)
 
     return local
-
-
-def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
-    """Return the padding of a part; elements after the last window need none."""
-    before, after = window.padding(start, stop)
-    return before, max(0, after)
 
 
 def _over_space(a: Any) -> Callable[..., Any] | None:

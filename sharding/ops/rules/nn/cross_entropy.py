@@ -186,29 +186,23 @@ def _hits(
     labels: Tensor,
     peak: Tensor | None = None,
 ) -> Tensor:
-    """Look up the labels among this rank's classes; others give zero."""
+    """Look up the labels among this rank's classes; others give zero.
+
+    Raises:
+        IndexError: a label that is no class.
+    """
     (start, stop), dtype = layout.box[at], accumulator_dtype(x.dtype)
     is_class = (labels >= 0) & (labels < layout.shape[at]) | (labels == ignore_index)
-    _check_labels(labels, is_class)
+    # Elsewhere reading values would synchronise with the device, and `gather` checks them, as in
+    # torch.
+    if labels.device.type == "cpu" and not is_class.all():
+        raise IndexError(f"Target {labels[~is_class][0].item()} is out of bounds.")
     if start == stop:
         return x.sum(at, keepdim=True, dtype=dtype)
     is_local = (labels >= start) & (labels < stop) & (labels != ignore_index)
     index = torch.where(is_local, labels - start, torch.where(is_class, 0, layout.shape[at]))
     hits = x.gather(at, index).to(dtype)
     return torch.where(is_local, hits if peak is None else hits - peak, 0)
-
-
-def _check_labels(labels: Tensor, is_class: Tensor) -> None:
-    """Check labels on the CPU.
-
-    Elsewhere reading values would synchronise with the device, and `gather` checks them, as in
-    torch.
-
-    Raises:
-        IndexError: a label that is no class.
-    """
-    if labels.device.type == "cpu" and not is_class.all():
-        raise IndexError(f"Target {labels[~is_class][0].item()} is out of bounds.")
 
 
 def _finish_loss(

@@ -24,11 +24,8 @@ from .window import Halo, Parts, on_parts, per_dim, unless_empty
 def _interpolate_rule(a: Any) -> Rule:
     n, linear = a.input.ndim - 2, ((0,),) if a.input.is_floating_point() else ()
     bind = unless_empty(F.interpolate, True)
-    return einrule(f"b c {_whole(n)} -> b c {'1 ' * n}", a.input, linear=linear, bind=bind)
-
-
-def _whole(n: int) -> str:
-    return dim_names(n, range(n), "h")
+    whole = dim_names(n, range(n), "h")
+    return einrule(f"b c {whole} -> b c {'1 ' * n}", a.input, linear=linear, bind=bind)
 
 
 @decomposition_maker("interpolate", rule=_interpolate_rule)
@@ -157,7 +154,8 @@ def _step(
 @rule("grid_sample")
 def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Rule:
     n = input.ndim - 2
-    pattern = f"b c {_whole(n)}, b {dim_names(n, prefix='p')} [s] -> b c {dim_names(n, prefix='p')}"
+    whole, points = dim_names(n, range(n), "h"), dim_names(n, prefix="p")
+    pattern = f"b c {whole}, b {points} [s] -> b c {points}"
     return einrule(pattern, input, grid, linear=((0,),), bind=unless_empty(F.grid_sample))
 
 

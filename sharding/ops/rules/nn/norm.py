@@ -61,13 +61,10 @@ def _beside_channels(x: Any, like: Any) -> Any:
 # -- of each row -----------------------------------------------------------------------------------
 
 
-def _last_dims(a: Any) -> tuple[int, ...]:
-    """Return the dims of the input that `normalized_shape` describes."""
-    return tuple(range(a.input.ndim - len(a.normalized_shape), a.input.ndim))
-
-
 def _split_last_dims(a: Any) -> tuple[int, ...] | None:
-    return _last_dims(a) if is_split(a.input, _last_dims(a)) else None
+    """Return the dims of the input that `normalized_shape` describes; None if none is split."""
+    dims = tuple(range(a.input.ndim - len(a.normalized_shape), a.input.ndim))
+    return dims if is_split(a.input, dims) else None
 
 
 def _rule(a: Any, *weights: Tensor | None) -> Rule:
@@ -148,14 +145,16 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 def _group_norm_rule(a: Any) -> Rule:
     image = " ".join(f"[d{d}]" for d in range(2, a.input.ndim))
     pattern = f"n [c] {image}, [c], [c] -> n [c] {image}"
-    return einrule(pattern, a.input, a.weight, a.bias, local=_group_norm_local)
-
-
-def _group_norm_local(
-    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Tensor:
-    """Skip `F.group_norm`'s check of the batch size, which would see this rank's part."""
-    return torch.group_norm(input, num_groups, weight, bias, eps)
+    return einrule(
+        pattern,
+        a.input,
+        a.weight,
+        a.bias,
+        # without `F.group_norm`'s check of the batch size, which would see this rank's part
+        local=lambda input, num_groups, weight=None, bias=None, eps=1e-5, *_: torch.group_norm(
+            input, num_groups, weight, bias, eps
+        ),
+    )
 
 
 @decomposition(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,13 +18,13 @@ from torch.utils import _pytree as pytree
 
 from ....autograd.engine_hooks import transforming
 from ....layout.layout import Layout
+from ....layout.shard_holders import intervals
 from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
 from ....trees import tensors_in
 from ..decomposition_utils import (
     all_from_parts,
     layout_of,
-    part_sizes,
     with_elements,
     with_part_sizes,
 )
@@ -106,9 +105,8 @@ class Halo:
         for dim, interval in elements.items():
             if src.spec.dims[dim]:
                 self.fetches.append(IntervalExchange(src, dst, dim, _one(interval)))
-                src = with_part_sizes(
-                    src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))]
-                )
+                fetched = [interval(part.start, part.stop) for part in intervals(dst, dim)]
+                src = with_part_sizes(src, dim, [stop - start for start, stop in fetched])
         self.shape = src.local_shape
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -119,10 +117,6 @@ class Halo:
 
 def _one(interval: Callable[[int, int], Interval]) -> Wanted:
     return lambda start, stop: [interval(start, stop)]
-
-
-def _parts(layout: Layout, dim: int) -> list[Interval]:
-    return list(pairwise(accumulate(part_sizes(layout, dim), initial=0)))
 
 
 # -- decompositions over split dims ----------------------------------------------------------------

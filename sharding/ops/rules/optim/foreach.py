@@ -196,19 +196,17 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
     """Return norms of many tensors; Euclidean ones take one reduction for equal pending axes."""
     if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
-    totals = [_sum_of_squares(x, dtype) for x in tensors]
+    totals = []
+    for x in tensors:
+        size = reduce_pending(x if dtype is None else x.to(dtype)).abs()
+        size = size.to(accumulator_dtype(size.dtype))
+        totals.append((size * size).sum())
     norms: dict[int, Any] = {}
     for bucket in dict.fromkeys(total._layout for total in totals):
         indices = [i for i, total in enumerate(totals) if total._layout is bucket]
         roots = safe_root(reduce_pending(torch.stack([totals[i] for i in indices])))
         norms.update(zip(indices, roots.unbind(), strict=True))
     return [norms[i].to(dtype or x.dtype.to_real()) for i, x in enumerate(tensors)]
-
-
-def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
-    size = reduce_pending(x if dtype is None else x.to(dtype)).abs()
-    size = size.to(accumulator_dtype(size.dtype))
-    return (size * size).sum()
 
 
 @handler("_foreach_powsum")

@@ -106,17 +106,13 @@ def _channels(ndim: int) -> int:
     return 2
 
 
-def _channels_of(batched: int) -> Callable[[int], int]:
-    """Return the number of dims of batch and channels, without a batch where a dim is missing."""
-    return lambda ndim: 2 if ndim == batched else 1
-
-
 _KINDS: dict[Any, _Kind] = {
     F.dropout: _Kind(_scale, _every),
     F.alpha_dropout: _Kind(_saturate, _every, training=False),
-    F.dropout1d: _Kind(_scale, _channels_of(3)),
+    # Batch and channels; channels alone where there is no batch dim.
+    F.dropout1d: _Kind(_scale, lambda ndim: 2 if ndim == 3 else 1),
     F.dropout2d: _Kind(_scale, _channels),
-    F.dropout3d: _Kind(_scale, _channels_of(5)),
+    F.dropout3d: _Kind(_scale, lambda ndim: 2 if ndim == 5 else 1),
     F.feature_alpha_dropout: _Kind(_saturate, _channels, training=False),
 }
 for _name, _apply, _dims in (

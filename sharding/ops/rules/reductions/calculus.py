@@ -25,7 +25,9 @@ def _diff(
     if n == 0:  # torch then ignores `prepend` and `append`
         return lambda input, *_, **__: input.clone()
     if prepend is not None or append is not None:
-        return _diff_of_joined
+        return lambda input, n=1, dim=-1, prepend=None, append=None: torch.cat(
+            [x for x in (prepend, input, append) if x is not None], dim
+        ).diff(n, dim)
     if not is_split(input, [dim]):
         return None
     dim, layout = dim % input.ndim, layout_of(input)
@@ -34,12 +36,6 @@ def _diff(
         layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else []
     )
     return sequential(target, fetch, lambda part: part.diff(n, dim))
-
-
-def _diff_of_joined(
-    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
-) -> Any:
-    return torch.cat([x for x in (prepend, input, append) if x is not None], dim).diff(n, dim)
 
 
 # -- gradient --------------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ def _together(
     if layout.mesh.coordinate is None or transforming():  # type: ignore[attr-defined]
         return unshard(values, dim), unshard(indices, dim)
     with torch.no_grad():
-        packed = torch.cat([_bytes(values._local), _bytes(indices._local)], -1)
+        parts = [x._local.contiguous() for x in (values, indices)]
+        # The bytes of each element are one more dim.
+        packed = torch.cat([part.unsqueeze(-1).view(torch.uint8) for part in parts], -1)
         spec, width = P.of_cuts([*layout.spec.cuts, ()], {}), packed.shape[-1]
         gathered = unshard(
             wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim
@@ -100,11 +102,6 @@ def _together(
     )
     best = with_gradient_of_redistribute(values._local, layout, target, best)
     return wrap(best, target), wrap(at, target.replace(dtype=torch.int64))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """Return the bytes of each element, as another dim."""
-    return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _is_split(x: Any, dim: int) -> bool:

@@ -164,10 +164,9 @@ def _cov(
     if not any(is_split(x) for x in (input, fweights, aweights) if x is not None):
         return None
 
-    def run(input: Any, *, fweights: Any = None, aweights: Any = None, **_: Any) -> Any:
-        return _covariance(dtype, correction, input, fweights, aweights)
-
-    return run
+    return lambda input, *, fweights=None, aweights=None, **_: _covariance(
+        dtype, correction, input, fweights, aweights
+    )
 
 
 @decomposition_maker(

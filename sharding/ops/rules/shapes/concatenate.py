@@ -78,10 +78,11 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
     ]
     pairs = list(zip(layouts, targets, strict=True))
 
-    def joined(*parts: Tensor) -> Tensor:
-        return torch.cat(redistribute_locals(parts, pairs), dim).to(result.dtype)
-
-    return lambda tensors, *_, **__: from_parts(target, joined, *tensors)
+    return lambda tensors, *_, **__: from_parts(
+        target,
+        lambda *parts: torch.cat(redistribute_locals(parts, pairs), dim).to(result.dtype),
+        *tensors,
+    )
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:

@@ -125,7 +125,11 @@ def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> D
         return lambda input, *_, **__: unshard(input, column).diagonal(offset, row, column)
     dim, first = (row, max(0, -offset)) if is_split(input, [row]) else (column, max(0, offset))
     layout = layout_of(input)
-    cut = _diagonal_of(interval_of(layout, dim, first, first + size), dim, row + column - dim)
+    square = interval_of(layout, dim, first, first + size)
+    # The split dim moves to the end, and the other one is dropped.
+    order = [d for d in range(input.ndim) if d not in (row, column)] + [dim]
+    cuts, shape = [square.spec.cuts[d] for d in order], [square.shape[d] for d in order]
+    cut = Layout.of(square.mesh, P.of_cuts(cuts, square.pending), shape, square.dtype)
     moved = evenly_split(cut, input.ndim - 2, size)
     start = layout.box[dim][0] * (1 if dim == row else -1)
 
@@ -136,13 +140,6 @@ def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> D
         )
 
     return lambda input, *_, **__: from_parts(moved, local, input)
-
-
-def _diagonal_of(layout: Layout, dim: int, dropped: int) -> Layout:
-    """Return the layout with one dim moved to the end and another one dropped."""
-    order = [d for d in range(len(layout.shape)) if d not in (dim, dropped)] + [dim]
-    cuts, shape = [layout.spec.cuts[d] for d in order], [layout.shape[d] for d in order]
-    return Layout.of(layout.mesh, P.of_cuts(cuts, layout.pending), shape, layout.dtype)
 
 
 @decomposition_maker(

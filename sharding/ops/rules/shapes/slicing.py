@@ -134,25 +134,18 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
 def decompose_slices(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
     """Return the decomposition of `x[entries]`, one for each dim; None if no split dim is cut."""
     dim_entries = [e for e in entries if e is not None]
-    ranges = {
-        d: _positions_of_entry(e, n)
-        for d, (e, n) in enumerate(zip(dim_entries, input.shape, strict=True))
-    }
-    ranges = {
-        d: chosen
-        for d, chosen in ranges.items()
-        if chosen != range(input.shape[d]) or type(dim_entries[d]) is int
-    }
+    ranges = {}
+    for d, (entry, size) in enumerate(zip(dim_entries, input.shape, strict=True)):
+        if not isinstance(entry, slice):
+            ranges[d] = range(entry % size, entry % size + 1)
+        elif (chosen := range(size)[entry]) != range(size):
+            ranges[d] = chosen
     if not is_split(input, ranges):
         return None
     piece = Piece(layout_of(input), ranges)
     last = tuple(None if e is None else 0 if type(e) is int else slice(None) for e in entries)
     result = _layout_after_dims(piece.moved, last)
     return lambda x: from_parts(result, lambda local: _move_piece(piece, local)[last], x)
-
-
-def _positions_of_entry(entry: Any, size: int) -> range:
-    return range(size)[entry] if isinstance(entry, slice) else range(entry % size, entry % size + 1)
 
 
 def _layout_after_dims(layout: Layout, last: Sequence[Any]) -> Layout:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -80,15 +80,16 @@ class FlatBucket:
     # -- positions of parameters -------------------------------------------------------------------
 
     def _sharded_layout(self, i: int, base: Layout) -> Layout:
-        cuts, dim, counts = list(base.spec.cuts), self.dims[i], _rows_by_part(base, self.dims[i])
-        sizes = [stop - start for count in counts for start, stop in self._rows(i, count)]
+        """Return the layout of a parameter whose rows are cut into pieces as well."""
+        cuts, dim = list(base.spec.cuts), self.dims[i]
+        sizes = []
+        for count in _rows_by_part(base, dim):
+            for part in range(self.layout.parts):
+                start, stop = self.layout.rows_of(i, part, count)
+                sizes.append(stop - start)
         outer = tuple(axis for one in cuts[dim] for axis in one.axes)
         cuts[dim] = (Cut((*outer, *self.axes), tuple(sizes)),)
         return base.replace(P.of_cuts(cuts, base.pending))
-
-    def _rows(self, i: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows in each piece of a parameter with `count` rows."""
-        return (self.layout.rows_of(i, part, count) for part in range(self.layout.parts))
 
     @cached_property
     def _part(self) -> int:
@@ -140,10 +141,6 @@ class FlatBucket:
         shape[dim] = stop - start
         return tuple(shape), strides, self.layout.offsets[i] + start * strides[dim] - first
 
-    def empty_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a piece of zeros, so that gaps between parameters are zero."""
-        return torch.zeros(self.layout.piece, dtype=dtype, device=device)
-
     def param_at(self, offset: int) -> int:
         """Return the index of the parameter at an offset of the whole buffer."""
         return bisect_right(self.layout.offsets, offset) - 1
@@ -174,10 +171,6 @@ class FlatBucket:
         src, dst = self._flat(x.dtype, before), self._flat(x.dtype, after)
         pending = executor(src, dst, transport=self._transport).start([x], tag=tag)
         return pending.then(itemgetter(0))
-
-    def part_over(self, whole: Tensor, axis: str) -> Tensor:
-        """Return a copy of this rank's part of the whole buffer, split over one axis."""
-        return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
     def empty_gradients(self, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialised buffer for gradients, with zeros between them."""

@@ -53,7 +53,8 @@ class ParamStorage:
     # -- sharded -----------------------------------------------------------------------------------
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.shard = self.flat.empty_shard(dtype, device)
+        # zeros, so that gaps between parameters are zero
+        self.shard = torch.zeros(self.flat.layout.piece, dtype=dtype, device=device)
         if self._offloaded is not None and device.type == "cpu":
             self.shard = self.shard.pin_memory()
         self._shard_views = self.flat.shards_in(self.shard)
@@ -214,7 +215,9 @@ class ParamStorage:
             return
         versions, whole = self._copies.pop(_WHOLE)
         if keep != "rest":
-            self._copies[(keep,)] = versions, self.flat.part_over(whole, keep)
+            mesh = self.flat.mesh
+            part = whole.chunk(mesh.size(keep))[mesh.get_local_rank(keep)].clone()
+            self._copies[(keep,)] = versions, part
 
     def after_backward(self) -> None:
         """Free all copies that are not kept until the next step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -290,6 +291,15 @@ def test_command_shows_what_happened(
     assert {path.name for path in dumps.iterdir()} == {f"trace_rank_{r}" for r in range(4)} | {
         f"rank_{r}.json" for r in range(4)
     }
+
+
+def test_the_command_prints_json(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(crashed), "--json", "--last", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2, 3]
+    assert told["ranks"][2]["state"] == "dead"
+    assert [one["op"] for one in told["ranks"][2]["collectives"]] == ["all_gather", "all_reduce"]
+    assert told["verdict"]["kind"] == "lost"
 
 
 def test_the_command_shows_stragglers(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4, each=["form"])
+@pytest.mark.one_in(8, each=["form"])
 @pytest.mark.parametrize(("form", "shape", "even", "sharded"), CASES)
 def test_twenty_steps_equal_one_process(form, shape, even, sharded):
     losses, parameters = _reference(even)

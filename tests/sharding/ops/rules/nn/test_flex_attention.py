@@ -112,7 +112,7 @@ def test_like_torch(name: str, layout: str) -> None:
     on_mesh((2, 2), program)
 
 
-@pytest.mark.one_in(3, each=["layout"])
+@pytest.mark.one_in(6, each=["layout"])
 @pytest.mark.parametrize("layout", QUERY)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str, layout: str) -> None:
