@@ -47,8 +47,9 @@ _log = logging.getLogger(__name__)
 
 _KEYS = "shardmesh/elastic"
 _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
-# to connect ranks that are known to be there; less than SHARDMESH_EXIT_S, which ends processes
-_CONNECT_S = 8.0
+# To connect ranks that are known to be there: for the default group, which nothing ends, and for
+# others, less than SHARDMESH_EXIT_S, after which the watchdog ends the process.
+_START_S, _CONNECT_S = 30.0, 8.0
 _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
 _jobs: Counter[str] = Counter()  # how many there were in a world, by its name
@@ -370,7 +371,7 @@ class Membership:
             store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
             rank=rank,
             world_size=len(members),
-            timeout=timeouts.connect_timeout(_CONNECT_S),
+            timeout=timeouts.connect_timeout(_START_S),
         )
         timeouts.manage(dist.group.WORLD, is_own=False)
         self.world, self._world_members = process_world(), members

@@ -41,7 +41,14 @@ from ..checkpoint.state import RandomState
 from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .recovery import StateLostError, recover
-from .snapshot import missing_parts, optimizers_of, refuse_pipelines, snapshot, whole_copy
+from .snapshot import (
+    missing_parts,
+    optimizers_of,
+    parameters_of,
+    refuse_pipelines,
+    snapshot,
+    whole_copy,
+)
 from .spares import with_empty_parts, without_parts
 
 _log = logging.getLogger(__name__)
@@ -163,6 +170,7 @@ class ElasticJob:
         self._layouts: dict[int, Any] = {}
         self._meshes: dict[int, DeviceMesh] = {}
         self._attempt: Attempt | None = None
+        self._writes_before = 0
         self._is_completing = False
         self.first_step = 0
         newest = self._newest_checkpoint()
@@ -282,14 +290,15 @@ class ElasticJob:
         they write.
 
         Raises:
-            ElasticJobError: the job cannot go on: too few ranks, or a step that has failed twice
-                for the same reason. On every rank.
+            ElasticJobError: the job cannot go on: too few ranks, a step that has failed twice for
+                the same reason, or one that writes parameters without a vote. On every rank.
             StateLostError: the ranks that are lost held what no other one has. On every rank.
             RuntimeError: the block communicates while its optimizer writes.
 
         Communication: a barrier over all ranks, the vote; one more if the optimizers communicate.
         """
         attempt = self._attempt = Attempt()
+        self._writes_before = self._count_writes()
         try:
             with termination.interruptible(True):
                 yield attempt
@@ -302,6 +311,10 @@ class ElasticJob:
             self._go_on(error)
         finally:
             self._attempt = None
+
+    def _count_writes(self) -> int:
+        """Return how often torch has counted a write into parameters of the state."""
+        return sum(getattr(p, "_local", p)._version for p in parameters_of(self.state))
 
     def _before_write(self, *_: Any) -> None:
         """Vote before the first optimizer of a step writes: its hook."""
@@ -357,6 +370,12 @@ class ElasticJob:
         if phase is Phase.RESTORE and not self._is_completing:
             raise _StepGivenUpError  # the program has caught it
         if phase is Phase.COMPUTE:  # no optimizer has stepped, as where a scaler skips a step
+            if self._count_writes() != self._writes_before:
+                raise ElasticJobError(
+                    "the step has written parameters without a vote: their optimizer is not in the "
+                    "state that build returns, or its step is inside of sm.jit; put it into the "
+                    "state, and jit forward and backward alone"
+                )
             self._vote()
         loss = _as_number(attempt.loss)
         decision = members.member.decision

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.box import Box, box_size
+from ..checkpoint.state import RandomState
 from ..checkpoint.tree import (
     PartialModel,
     children,
@@ -39,7 +41,7 @@ def snapshot(state: Any) -> Any:
         if isinstance(value, torch.optim.Optimizer):
             tree = value.state_dict()
             return {**tree, "param_groups": whole_copy(tree["param_groups"])}
-        if isinstance(value, EMA):
+        if isinstance(value, EMA | RandomState):  # the latter's are copies already
             return value.state_dict()
         return snapshot(value.state_dict()) if is_stateful(value) else _copied(value)
 
@@ -67,6 +69,12 @@ def optimizers_of(tree: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a tree of state, each once."""
     unique = {id(value): value for value in _objects(tree)}
     return [value for value in unique.values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def parameters_of(tree: Any) -> list[nn.Parameter]:
+    """Return the parameters of the modules in a tree of state."""
+    modules = [value for value in _objects(tree) if isinstance(value, nn.Module)]
+    return list(chain.from_iterable(module.parameters() for module in modules))
 
 
 def _objects(tree: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -267,3 +268,35 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
             state = sm.elastic.recover(state, build(form, mesh), alive=ranks)
         losses.append(train_step(state, batch_of(step, mesh), mesh))
     return {"losses": losses, "hashes": hashes(state)}
+
+
+def misuses() -> list[str]:
+    """Return the errors of steps that an elastic job refuses, and of what it lacks."""
+    job = sm.elastic.ElasticJob(
+        lambda mesh: build("ddp", mesh), make_mesh=lambda n: mesh_over("ddp", range(n))
+    )
+    job_of = partial(batch_of, 0, job.mesh)
+    (optimizer,) = job.state["optimizers"]
+    errors: list[str] = []
+
+    def outside() -> None:
+        optimizer.step()
+
+    def without_a_vote() -> None:
+        with job.attempt(), torch.no_grad():
+            next(job.state["model"].parameters()).mul_(0.5)
+
+    def communicating_afterwards() -> None:
+        with job.attempt() as attempt:
+            x, y = job_of()
+            loss = ((job.state["model"](x) - y) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            attempt.loss = loss.item()
+
+    for misuse in (job.save, outside, without_a_vote, communicating_afterwards):
+        try:
+            misuse()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors

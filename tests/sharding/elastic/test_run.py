@@ -16,6 +16,7 @@ from tests.sharding.elastic.faulty_ranks import (
     PLACES_AFTER_A_LOSS,
     STEPS,
     Fault,
+    misuses,
     replay,
     train,
 )
@@ -189,3 +190,13 @@ def test_what_only_a_lost_rank_held_is_named(forked: Forked):
     for rank in (0, 1, 3):
         assert "StateLostError" in ended[rank].output
         assert "state.model.first.weight" in ended[rank].output
+
+
+def test_steps_that_would_break_the_promise_are_refused(forked: Forked):
+    ended = forked(misuses, 2, limit_s=LIMIT_S)
+    for one in ended:
+        save, outside, without_a_vote, communicating = one.value
+        assert save.startswith("ValueError: job.save(): write ElasticJob(..., checkpoint=folder)")
+        assert outside.startswith("RuntimeError: optimizer.step() outside of `with job.attempt()`")
+        assert without_a_vote.startswith("ElasticJobError: the step has written parameters without")
+        assert communicating.startswith("RuntimeError: a step communicates (all_reduce over ranks")
