@@ -15,6 +15,7 @@ from shardmesh.sharding.checkpoint import convert_command
 from shardmesh.sharding.debug import plan_command
 
 PROG = "python -m shardmesh"
+_COMMANDS = (run_command, plan_command, doctor_command, ledger_command, convert_command)
 _LONGEST = 1000  # characters of an error
 
 
@@ -37,15 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog=PROG,
         description="Sharded tensors on N-D device meshes.",
-        epilog=f"examples:\n{run_command.EXAMPLE}{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}{convert_command.EXAMPLE}",
+        epilog="examples:\n" + "".join(command.EXAMPLE for command in _COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")
-    run_command.add_to(commands)
-    plan_command.add_to(commands)
-    doctor_command.add_to(commands)
-    ledger_command.add_to(commands)
-    convert_command.add_to(commands)
+    for command in _COMMANDS:
+        command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if "run" not in parsed:
         parser.print_help()
