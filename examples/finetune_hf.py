@@ -33,8 +33,8 @@ def shard_model(options, folder, mesh) -> Any:
         config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
     parallelize(model.to(mesh.device), mesh, "auto")
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = half if options.bf16 else MixedPrecisionPolicy()
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     return fully_shard(model, mesh, axes="fsdp", units="auto", mp_policy=policy)
 
 
@@ -110,10 +110,10 @@ def train(options, mesh):
     merged = model.merge_and_unload() if options.lora and not options.apart else model
     state = sm.checkpoint.full_state_dict(merged)
     if mesh.get_rank() == 0:
-        merged.save_pretrained(options.out / "model", state_dict=state)
-        tokenizer.save_pretrained(options.out / "model")
-        plot(training.JsonLines.read(options.out / "metrics.jsonl"), options.out / "loss.png")
-    say(f"the model is in {options.out / 'model'}")
+        with sm.monitor.idle():  # the other ranks wait, however long it takes
+            merged.save_pretrained(options.out / "model", state_dict=state)
+            tokenizer.save_pretrained(options.out / "model")
+            plot(training.JsonLines.read(options.out / "metrics.jsonl"), options.out / "loss.png")
 
 
 def main():

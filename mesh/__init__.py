@@ -22,7 +22,6 @@ from .errors import (
     MeshError,
 )
 from .make_mesh import make_mesh, process_count, process_index
-from .mesh_from_env import mesh_from_env
 from .simulated.simulate import simulate
 from .topology import Link, Topology
 
@@ -49,7 +48,6 @@ __all__ = [
     "current_world",
     "init_device_mesh",
     "make_mesh",
-    "mesh_from_env",
     "null_world",
     "process_count",
     "process_index",

@@ -35,7 +35,6 @@ from shardmesh.mesh import (
     DeviceMesh,
     init_device_mesh,
     make_mesh,
-    mesh_from_env,
     process_count,
     process_index,
     simulate,
@@ -102,6 +101,7 @@ if TYPE_CHECKING:
     import shardmesh.topology as topology
     import shardmesh.training as training
     from shardmesh.mesh.launch.local_processes import launch
+    from shardmesh.mesh.mesh_from_env import mesh_from_env
     from shardmesh.sharding.functional.collectives.ragged import ragged_all_to_all
     from shardmesh.sharding.functional.control import cond, fori_loop, scan, switch, while_loop
     from shardmesh.sharding.functional.transforms.custom_vjp import custom_vjp
@@ -137,6 +137,7 @@ _NAMESPACES = (
 # Modules of the core that are loaded when one of their names is first used.
 _LAZY = {
     ".mesh.launch.local_processes": "launch",
+    ".mesh.mesh_from_env": "mesh_from_env",
     ".sharding.functional.collectives.ragged": "ragged_all_to_all",
     ".sharding.functional.control": "cond fori_loop scan switch while_loop",
     ".sharding.functional.transforms.custom_vjp": "custom_vjp",
@@ -212,6 +213,7 @@ __all__ = [
     "make_array_from_process_local_data",
     "make_array_from_single_device_arrays",
     "make_mesh",
+    "mesh_from_env",
     "ones",
     "pbroadcast",
     "pcast",

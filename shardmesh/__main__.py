@@ -16,6 +16,14 @@ from shardmesh.sharding.debug import plan_command
 from shardmesh.sharding.tune import command as tune_command
 
 PROG = "python -m shardmesh"
+_COMMANDS = (
+    run_command,
+    plan_command,
+    tune_command,
+    doctor_command,
+    ledger_command,
+    convert_command,
+)
 _LONGEST = 1000  # characters of an error
 
 
@@ -38,18 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog=PROG,
         description="Sharded tensors on N-D device meshes.",
-        epilog="examples:\n"
-        f"{run_command.EXAMPLE}{plan_command.EXAMPLE}{tune_command.EXAMPLE}{doctor_command.EXAMPLE}"
-        f"{ledger_command.EXAMPLE}{convert_command.EXAMPLE}",
+        epilog="examples:\n" + "".join(command.EXAMPLE for command in _COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")
-    run_command.add_to(commands)
-    plan_command.add_to(commands)
-    tune_command.add_to(commands)
-    doctor_command.add_to(commands)
-    ledger_command.add_to(commands)
-    convert_command.add_to(commands)
+    for command in _COMMANDS:
+        command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if "run" not in parsed:
         parser.print_help()

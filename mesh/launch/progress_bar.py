@@ -22,7 +22,7 @@ def progress(
 ) -> Iterator[Item]:
     """progress(iterable, label) -> its items; a bar on stderr if they take over two seconds.
 
-        training  [########                ]  41/120  34 %  2.1/s  0:38 left
+        training  [########                ]  41/120  34%  2.1/s  0:38 left
 
     Only rank 0 draws it, and only on a terminal: nothing is written to a pipe or a file. It is
     erased at the end.

@@ -59,7 +59,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
         return 0 if arguments else 2
     try:
         mesh, rest = _split(arguments)
-        if not rest:
+        if rest in ([], ["-m"]):
             raise ValueError("write the program to run, as in run train.py --mesh dp=4")
         if rest[0].startswith("-") and rest[0] != "-m":
             return _run_torchrun(mesh, rest)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
                 "torchrun before the program"
             )
         is_module = rest[0] == "-m"
-        program = rest[1] if is_module and len(rest) > 1 else rest[0]
+        program = rest[1] if is_module else rest[0]
         if not is_module and not os.path.isfile(program):
             raise ValueError(f"there is no file {shortened(program)!r}")
     except ValueError as error:

@@ -63,8 +63,11 @@ def add_to(commands: Any) -> None:
         default=20,
         help="how many collectives of each rank to show (20)",
     )
-    add("--json", action="store_true", help="print all collectives and the verdict as JSON")
-    add("--stragglers", action="store_true", help="show who waited for whom in each step, instead")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the same as JSON")
+    form.add_argument(
+        "--stragglers", action="store_true", help="show who waited for whom in each step, instead"
+    )
     add(
         "--trace",
         metavar="FILE",

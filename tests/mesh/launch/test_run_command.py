@@ -77,6 +77,7 @@ def test_options_of_torchrun_pass_through_unread(program, launched, monkeypatch)
         (["train.py", "--mesh", "a=2,a=2"], "twice"),
         (["other.py", "--mesh", "dp=2"], "there is no file 'other.py'"),
         (["--mesh", "dp=2"], "write the program to run"),
+        (["-m", "--mesh", "dp=2"], "write the program to run"),
     ],
 )
 def test_wrong_lines_end_in_one_line(line, message, program, launched, capsys):
