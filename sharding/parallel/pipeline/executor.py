@@ -211,8 +211,9 @@ class StepRun:
         self._add_root(running, loss, self._scales[number].loss)
 
     def _add_root(self, running: RunningStage, loss: Tensor, scale: Tensor) -> None:
-        """Add a loss, scaled, to those of the step and to the roots of backward. One that counts
-        nothing is 0, also if it is a mean over nothing, which is NaN.
+        """Add a loss, scaled, to those of the step and to the roots of backward.
+
+        One that counts nothing is 0, also if it is a mean over nothing, which is NaN.
         """
         whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
         value = whole.reshape(()).where(scale != 0, 0) * scale.to(whole.dtype)

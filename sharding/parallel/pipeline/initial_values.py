@@ -34,8 +34,9 @@ def materialize_stages(
     placement: Sequence[int],
     init: Callable[[nn.Module], object] | None,
 ) -> None:
-    """Allocate and initialise what this rank holds of a model on "meta": see
-    `Pipeline.materialize`.
+    """Allocate and initialise what this rank holds of a model on "meta".
+
+    See `Pipeline.materialize`.
 
     Args:
         staged: the model.
@@ -72,8 +73,9 @@ def materialize_stages(
 
 
 def _own_tensors(staged: StagedModel, whole: nn.Module) -> dict[int, list[Tensor]]:
-    """Return what this rank holds by the id of the tensor in a copy of the model: several tensors
-    where several stages have a copy.
+    """Return what this rank holds, by the id of the tensor in a copy of the model.
+
+    There are several tensors where several stages have a copy.
     """
     modules = dict(whole.named_modules(remove_duplicate=False))
     on_all_ranks = [

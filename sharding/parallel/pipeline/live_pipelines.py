@@ -1,5 +1,6 @@
-"""The pipelines of a rank that exist: by them, functions of plain lists of tensors know that a list
-has only those of this rank's stages.
+"""The pipelines of a rank that exist.
+
+By them, functions of plain lists of tensors know that a list has only those of this rank's stages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class LivePipelines:
         self._models.add(model)
 
     def owning(self, tensors: Iterable[Tensor]) -> WholeModel | None:
-        """Return the model that some of these tensors are parameters of, or gradients of
-        parameters; None if there is none.
+        """Return the model of which some of these tensors are parameters, or their gradients.
+
+        None if there is no such model.
         """
         if not self._models:
             return None

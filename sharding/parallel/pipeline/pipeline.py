@@ -64,8 +64,7 @@ def pipeline(
     stage_meshes: Sequence[Mapping[str, int]] | None = None,
     data_axes: str | Sequence[str] = "dp",
 ) -> Pipeline:
-    """pipeline(model, mesh, axis="pp") -> Pipeline: the model in stages, which pass microbatches to
-    each other.
+    """pipeline(model, mesh, axis="pp") -> Pipeline: stages that pass microbatches to each other.
 
         rank 0   blocks 0 to 3   F0 F1 F2 .  .  B0--- .  B1--- ...       activations go down,
         rank 1   blocks 4 to 7   .  F0 F1 .  B0--- F2 B1--- ...          gradients up
@@ -251,8 +250,9 @@ class Pipeline:
 
     @property
     def stage_mesh(self) -> DeviceMesh:
-        """The mesh of this rank's stages: the pipeline's without its own axis, or what
-        `stage_meshes` gives.
+        """The mesh of this rank's stages.
+
+        It is the pipeline's without its own axis, or what `stage_meshes` gives.
         """
         return self._inner_mesh(None)
 
@@ -349,8 +349,10 @@ class Pipeline:
     def data_parallel(
         self, mesh: DeviceMesh | None = None, *, units: Units | None = None, **options: Any
     ) -> Pipeline:
-        """data_parallel(mesh) -> the pipeline, its stages data-parallel (DDP, ZeRO); arguments and
-        communication as for `fully_shard`, options those of `sm.parallel.data_parallel`.
+        """data_parallel(mesh) -> the pipeline, its stages data-parallel (DDP, ZeRO).
+
+        Arguments and communication are as for `fully_shard`, options those of
+        `sm.parallel.data_parallel`.
         """
         mesh = self._inner_mesh(mesh)
         last = self._staged.num_stages - 1
@@ -599,8 +601,7 @@ class Pipeline:
     def _check_same(
         self, kind: str, count: int, has_targets: bool, has_loss: bool, data: DataRanks
     ) -> None:
-        """Compare the ranks' calls, and tell each other the precision of stages; once for each kind
-        of call.
+        """Compare the ranks' calls and exchange the precision of stages, once per kind of call.
 
         Raises:
             ValueError: on every rank, if they differ, or the last stage has no targets.
@@ -705,8 +706,9 @@ class Pipeline:
         return values[0].to(self._loss_dtype)
 
     def _tied_gradients_summed(self) -> AbstractContextManager[None]:
-        """Sum the gradients of tied parameters' copies at the end of the block; before the first
-        step make the copies equal.
+        """Sum the gradients of tied parameters' copies at the end of the block.
+
+        Before the first step, make the copies equal.
         """
         if not self._has_tied:
             return nullcontext()

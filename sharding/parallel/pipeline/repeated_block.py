@@ -60,8 +60,9 @@ class Block:
         return slots[action.stage] + self.period * action.microbatch
 
     def in_flight(self, rank: int) -> int:
-        """Return how many microbatches are between the forward and the backward for inputs of a
-        rank's stages, at most and summed over the stages.
+        """Return how many microbatches are between forward and backward for inputs, at most.
+
+        The number is summed over the stages of the rank.
         """
         stages = [stage for stage, owner in enumerate(self.placement) if owner == rank]
         lifespans = [self.backward_input[stage] - self.forward[stage] for stage in stages]

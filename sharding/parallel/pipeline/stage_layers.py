@@ -55,8 +55,9 @@ def shard_stages(
     is_data_parallel: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Call `fully_shard` or `data_parallel` for each stage; a stage is the outermost unit. Only the
-    outputs of the last one are cast.
+    """Call `fully_shard` or `data_parallel` for each stage.
+
+    A stage is the outermost unit. Only the outputs of the last one are cast.
 
     Raises:
         ValueError: `units` matches no module of the model.

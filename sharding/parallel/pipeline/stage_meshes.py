@@ -116,15 +116,15 @@ class StageMeshes:
         (interval,) = box_on(self._layout(self.place, self.parts), self.rank)
         return Rows(*interval, self.parts)
 
-    def sent(self, source: int, destination: int) -> list[Route]:
-        """Return what this rank sends from one place to another, in the order of the peers."""
-        routes = self._between(source, destination)
-        return [route for sender, _, route, _ in routes if sender == self.rank]
+    def routes(self, source: int, destination: int) -> list[Route]:
+        """Return what this rank sends from one place to another, or receives there.
 
-    def received(self, source: int, destination: int) -> list[Route]:
-        """Return what this rank receives, as `sent`."""
-        routes = self._between(source, destination)
-        return [route for _, receiver, _, route in routes if receiver == self.rank]
+        They are in the order of the peers. One of the places is this rank's own.
+        """
+        between = self._between(source, destination)
+        if source == self.place:
+            return [route for sender, _, route, _ in between if sender == self.rank]
+        return [route for _, receiver, _, route in between if receiver == self.rank]
 
     def check_values(
         self, metas: Sequence[ValueKind], source: int, destination: int, stage: int

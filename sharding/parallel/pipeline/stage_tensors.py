@@ -132,8 +132,9 @@ class StageTensors:
     # -- to the tree -------------------------------------------------------------------------------
 
     def layout_of(self, x: Tensor) -> Layout:
-        """Return the layout of a tensor of this rank's stages in the tree; a plain tensor is the
-        same on all ranks of its stage.
+        """Return the layout of a tensor of this rank's stages in the tree.
+
+        A plain tensor is the same on all ranks of its stage.
 
         Raises:
             ValueError: it is on ranks of several stages.
@@ -226,15 +227,17 @@ class StageTensors:
         return described
 
     def group_of(self, places: Iterable[int]) -> Group:
-        """Return the group of the ranks at these places along the axis, with this rank's index on
-        the others.
+        """Return the group of the ranks at these places along the axis.
+
+        They have this rank's index on the other axes.
         """
         along = self._ranks_along()
         return self.mesh.world.group(sorted(along[place] for place in places))
 
     def whole(self, own: Mapping[str, Any], tree: WholeTree) -> dict[str, Any]:
-        """Return all entries: this rank's own, and those of which it holds nothing. A tied
-        parameter is that of its first holder.
+        """Return all entries: this rank's own, and those of which it holds nothing.
+
+        A tied parameter is that of its first holder.
         """
         entries: dict[str, Any] = {}
         for name, holders in tree.holders.items():
@@ -280,8 +283,9 @@ class StageTensors:
     def own_entries(
         self, whole: Mapping[str, Any], tree: WholeTree, own: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Return what of a tree by parameter this rank needs, in the layouts of its parameters;
-        tensors of other shapes than the parameter's are whole and plain.
+        """Return what this rank needs of a tree by parameter, in the layouts of its parameters.
+
+        Tensors of other shapes than the parameter's are whole and plain.
 
         Args:
             whole: trees by the name of a parameter, of the whole model.

@@ -58,8 +58,9 @@ class WholeModel:
             yield name, copies[0]
 
     def copies(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters of this rank's stages by first name; several objects where several
-        of the stages have a copy.
+        """Return the parameters of this rank's stages by first name.
+
+        There are several objects where several of the stages have a copy.
         """
         copies: dict[str, list[nn.Parameter]] = {}
         seen: set[int] = set()
@@ -167,8 +168,9 @@ class WholeModel:
         return without_scalars(self.tensors.whole(entries, tree))
 
     def own_tree(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this rank's parameters need of a result of `tree`, of any pipeline, in
-        the layouts of the parameters. Every rank calls it with the same tree.
+        """Return what this rank's parameters need of a result of `tree`, in their layouts.
+
+        The result may be of any pipeline. Every rank calls it with the same tree.
 
         Raises:
             ValueError: on every rank, a name that is not a parameter's.
@@ -187,8 +189,9 @@ class WholeModel:
         return self.tensors.own_entries(named, tree, dict(self.named_parameters()))
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the parameter groups of all stages' optimizers, by parameter name: groups with the
-        same settings are one.
+        """Return the parameter groups of all stages' optimizers, by parameter name.
+
+        Groups with the same settings are one.
 
         Communication: one all_gather of small objects over the axis.
         """
@@ -209,8 +212,9 @@ class WholeModel:
         return self.tensors.whole(dict(self.named_parameters()), tree)
 
     def gradients(self) -> dict[str, ShardedTensor]:
-        """Return the gradients of the whole model by parameter, laid out as in `state_dict`; zeros
-        for a parameter without one.
+        """Return the gradients of the whole model by parameter, laid out as in `state_dict`.
+
+        A parameter without a gradient has zeros.
 
         Communication: one all_gather of small objects over the axis, the first time.
         """
@@ -227,8 +231,9 @@ class WholeModel:
         return {name: x.grad for name, x in own.items() if x.grad is not None}
 
     def has_gradients(self) -> dict[str, Tensor]:
-        """Return for each parameter of the whole model 1 or 0, in a tensor as in `state_dict`:
-        whether it has a gradient.
+        """Return for each parameter of the whole model whether it has a gradient, as 1 or 0.
+
+        The number is in a tensor as in `state_dict`.
 
         Communication: as `gradients`.
         """
@@ -321,8 +326,9 @@ def without_scalars(state: Any) -> Any:
 
 
 def merged_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of all stages, by parameter name: those with the same settings
-    are one.
+    """Return the parameter groups of all stages, by parameter name.
+
+    Those with the same settings are one.
     """
     merged: list[dict[str, Any]] = []
     for group in groups:

@@ -82,8 +82,9 @@ class TiedParameters:
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum the gradients of copies that are made in the block, and add them to `.grad`; where a
-        rank has several copies, to that of the first.
+        """Sum the gradients of copies that are computed in the block, and add them to `.grad`.
+
+        Where a rank has several copies, they are added to that of the first.
 
         An exception leaves the gradients as before the block.
 
@@ -174,8 +175,9 @@ class TiedParameters:
 
 
 def _sum_of_copies(copies: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the local part of the sum of this rank's copies' gradients, as the first is laid out;
-    None if no copy has a gradient.
+    """Return the local part of the sum of this rank's copies' gradients.
+
+    It is laid out as the first copy; None if no copy has a gradient.
     """
     first = copies[0]
     total: Tensor | None = None

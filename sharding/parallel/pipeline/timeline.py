@@ -69,8 +69,9 @@ class Timeline:
 
     @property
     def live_microbatches(self) -> tuple[float, ...]:
-        """For each rank the activations that it holds, in units of all its stages: 1 is what a
-        microbatch needs in all stages of the rank.
+        """For each rank the activations that it holds, in units of all its stages.
+
+        1 is what a microbatch needs in all stages of the rank.
         """
         return tuple(
             live / stages for live, stages in zip(self.live, self.stages_per_rank, strict=True)

@@ -131,8 +131,9 @@ def local_of(value: Tensor) -> Tensor:
 
 
 def transfers(rows: Rows) -> dict[tuple[int, int], list[Action]]:
-    """Return, by sending and receiving rank (places along the axis), the results that move between
-    them, in the order in which the sender computes them.
+    """Return the results that move between ranks, by sender and receiver.
+
+    Ranks are places along the axis. Results are in the order in which the sender computes them.
 
     A result is named as in `Action.result`: 1F0 is the output of stage 1 for microbatch 0, and 1I0
     the gradient of its input.
@@ -295,8 +296,9 @@ class Inbox:
         self._post_ahead()
 
     def take(self, action: Action) -> list[Tensor | None]:
-        """Wait for a result; return the part of each of its tensors that comes from this sender,
-        None where it sends nothing of one.
+        """Wait for a result; return the part of each of its tensors that this sender has.
+
+        None where it sends nothing of a tensor.
         """
         while action not in self._posted:
             metas = self._known_metas(self._to_post[0])
@@ -389,6 +391,7 @@ class Transport:
         # by the other rank
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
+        self._routes_between: dict[tuple[int, int], Sequence[Route]] = {}
         self._rank_of: dict[int, int] = {}
         # by rank: the place in its row of the action that computes a result
         self._places: list[dict[Action, int]] = []
@@ -420,20 +423,24 @@ class Transport:
         self._connect(moved)
         for (source, destination), order in moved.items():
             if destination == place:
-                for route in self._received_from(source):
+                for route in self._routes(source, place):
                     self._inboxes[route.peer].begin(order, signatures)
 
-    def _sent_to(self, place: int) -> list[Route]:
-        """Return what this rank sends to the ranks of a place."""
-        if self._stage_meshes is None:
-            return [Route(self._group.ranks[place], WHOLE, True)]
-        return self._stage_meshes.sent(self._group.rank, place)
+    def _routes(self, source: int, destination: int) -> Sequence[Route]:
+        """Return what this rank exchanges in one direction between two places, one of them its own.
 
-    def _received_from(self, place: int) -> list[Route]:
-        """Return what this rank receives from the ranks of a place."""
-        if self._stage_meshes is None:
-            return [Route(self._group.ranks[place], WHOLE, True)]
-        return self._stage_meshes.received(place, self._group.rank)
+        They are the same for all messages.
+        """
+        places = source, destination
+        routes = self._routes_between.get(places)
+        if routes is None:
+            if self._stage_meshes is not None:
+                routes = self._stage_meshes.routes(source, destination)
+            else:
+                other = destination if source == self._group.rank else source
+                routes = [Route(self._group.ranks[other], WHOLE, True)]
+            self._routes_between[places] = routes
+        return routes
 
     def _shares(self, source: int, destination: int) -> tuple[int, int]:
         if self._stage_meshes is None:
@@ -446,10 +453,11 @@ class Transport:
         inboxes: dict[int, tuple[Route, tuple[int, int]]] = {}
         for source, destination in moved:
             if source == place:
-                outboxes |= {route.peer: route for route in self._sent_to(destination)}
+                outboxes |= {route.peer: route for route in self._routes(place, destination)}
             if destination == place:
                 shares = self._shares(source, destination)
-                inboxes |= {route.peer: (route, shares) for route in self._received_from(source)}
+                routes = self._routes(source, place)
+                inboxes |= {route.peer: (route, shares) for route in routes}
         pairs = [(own, peer) for peer in outboxes if peer not in self._outboxes]
         pairs += [(peer, own) for peer in inboxes if peer not in self._inboxes]
         channels = connected_channels(self._group.world, pairs, self._mesh.device)
@@ -481,7 +489,7 @@ class Transport:
             return
         if self._stage_meshes is not None:
             self._stage_meshes.check_values(metas, self._group.rank, receiver, stage)
-        for route in self._sent_to(receiver):
+        for route in self._routes(self._group.rank, receiver):
             self._outboxes[route.peer].send_activations(action, signature, values, metas)
 
     def take_activations(self, stage: int, microbatch: int, signature: Hashable) -> list[Tensor]:
@@ -503,7 +511,7 @@ class Transport:
             self._own[action] = list(grads)
             return
         metas = self._metas_of_gradients(action)
-        for route in self._sent_to(receiver):
+        for route in self._routes(self._group.rank, receiver):
             self._outboxes[route.peer].send_gradients(action, grads, metas)
 
     def take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
@@ -525,12 +533,10 @@ class Transport:
         return _requiring_gradients(self._table.metas[action.stage, signature])
 
     def _take(self, sender: int, action: Action) -> list[list[Tensor | None]]:
-        """Receive a result, in the order of the routes, and free what its senders had used
-        before.
-        """
+        """Receive a result, in the order of the routes, and free what its senders had used."""
         places = self._places[sender]
         parts: list[list[Tensor | None]] = []
-        for route in self._received_from(sender):
+        for route in self._routes(sender, self._group.rank):
             parts.append(self._inboxes[route.peer].take(action))
             outbox = self._outboxes.get(route.peer)
             if outbox is not None:
@@ -541,7 +547,7 @@ class Transport:
         self, sender: int, parts: list[list[Tensor | None]], metas: Metas
     ) -> list[Tensor]:
         """Return values from the parts that have come from several ranks."""
-        routes = self._received_from(sender)
+        routes = self._routes(sender, self._group.rank)
         values: list[Tensor] = []
         for number, meta in enumerate(metas):
             own = [(route, of[number]) for route, of in zip(routes, parts, strict=True)]

@@ -72,8 +72,9 @@ class WeightGrad:
 
 
 class _LaterGrad(torch.autograd.Function):
-    """Nothing in forward; a gradient that is computed late, in backward. Its result shares no
-    memory with the weight.
+    """Nothing in forward; a gradient that is computed late, in backward.
+
+    Its result shares no memory with the weight.
     """
 
     @staticmethod

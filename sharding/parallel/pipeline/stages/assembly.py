@@ -126,8 +126,9 @@ def _model_names(
 
 
 def _free(tree: ModuleTree, originals: Collection[nn.Module]) -> None:
-    """Move the tensors of units that are in no stage themselves to "meta", and the parameters of
-    containers, which stages put there when they run.
+    """Move the tensors of units that are in no stage themselves to "meta".
+
+    Parameters of containers are moved too: stages put them back when they run.
     """
     in_use: set[nn.Module] = set()
     for unit in originals:

@@ -90,8 +90,9 @@ class Dependencies:
 
 
 def outer_calls(recording: Recording, tree: ModuleTree) -> Iterator[tuple[Enter, int]]:
-    """Yield the calls of modules that no call of a unit is around, each with the floating-point
-    operations in it; of containers, without them.
+    """Yield the calls of modules that no call of a unit is around.
+
+    Each comes with the floating-point operations in it; those of containers have 0.
     """
     inside: Enter | None = None
     flops = 0
@@ -110,8 +111,9 @@ def outer_calls(recording: Recording, tree: ModuleTree) -> Iterator[tuple[Enter,
 
 
 def opened_by(recording: Recording, tree: ModuleTree) -> set[str]:
-    """Return the units and leaves that must be containers, since the forward calls modules inside
-    of them from outside.
+    """Return the units and leaves that must be containers.
+
+    They are those inside of which the forward calls modules from outside.
     """
     known = {*tree.units, *tree.leaves}
     opened: set[str] = set()

@@ -79,8 +79,9 @@ def owned_by_calls(
 def owned_by_order(
     tree: ModuleTree, boundaries: Sequence[Boundary], stages: int, first: Mapping[int, Place]
 ) -> Ownership:
-    """Return what each stage holds if units are called in the order in which they are registered,
-    and any stage may use the parameters of containers.
+    """Return what each stage holds if units are called in the order of registration.
+
+    Any stage may use the parameters of containers.
 
     Raises:
         ValueError: boundaries in another order; a stage has no unit.

@@ -270,8 +270,9 @@ class Recorder(TorchDispatchMode):
 
 
 def _like_argument(module: nn.Module, arguments: Sequence[Tensor]) -> Tensor | None:
-    """Return a tensor like the first floating-point argument, computed from all arguments and
-    parameters; None if there is no such argument.
+    """Return a tensor like the first floating-point argument; None if there is no such argument.
+
+    It is computed from all arguments and parameters.
     """
     first = next((x for x in arguments if x.is_floating_point()), None)
     if first is None:
@@ -283,8 +284,10 @@ def _like_argument(module: nn.Module, arguments: Sequence[Tensor]) -> Tensor | N
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator; torch's rule for shapes of grouped products refuses dtypes that its kernels
-    take.
+    """Call an operator.
+
+    Grouped products are called in bfloat16: torch's rule for their shapes refuses other dtypes,
+    which its kernels take.
     """
     dtypes = {x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()}
     if func is not torch.ops.aten._grouped_mm.default or dtypes == {torch.bfloat16}:

@@ -42,8 +42,10 @@ def set_flags(flags: ModuleFlags, model: nn.Module) -> None:
 def signature_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], modules: Sequence[nn.Module]
 ) -> Hashable:
-    """Return the signature of a call: shapes, dtypes and other values of the inputs, flags of the
-    model's modules, grad mode and autocast.
+    """Return the signature of a call.
+
+    It has the shapes, dtypes and other values of the inputs, the flags of the model's modules, grad
+    mode and autocast.
 
     Raises:
         TypeError: an input is neither a tensor nor hashable.

@@ -167,8 +167,9 @@ def named_boundaries(
 
 
 def balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the first element of each part but the first, of costs cut into contiguous parts that
-    are not empty, so that the largest sum of a part is as small as possible.
+    """Return where each part but the first begins, of costs cut into contiguous parts.
+
+    No part is empty, and the largest sum of a part is as small as possible.
     """
     sums = [0, *accumulate(costs)]
     count = len(costs)

@@ -124,8 +124,9 @@ def fill_stage(
 
 
 def _empty_copy(module: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same attributes and hooks, without tensors and
-    submodules.
+    """Return a module of the same class with the same attributes and hooks, but no contents.
+
+    It has neither tensors nor submodules.
     """
     empty = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):

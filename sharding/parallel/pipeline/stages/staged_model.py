@@ -32,8 +32,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StagedModel:
-    """StagedModel(model, split, num_stages, own_stages) -> the stages of a model that this rank
-    holds.
+    """StagedModel(model, split, num_stages, own_stages) -> the stages of a model on this rank.
 
         split = ["layers.2", "layers.4"]
 
@@ -169,15 +168,17 @@ class StagedModel:
         return self._first_places[place]
 
     def holders(self, place: Place) -> Collection[int] | None:
-        """Return the stages that hold the tensor at a place of the model; None for what every rank
-        has, such as buffers outside of units.
+        """Return the stages that hold the tensor at a place of the model.
+
+        None for what every rank has, such as buffers outside of units.
         """
         return self._ownership.tensors.get(self.first_place(place))
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """Return what the dependencies of stages depend on: shapes and dtypes of inputs, their
-        values that are not tensors, the modes of modules, whether parameters require gradients,
-        grad mode and autocast.
+        """Return what the dependencies of stages depend on, of the inputs and the model.
+
+        That is shapes and dtypes of inputs, their values that are not tensors, the modes of
+        modules, whether parameters require gradients, grad mode and autocast.
 
         For a signature that is new, the forward runs once without values.
 
@@ -228,8 +229,9 @@ class StagedModel:
         return record(self._skeleton, args, dict(kwargs), prepare, is_in_unit, count_flops)
 
     def _tree_of(self, recording: Recording | None) -> ModuleTree:
-        """Return the units between the boundaries; those whose insides are called from outside are
-        containers.
+        """Return the units between the boundaries.
+
+        Those whose insides are called from outside are containers.
         """
         modules = dict(self._model.named_modules())
         boundaries = {modules[path] for path, _ in self._boundaries}

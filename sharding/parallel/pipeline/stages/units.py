@@ -113,8 +113,9 @@ def join(path: str, name: str) -> str:
 
 
 def places_of(module: nn.Module, path: str = "") -> Iterator[tuple[Place, Tensor]]:
-    """Yield each parameter and buffer of a module and those inside it, by place; tied ones several
-    times.
+    """Yield each parameter and buffer of a module and those inside it, by place.
+
+    Tied ones come several times.
     """
     for inner_path, inner in module.named_modules(prefix=path):
         for table in (inner._parameters, inner._buffers):

@@ -1,5 +1,7 @@
-"""Run tables of a pipeline step by step, as ranks and their channels would, with data that is only
-names. Nothing of the library is used but the classes of actions, so that it can be compared.
+"""Tables of a pipeline, run step by step as ranks and their channels would.
+
+Data is only names. Nothing of the library is used but the classes of actions, so that it can be
+compared.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ def sizes(table: Table) -> tuple[int, int]:
 
 
 def runs_with_shared_memory(table: Table) -> bool:
-    """Return whether all ranks reach the end if every result is everywhere at once: with unlimited
-    buffers, and receives that are called as early as possible.
+    """Return whether all ranks reach the end if every result is everywhere at once.
+
+    So it is with unlimited buffers, and receives that are called as early as possible.
     """
     if homes(table) is None or not all(table):
         return False
@@ -116,10 +119,10 @@ def runs_with_shared_memory(table: Table) -> bool:
 
 
 def runs_with_channels(table: Table, capacity: float) -> bool:
-    """Return whether all ranks reach the end if each direction between two ranks buffers `capacity`
-    messages: math.inf, or 0 if a send blocks until its receive is called.
+    """Return whether all ranks reach the end if channels buffer `capacity` messages.
 
-    Messages are received in the order in which they were sent.
+    A channel is one direction between two ranks. The capacity is 0 if a send blocks until its
+    receive is called, or `math.inf`. Messages are received in the order in which they were sent.
     """
     home = homes(table)
     if home is None or not all(table):

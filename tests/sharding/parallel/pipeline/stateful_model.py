@@ -1,5 +1,7 @@
-"""A model with what state has to get right (tied weights, buffers, parameters without dims, parts
-of uneven and no length), trained by a pipeline or in one process, for tests of state.
+"""A model for tests of state, trained by a pipeline or in one process.
+
+It has what state has to get right: tied weights, buffers, parameters without dims, parts of uneven
+and no length.
 """
 
 from __future__ import annotations

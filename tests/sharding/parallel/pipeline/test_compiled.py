@@ -1,5 +1,6 @@
-"""Compiled blocks in the stages of a pipeline: the same bits as eager blocks, for whole and split
-backwards.
+"""Compiled blocks in the stages of a pipeline: the same bits as eager blocks.
+
+Backwards are whole or split.
 """
 
 from __future__ import annotations

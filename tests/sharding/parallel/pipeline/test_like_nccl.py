@@ -1,5 +1,7 @@
-"""Pipelines in the world that behaves like NCCL (`tests/mesh/simulated/nccl_world.py`): sends and
-receives that are under way while the host goes on, and memory that is used before they have ended.
+"""Pipelines in the world that behaves like NCCL (`tests/mesh/simulated/nccl_world.py`).
+
+Sends and receives are under way while the host goes on, and memory that is used before they have
+ended is an error.
 """
 
 from __future__ import annotations

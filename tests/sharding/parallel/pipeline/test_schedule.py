@@ -60,8 +60,9 @@ def test_a_stage_that_is_nowhere():
 
 
 def relaxed_times(schedule: Schedule, costs: dict, latency) -> dict[tuple[int, int], float]:
-    """Return the end of every cell: the longest path to it, by relaxing all edges until none is
-    left to relax (Bellman and Ford).
+    """Return the end of every cell: the longest path to it.
+
+    All edges are relaxed until none is left to relax (Bellman and Ford).
     """
     rows = schedule.rows
     ends = {(rank, slot): 0.0 for rank, row in enumerate(rows) for slot in range(len(row))}

@@ -1,5 +1,6 @@
-"""Backward in two parts on plain tensors: the same bits as a whole backward, nothing computed
-twice, hooks, errors and memory.
+"""Backward in two parts on plain tensors.
+
+It has the same bits as a whole backward, and computes nothing twice; hooks, errors and memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Backward in two parts of models of transformers, plain, parallelized and under `fully_shard`: the
-bits of a whole backward.
+"""Backward in two parts of models of transformers: the bits of a whole backward.
+
+Models are plain, parallelized and under `fully_shard`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a training loop needs, over the stages of a pipeline: norms, clipping, loss scaling,
-averages, Muon, loops over uneven batches.
+"""What a training loop needs, over the stages of a pipeline.
+
+Norms, clipping, loss scaling, averages, Muon, loops over uneven batches.
 """
 
 from __future__ import annotations

@@ -65,8 +65,9 @@ def with_plans() -> Iterator[tuple[str, Any]]:
 
 
 def tiny_model(config_class: Any) -> tuple[nn.Module, Any] | None:
-    """Return a model with a few thousand parameters, and its results and gradients; None where
-    these sizes are none of the configuration, or there is no class of a language model.
+    """Return a model with a few thousand parameters, and its results and gradients.
+
+    None where these sizes are none of the configuration, or there is no class of a language model.
     """
     auto = transformers.models.auto.modeling_auto
     fields = inspect.signature(config_class.__init__).parameters
