@@ -179,8 +179,9 @@ class Snapshot:
         return next((change for change in changes if change is not None), None)
 
     def _is_copy(self, holder: Holder, key: Any, before: Any, now: Any) -> bool:
-        """Return whether a container was replaced by one with the plain values that it held, such
-        as `self.names = ["a"]` by the same assignment; then this one is watched.
+        """Return whether a container was replaced by one with the plain values that it held.
+
+        Then that one is watched: `self.names = ["a"]` may be assigned in every call.
         """
         old = self._containers.get(id(before))
         is_container = type(now) in MUTABLE and type(before) is type(now)
