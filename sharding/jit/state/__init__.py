@@ -1,6 +1,6 @@
-"""Whether a recorded graph still holds: the Python state that a function can reach, compared before
-each call. docs/jit.md, "The state check", says what is watched, how a change is noticed, and what
-that costs.
+"""Whether a recorded graph still holds: compare the Python state that a function can reach.
+
+docs/jit.md, "The state check", says what is watched, how a change is noticed, and what that costs.
 
     names.py         which attributes and globals code may read
     snapshot.py      before a recording: everything that can be reached, once more after it, since

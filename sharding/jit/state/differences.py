@@ -1,5 +1,4 @@
-"""Why a call is recorded again, in words: what differs between two signatures, or between tensors
-then and now.
+"""Why a call is recorded again, in words: what differs between two signatures or tensors.
 
 key    structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
 text   the shape of x is [3, 8] and was [4, 8]
@@ -74,8 +73,9 @@ class Reasons:
         return [_reason_of(change)] if change else nearest(self._f, key, others)
 
     def note(self, function: Any, reasons: Sequence[Reason]) -> None:
-        """Count a recording, log each thing that differs once, and warn once if there are many
-        recordings.
+        """Count a recording, log what differs, and warn if there are many recordings.
+
+        Each thing that differs is logged once; the warning is given once.
         """
         self._recordings += 1
         for reason in reasons:
@@ -112,8 +112,9 @@ def _reason_of(text: str) -> Reason:
 
 
 def nearest(f: Callable[..., Any], key: Any, others: Sequence[Any]) -> list[Reason]:
-    """Return what differs from the signature that differs least, the newest of several; [] if there
-    are no others.
+    """Return what differs from the signature that differs least; [] if there are no others.
+
+    Of several that differ in as many things, the newest is taken.
     """
     return min((differences(f, other, key) for other in reversed(others)), key=len, default=[])
 

@@ -106,17 +106,15 @@ def sequence_items(x: Iterable[Any]) -> list[Any]:
     return [part for i, value in enumerate(x) for part in (i, value)]
 
 
-def set_items(x: set[Any]) -> list[Any]:
-    return ["", frozenset(x)]
-
-
 # The containers that a program may change.
-MUTABLE: dict[type, Callable[[Any], list[Any]]] = {
-    dict: items,
-    list: sequence_items,
-    deque: sequence_items,
-    set: set_items,
-}
+MUTABLE = frozenset({dict, list, deque, set})
+
+
+def container_items(x: Any) -> list[Any]:
+    """Return the contents of a dict, list, tuple, deque or set, or of a subclass of one."""
+    if isinstance(x, dict):
+        return items(x)
+    return ["", frozenset(x)] if isinstance(x, set) else sequence_items(x)
 
 
 def cell_items(name: str, cell: Any) -> list[Any]:

@@ -39,8 +39,9 @@ def _places(x: Any) -> Any:
 
 @contextmanager
 def counting_resumptions(iterators: Sequence[Any]) -> Iterator[None]:
-    """Count how often these generators are resumed in this thread in the block; a running profiler
-    is called as before.
+    """Count how often these generators are resumed in this thread in the block.
+
+    A running profiler is called as before.
     """
     frames = {
         id(x.gi_frame): id(x)

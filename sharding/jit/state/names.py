@@ -1,5 +1,4 @@
-"""The names by which code may reach attributes of the program's own objects, and which code is the
-program's own.
+"""The names by which code may reach attributes of the program's own objects.
 
     self.optimizer.step()       `optimizer`, of objects of the class of self; not `step`, which is
                                 an attribute of one of torch's optimizers
@@ -58,9 +57,7 @@ Name = tuple[str, "type | None"]
 
 @lru_cache(4096)
 def is_installed(file: str) -> bool:
-    """Return whether a source file belongs to torch, this library, the standard library or an
-    installed package.
-    """
+    """Return whether a source file is installed: torch's, a package's, or of this library."""
     if file.startswith(_TYPED):
         return False
     return file.startswith(_INSTALLED) or "/site-packages/" in file or "/dist-packages/" in file
@@ -78,9 +75,10 @@ def names_of(
     arguments: Mapping[str, Sequence[Any]],
     assigned: Collection[str] = (),
 ) -> set[Name]:
-    """Return the names and the strings in a function's code, each with the class of the objects
-    that it may be an attribute of, without those of attributes of objects that are not the
-    program's.
+    """Return the names and the strings in a function's code by which it may reach attributes.
+
+    Each comes with the class of the objects that it may be an attribute of. Names that are
+    attributes only of objects that are not the program's are left out.
 
     Args:
         arguments: for parameters whose values are known, all values that they may have.
@@ -139,8 +137,9 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
 
 @lru_cache(4096)
 def _computes_names(code: types.CodeType) -> bool:
-    """Return whether the code calls `getattr` with a name that is no constant of it, as far as the
-    instructions up to the next call say.
+    """Return whether the code calls `getattr` with a name that is no constant of it.
+
+    It is told by the instructions up to the next call.
     """
     is_inside = has_constant = False
     for i in dis.get_instructions(code):
@@ -171,8 +170,9 @@ def _uses(code: types.CodeType) -> tuple[Use, ...]:
 
 @lru_cache(4096)
 def _used_as_names(code: types.CodeType) -> set[str]:
-    """Return the strings that the code, which has no functions inside, uses only as the names of
-    attributes of objects whose paths are known: `getattr(self.optimizer, "train")`.
+    """Return the strings that the code uses only as names of attributes of known objects.
+
+    As in `getattr(self.optimizer, "train")`; none if the code has functions inside.
     """
     if len(list(codes(code))) > 1:
         return set()
@@ -187,8 +187,9 @@ def _used_as_names(code: types.CodeType) -> set[str]:
 
 
 def _attributes(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...] | None, bool]]:
-    """Yield each use of an attribute: its name, how the code reaches its object, and whether the
-    name is a string.
+    """Yield each use of an attribute: its name, the path of its object, whether it is a string.
+
+    The path is None where it is not known how the code reaches the object.
     """
     path: tuple[str, ...] | None = None  # of the object on top of the stack
     is_named = False  # whether that is the first argument of `getattr`
@@ -257,16 +258,18 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _scopes(objects: Sequence[Any]) -> set[type | None]:
-    """Return the classes whose instances may have the attribute that code reads of one of these
-    objects: {None} if that may be any object, none if the objects are not the program's.
+    """Return the classes whose instances may have an attribute that is read of these objects.
+
+    {None} stands for all objects; none are returned if the objects are not the program's.
     """
     scopes = set(map(_scope, objects)) or {None}
     return {None} if None in scopes else scopes - {object}
 
 
 def _scope(x: Any) -> type | None:
-    """Return the class whose instances may have an attribute that code reads of an object; `object`
-    if it is not the program's; None if that may be any object.
+    """Return the class whose instances may have an attribute that is read of this object.
+
+    None stands for all objects; `object` says that this one is not the program's.
     """
     kind = type(x)
     is_own = any(is_program(base.__module__) for base in kind.__mro__)

@@ -36,8 +36,9 @@ class GradSlot(NamedTuple):
 def slots_of(
     x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool
 ) -> list[GradSlot]:
-    """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one the part that
-    is already reduced.
+    """Return the slots of a leaf.
+
+    They are `.grad` of the plain tensor, and of a sharded one the part that is already reduced.
     """
     fixed_owner = x if fixed else None
     if not isinstance(x, ShardedTensor):
@@ -65,8 +66,9 @@ def signature(value: Any) -> Any:
 def empty_slots(
     slots: Sequence[GradSlot], signatures: Sequence[Any]
 ) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
-    """Return the owners of slots by attribute, if all slots are empty and no owner is an argument;
-    else None.
+    """Return the owners of slots by attribute, if all slots are empty.
+
+    None if a slot had a value, or if an owner is an argument.
     """
     if any(kind is not None for kind in signatures) or any(slot.fixed is None for slot in slots):
         return None

@@ -40,6 +40,7 @@ from .holders import (
     array_items,
     cell_items,
     class_items,
+    container_items,
     generator_items,
     global_items,
     is_number,
@@ -48,7 +49,6 @@ from .holders import (
     marks_of,
     named_items,
     sequence_items,
-    set_items,
     slot_names,
     value_items,
 )
@@ -179,14 +179,15 @@ class Snapshot:
         return next((change for change in changes if change is not None), None)
 
     def _is_copy(self, holder: Holder, key: Any, before: Any, now: Any) -> bool:
-        """Return whether a container was replaced by one with the plain values that it held, such
-        as `self.names = ["a"]` by the same assignment; then this one is watched.
+        """Return whether a container was replaced by one with the plain values that it held.
+
+        Then that one is watched: `self.names = ["a"]` may be assigned in every call.
         """
         old = self._containers.get(id(before))
-        read = MUTABLE.get(type(now))
-        if old is None or read is None or type(before) is not type(now) or not are_plain(old.held):
+        is_container = type(now) in MUTABLE and type(before) is type(now)
+        if old is None or not is_container or not are_plain(old.held):
             return False
-        copy = Holder(old.path, functools.partial(read, now), now)
+        copy = Holder(old.path, functools.partial(container_items, now), now)
         copy.held = old.held
         if copy.change(set(), self._is_copy) is not None:
             return False
@@ -310,13 +311,10 @@ class Snapshot:
         if isinstance(x, dict) and "_hooks" in path.rpartition(".")[2]:
             # by place: a hook that is removed and set again has another key, that of its handle
             self._hold(path, functools.partial(sequence_items, x.values()), x)
-        elif isinstance(x, dict):
-            self._hold(path, functools.partial(items, x), x)
-        elif isinstance(x, set):
-            self._hold(path, functools.partial(set_items, x), x)
-            self._todo += [(f"{path} element", element) for element in x]
         else:
-            self._hold(path, functools.partial(sequence_items, x), x)
+            self._hold(path, functools.partial(container_items, x), x)
+        if isinstance(x, set):
+            self._todo += [(f"{path} element", element) for element in x]
         if type(x).__module__ not in ("builtins", "collections"):
             self._visit_instance(path, x)
 
