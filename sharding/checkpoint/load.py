@@ -24,7 +24,16 @@ from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
 from .storage.pieces import value_of
 from .storage.reading import LoadedParts, box_of, plan_reads, read
-from .tree import StoredDict, children, is_stateful, items_of, leaves, map_leaves, name_of, rebuilt
+from .tree import (
+    StoredDict,
+    children,
+    is_stateful,
+    items_of,
+    leaves,
+    map_leaves,
+    name_of,
+    rebuild_container,
+)
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
@@ -330,7 +339,7 @@ def load_stateful(like: Any, loaded: Any) -> Any:
     inner = None if isinstance(like, StoredDict) else children(like)
     if inner is None:
         return loaded
-    return rebuilt(
+    return rebuild_container(
         like,
         [
             load_stateful(child, item)
