@@ -118,7 +118,7 @@ class CapturedTensors(Protocol):
     def check_inside(self, x: Any, what: str) -> None:
         """Raise ShardingTypeError if `what` may not be called on a captured tensor."""
 
-    def replaced(
+    def with_local_parts(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]] | None:
         """Return an operator's arguments with local parts for captured tensors; None if none is."""

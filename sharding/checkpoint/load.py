@@ -32,7 +32,16 @@ from .storage.reading import (
     plan_reads,
     read,
 )
-from .tree import StoredDict, children, is_stateful, items_of, leaves, map_leaves, name_of, rebuilt
+from .tree import (
+    StoredDict,
+    children,
+    is_stateful,
+    items_of,
+    leaves,
+    map_leaves,
+    name_of,
+    rebuild_container,
+)
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
@@ -379,7 +388,7 @@ def load_stateful(like: Any, loaded: Any) -> Any:
     inner = None if isinstance(like, StoredDict) else children(like)
     if inner is None:
         return loaded
-    return rebuilt(
+    return rebuild_container(
         like,
         [
             load_stateful(child, item)

@@ -51,7 +51,7 @@ from .tree import (
     is_stateful,
     leaves,
     name_of,
-    rebuilt,
+    rebuild_container,
     structure_of,
     without_stateful,
 )
@@ -331,7 +331,7 @@ def _want_tree(like: Any, structure: Structure, path: Path, stored: Stored, worl
     inner = children(like)
     if inner is None:
         return _want(like, path, stored, world)
-    return rebuilt(
+    return rebuild_container(
         like,
         [
             _want_tree(item, child_of(structure, key), (*path, key), stored, world)

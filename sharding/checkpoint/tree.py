@@ -164,11 +164,13 @@ def map_leaves(tree: Any, function: Callable[[Path, Any], Any], path: Path = ())
     return (
         function(path, tree)
         if inner is None
-        else rebuilt(tree, [map_leaves(child, function, (*path, key)) for key, child in inner])
+        else rebuild_container(
+            tree, [map_leaves(child, function, (*path, key)) for key, child in inner]
+        )
     )
 
 
-def rebuilt(tree: Any, items: list[Any]) -> Any:
+def rebuild_container(tree: Any, items: list[Any]) -> Any:
     """Return a container like this one with other items."""
     if isinstance(tree, Mapping):
         return dict(zip(tree, items, strict=True))
@@ -182,7 +184,7 @@ def rebuilt(tree: Any, items: list[Any]) -> Any:
 
 
 def items_of(tree: Any) -> list[Any]:
-    """Return the items of a container made by `rebuilt`, in order."""
+    """Return the items of a container made by `rebuild_container`, in order."""
     if isinstance(tree, Mapping):
         return list(tree.values())
     return (

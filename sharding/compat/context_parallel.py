@@ -24,7 +24,7 @@ from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..parallel.context import attention
 from ..parallel.context.attention import context_parallel_attention
-from ..parallel.context.load_balance import balanced, balanced_sizes, unbalance_sequence
+from ..parallel.context.load_balance import balanced_runs, balanced_sizes, unbalance_sequence
 from ..tensor.convert import from_part, to_local
 from ..tensor.part_shapes import lengths_along
 from ..tensor.sharded_tensor import ShardedTensor
@@ -132,7 +132,7 @@ def context_parallel(
             runs = (
                 [
                     whole.narrow(dim, start, stop - start)
-                    for start, stop in balanced(length, ranks)[index]
+                    for start, stop in balanced_runs(length, ranks)[index]
                 ]
                 if ranks > 1
                 else [whole]

@@ -143,7 +143,7 @@ class Captures:
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def replaced(
+    def with_local_parts(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]] | None:
         """Return the arguments of an operator with local parts in place of captured tensors.

@@ -438,7 +438,7 @@ def _first_batch(exchange: _StepExchange, turn: _Turn, received: np.ndarray) -> 
         return turn.batch
     device = exchange.mesh.device
     return pytree.tree_map(
-        lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
+        lambda leaf: leaf.unpack(device) if isinstance(leaf, _Array) else leaf, packed
     )
 
 
@@ -456,7 +456,7 @@ class _Array:
     rows: int | None
     was_on_cpu: bool
 
-    def unpacked(self, device: torch.device) -> Any:
+    def unpack(self, device: torch.device) -> Any:
         value = self.value if self.rows is None else self.value[[0] * self.rows]
         return value if self.was_on_cpu else value.to(device)
 

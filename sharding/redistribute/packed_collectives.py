@@ -113,7 +113,7 @@ class AllReduce(Collective):
             pieces = list(tensors)
             return results(
                 self.group.all_reduce(piece, self.kind, async_op, tag=tag),
-                lambda: copied_to(pieces, outs),
+                lambda: copy_to(pieces, outs),
             )
         flat = self._flat(tensors, donate, outs)
         tensors.clear()
@@ -168,10 +168,10 @@ def split_flat(
         x.view(shape)
         for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
     ]
-    return copied_to(views, outs)
+    return copy_to(views, outs)
 
 
-def copied_to(tensors: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
+def copy_to(tensors: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
     return tensors if outs is None else [out.copy_(x) for out, x in zip(outs, tensors, strict=True)]
 
 

@@ -70,7 +70,7 @@ class TypingRule(NamedTuple):
             raise ShardingTypeError(self._refusal(tag, axes))
         pending = operand.pending | names if self.pends else operand.pending - names
         varying = operand.varying | names if self.varies else operand.varying - names
-        common = tag.retyped(Type.of(varying & operand.varying, pending & operand.pending))
+        common = tag.with_type(Type.of(varying & operand.varying, pending & operand.pending))
         new = (varying | pending) - common.type.varying - common.type.pending
         origins = (
             common.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))

@@ -72,16 +72,16 @@ def ragged_all_to_all(
     if captures is not None:
         operand, output = captures.local(operand), captures.local(output)
     if checker is None:
-        return _sent(operand, output, counts, axes, backward_dtype)
+        return _send_rows(operand, output, counts, axes, backward_dtype)
     operand_tag = checker.join_all(
         iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.control_tag
     )
     tag = rule(operand_tag, axes)
     with untracked():
-        return with_tag(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
+        return with_tag(checker, _send_rows(operand, output, counts, axes, backward_dtype), tag)
 
 
-def _sent(
+def _send_rows(
     operand: Tensor,
     output: Tensor,
     counts: Sequence[Counts],

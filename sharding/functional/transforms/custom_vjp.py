@@ -200,7 +200,7 @@ class _Tree:
         parts, self.parts = self.parts, ()
         return parts
 
-    def rebuilt(self, parts: Sequence[Tensor], checker: Any = None, dual: bool = False) -> Any:
+    def rebuild(self, parts: Sequence[Tensor], checker: Any = None, dual: bool = False) -> Any:
         """Return the tree with these parts, in the layouts of its tensors or in the dual ones."""
         leaves = list(self.leaves)
         for i, layout, tag, part in zip(self.at, self.layouts, self.tags, parts, strict=True):
@@ -233,13 +233,13 @@ class _CustomVJPCall:
     def run(self) -> Any:
         outs = _CustomVJP.apply(self, *self.inputs.take_parts())
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        return self.result.rebuilt(outs, current_checker())
+        return self.result.rebuild(outs, current_checker())
 
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, parts: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return the result of `fwd` and what `bwd` needs."""
-        branches = iter(self.inputs.rebuilt(parts, current_checker()))
+        branches = iter(self.inputs.rebuild(parts, current_checker()))
         nondiff = self.custom.nondiff
         args = [x if i in nondiff else next(branches) for i, x in enumerate(self.args)]
         pair = self.custom.fwd(*args)  # type: ignore[misc]
@@ -256,7 +256,7 @@ class _CustomVJPCall:
         """Return the gradients of the tensors."""
         custom = self.custom
         nondiff = [self.args[i] for i in custom.nondiff]
-        gradients = custom.bwd(*nondiff, residuals, self.result.rebuilt(cotangents, dual=True))  # type: ignore[misc]
+        gradients = custom.bwd(*nondiff, residuals, self.result.rebuild(cotangents, dual=True))  # type: ignore[misc]
         branches = self._branches()
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(branches):
             raise TypeError(
@@ -413,7 +413,7 @@ class _CustomVJP(torch.autograd.Function):
             with call.replay, nullcontext() if call.env is None else call.env.entered():
                 _, residuals = call.forward(saved[: ctx.count])
         else:
-            residuals = ctx.residuals.rebuilt([saved[i] for i in ctx.places])
+            residuals = ctx.residuals.rebuild([saved[i] for i in ctx.places])
         return None, *call.backward(residuals, cotangents)
 
 

@@ -23,7 +23,7 @@ from ...trees import flatten_without_none
 from ..mapped_env import current_mapped_env
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
-from .pullback import detached, differentiating, fresh_leaves
+from .pullback import detach_tree, differentiating, fresh_leaves
 
 
 def jvp(
@@ -179,7 +179,7 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
         value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        result = result if nested else detached(result)
+        result = result if nested else detach_tree(result)
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)

@@ -28,7 +28,7 @@ from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.random import replay_random
 from ...trees import flatten_without_none
 from .parts import replace_args
-from .pullback import Pullback, detached, differentiating
+from .pullback import Pullback, detach_tree, differentiating
 
 
 def value_and_grad(
@@ -165,7 +165,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
 def stop_gradient(x: Any) -> Any:
     """stop_gradient(x) -> the same values, detached; any tree. Communication: none."""
-    return detached(x)
+    return detach_tree(x)
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:

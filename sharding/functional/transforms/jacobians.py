@@ -67,7 +67,7 @@ def jacfwd(
         derivatives = pytree.tree_map(
             lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns
         )
-        return (derivatives, results[0].rebuilt(aux[0])) if has_aux else derivatives
+        return (derivatives, results[0].rebuild(aux[0])) if has_aux else derivatives
 
     return jacobian
 

@@ -66,11 +66,11 @@ class Results(NamedTuple):
 
     def with_parts(self, parts: Sequence[Tensor]) -> Any:
         """Return the tree with other parts in the same layouts."""
-        return self.rebuilt(
+        return self.rebuild(
             [with_part(x, part) for x, part in zip(self.tensors, parts, strict=True)]
         )
 
-    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
         """Return the tree with other tensors."""
         leaves = list(self.leaves)
         for i, x in zip(self.at, tensors, strict=True):

@@ -60,20 +60,20 @@ class Pullback:
         self.outs: list[Tensor] = []
         self.value: Any = None
 
-        def typed(fresh: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
+        def run_with_types(fresh: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
             outs, value = run(fresh)
             if (env := current_mapped_env()) is not None:
                 self._types = _grad_types(env, outs, fresh, is_loss)
             return outs, value
 
         if transforms_active():
-            self._run_inside(typed)
+            self._run_inside(run_with_types)
             return
         with torch.enable_grad():
             self._leaves = fresh_leaves(leaves)
-            outs, value = typed(self._leaves)
+            outs, value = run_with_types(self._leaves)
             self.outs = list(outs)
-            self.value = value if thread_context.grad_is_nested else detached(value)
+            self.value = value if thread_context.grad_is_nested else detach_tree(value)
 
     def _run_inside(self, run: Run) -> None:
         """Run inside a transform."""
@@ -159,7 +159,7 @@ def fresh_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def detached(tree: Any) -> Any:
+def detach_tree(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 

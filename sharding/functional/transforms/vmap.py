@@ -131,7 +131,7 @@ class _Batched:
         size = self._size(leaves, axes, args, kwargs)
         cuts, mesh = self._split(leaves, axes)
         run = _Run(self, size, cuts, mesh)
-        leaves = run.laid_out(leaves, axes)
+        leaves = run.lay_out_leaves(leaves, axes)
         out = run(leaves, axes, tree)
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         return with_lineage(mixed(self._seed, sharded), out) if sharded else out
@@ -245,7 +245,7 @@ class _Run:
 
     # -- arguments ---------------------------------------------------------------------------------
 
-    def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
+    def lay_out_leaves(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
         """Return the leaves with the batch dim split as required.
 
         No other dim is split by its axes; if it is split, plain tensors become `ShardedTensor`s.

@@ -220,7 +220,7 @@ class TypeChecker(TorchFunctionMode):
     def tag_outside(self, names: Sequence[str], x: Any) -> Tag:
         """Return the tag of a result in the outer function, where these axes are not manual."""
         tag = self.join_all(tensors_in((x,)), self.control_tag)
-        return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
+        return tag.with_type(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
 
     # -- new tags ----------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class TypeChecker(TorchFunctionMode):
     def _with_captures(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with local parts in place of captured tensors, None without any."""
         captures = current_captures()
-        return None if captures is None else captures.replaced(func, args, kwargs)
+        return None if captures is None else captures.with_local_parts(func, args, kwargs)
 
     def replace_capture(self, x: Any) -> Any:
         """Return the local part of a captured tensor; any other tensor itself."""
@@ -398,7 +398,7 @@ class TypeChecker(TorchFunctionMode):
             raise ShardingTypeError(_by_a_number(func, axes, since, self.number_tag))
         passes = share_of_gradient if self.tracks_backward else stays_pending
         pending = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
-        return tag.retyped(Type.of(tag.type.varying - tag.type.pending, pending))
+        return tag.with_type(Type.of(tag.type.varying - tag.type.pending, pending))
 
     def pending_since(self, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Return where the first operand that is pending over an axis became so, for a message."""

@@ -128,7 +128,7 @@ class Tag:
         with_origin = [axis for axis in sorted(axes) if axis in self.origins]
         return f" since {self.origins[with_origin[0]]}" if with_origin else ""
 
-    def retyped(self, type_: Type) -> Tag:
+    def with_type(self, type_: Type) -> Tag:
         """Return the tag with another type, with the origins of the axes that it still has."""
         axes = type_.varying | type_.pending
         return Tag(

@@ -309,7 +309,7 @@ def _registering(
 
     def register(function: Function) -> Function:
         for variant, funcs, func in _variants(function, unique(names, also), with_func):
-            bound = partial(_bound, variant, skip, func)
+            bound = partial(_bind_call, variant, skip, func)
             entries: list[Any] = [(DECOMPOSITIONS, maker_of(variant, func, bound))]
             if rule is not None:
                 entries.append((RULES, partial(_rule_of_call, rule, bound)))
@@ -328,7 +328,7 @@ def _rule_of_call(rule: Callable[[Any], Rule | None], bound: Any, *args: Any, **
     return rule(bound(args, kw))
 
 
-def _bound(
+def _bind_call(
     function: Callable[..., Any], skip: int, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Arguments:
     bound = _signature(function, skip).bind(*args, **kwargs)

@@ -99,7 +99,7 @@ def contiguous(sizes: Sequence[int]) -> list[Runs]:
 
 
 @lru_cache(1024)
-def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
+def balanced_runs(length: int, ranks: int) -> tuple[Runs, ...]:
     """Return the positions of each rank for a balanced sequence.
 
     The pieces i and 2n-1-i of 2n pieces of almost equal length.
@@ -114,7 +114,7 @@ def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
 
 def balanced_sizes(length: int, ranks: int) -> tuple[int, ...]:
     """Return the number of positions of each rank."""
-    return tuple(sum(stop - start for start, stop in runs) for runs in balanced(length, ranks))
+    return tuple(sum(stop - start for start, stop in runs) for runs in balanced_runs(length, ranks))
 
 
 def _slice_of_intervals(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
@@ -171,7 +171,7 @@ def balance_sequence(
     size = x.shape[dim]
     ranks = x.mesh.size(axes)
     sizes = balanced_sizes(size, ranks)
-    order = [run for runs in balanced(size, ranks) for run in runs]
+    order = [run for runs in balanced_runs(size, ranks) for run in runs]
     target = with_dim(x._layout, dim, [Cut(axes, sizes)], size)
     return _reorder("balance_sequence", x, target, dim, order)
 
@@ -190,7 +190,7 @@ def unbalance_sequence(
     """
     axes, dim = checked_axes("unbalance_sequence", x, dim, axis)
     size = x.shape[dim]
-    order = [run for runs in balanced(size, x.mesh.size(axes)) for run in runs]
+    order = [run for runs in balanced_runs(size, x.mesh.size(axes)) for run in runs]
     target = with_dim(x._layout, dim, [Cut((a,)) for a in axes], size)
     return _reorder("unbalance_sequence", x, target, dim, _inverse(order))
 

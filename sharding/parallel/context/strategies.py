@@ -17,7 +17,7 @@ from ...layout.shard_holders import intervals
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import even_sizes, part_sizes, splitting_axes, with_dim
 from ...ops.rules.nn.attention import attention_local
-from .load_balance import Block, Runs, balanced, balanced_sizes, causal_blocks, contiguous
+from .load_balance import Block, Runs, balanced_runs, balanced_sizes, causal_blocks, contiguous
 from .ring import Ring
 
 HEADS, SEQUENCE, WIDTH = -3, -2, -1
@@ -172,7 +172,7 @@ def _runs(layout: Layout, options: AttentionOptions) -> list[Runs]:
     sizes = part_sizes(layout, len(layout.shape) + SEQUENCE)
     if not (options.balanced and options.is_causal):
         return contiguous(sizes)
-    return list(balanced(layout.shape[SEQUENCE], len(sizes)))
+    return list(balanced_runs(layout.shape[SEQUENCE], len(sizes)))
 
 
 def _blocks(queries: Runs, keys: Runs, options: AttentionOptions) -> Sequence[Block]:

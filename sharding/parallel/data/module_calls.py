@@ -38,7 +38,7 @@ class CallInterception:
 
     def __init__(self, modules: Iterable[nn.Module], call: Callable[..., Any]) -> None:
         self._modules = tuple(modules)
-        self._calls = [partial(_intercepted, call, module) for module in self._modules]
+        self._calls = [partial(_run_intercepted, call, module) for module in self._modules]
         self._compilers = [ModuleCompiler(x, x.__dict__.get(COMPILED)) for x in self._modules]
         self.start()
 
@@ -59,7 +59,7 @@ class CallInterception:
 
 
 @not_compiled(_REASON, calls_program=True)
-def _intercepted(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_intercepted(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_compiler_out()
     _check_caller(module, argument_of_caller(nn.Module.__call__, "self"))
     return call(module, args, kwargs)

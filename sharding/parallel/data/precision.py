@@ -39,7 +39,7 @@ class MixedPrecisionPolicy:
             self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
         )
 
-    def reduced_as(self, dtype: torch.dtype) -> torch.dtype:
+    def reduction_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter's gradient is reduced."""
         return self.reduce_dtype if self.reduce_dtype is not None else self.used_as(dtype)
 

@@ -216,11 +216,11 @@ def with_a_row(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Pa
 def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any]) -> Any:
     tensors = list(tensors_in(values))
     empty = [tensors[0].new_zeros(x.local_shape, dtype=x.dtype) for x in layouts]
-    results = tuple(joined(part, *tensors, linear=linear) for part in empty)
+    results = tuple(with_graph_of(part, *tensors, linear=linear) for part in empty)
     return results[0] if len(results) == 1 else results
 
 
-def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
+def with_graph_of(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
     """Return `out` with these tensors added to its autograd graph, as on other ranks.
 
     Unless the operator is linear, they must be in the graph of the gradient too, and saved for

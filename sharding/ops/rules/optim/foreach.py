@@ -40,7 +40,7 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
     ]
 
 
-def aligned(lists: Sequence[Sequence[Any]]) -> bool:
+def are_aligned(lists: Sequence[Sequence[Any]]) -> bool:
     """Return whether tensors at every index share shape and layout, so that locals can be used."""
     key = tuple(
         [
@@ -88,7 +88,7 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         lists = _lists(args, kwargs)
         in_place = func.__name__.endswith("_")
-        if not aligned(lists) or (
+        if not are_aligned(lists) or (
             in_place and torch.is_grad_enabled() and _number_is_written(lists[0], args, kwargs)
         ):
             return _one_by_one(func, args, kwargs)

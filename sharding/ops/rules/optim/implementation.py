@@ -33,7 +33,7 @@ from .....mesh.comm.first_use import first_leaf
 from .....mesh.comm.thread_context import thread_context
 from ....lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from ....tensor.sharded_tensor import ShardedTensor
-from .foreach import aligned, check_writable, step_one_by_one
+from .foreach import are_aligned, check_writable, step_one_by_one
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
 # under this name an optimizer that steps has the options that were chosen for it
@@ -152,7 +152,7 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
 def _may_be_parts(lists: list[list[Any]]) -> bool:
     """Return whether this step redistributes nothing and creates nothing (a buffer not None)."""
     nonempty = [tensors for tensors in lists if tensors]
-    if torch.is_grad_enabled() or not all(map(_have_values, nonempty)) or not aligned(nonempty):
+    if torch.is_grad_enabled() or not all(map(_have_values, nonempty)) or not are_aligned(nonempty):
         return False
     for tensors in nonempty:
         check_writable(tensors)

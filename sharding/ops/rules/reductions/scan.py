@@ -34,7 +34,7 @@ from ..decomposition_utils import (
     with_part_sizes,
     without_pending,
 )
-from ..nn.window import joined
+from ..nn.window import with_graph_of
 from ..registry import decomposition_maker
 from .reduction import accumulator_dtype
 
@@ -78,7 +78,7 @@ def _scan_part(parts: _Parts, scan: Any, dtype: torch.dtype | None, part: Tensor
     (before,) = parts.gather(one)
     scanned = parts.own(scan(torch.cat([before, wide], parts.dim), parts.dim), part)
     # the first rank needs `before` in its graph only
-    return joined(scanned, before, linear=scan.__name__ == "cumsum").to(result)
+    return with_graph_of(scanned, before, linear=scan.__name__ == "cumsum").to(result)
 
 
 _TOTALS: dict[str, Total] = {

@@ -199,7 +199,7 @@ def _repeat_interleave(
     target = evenly_split(layout, dim, layout.shape[dim] * repeats)
     start, stop = target.box[dim]
 
-    def arranged(part: Tensor) -> Tensor:
+    def repeat_part(part: Tensor) -> Tensor:
         return part.repeat_interleave(repeats, dim).narrow(
             dim, start % max(repeats, 1), stop - start
         )
@@ -210,7 +210,7 @@ def _repeat_interleave(
         dim,
         lambda start, stop: [(start // repeats, -(-stop // repeats))] if stop > start else [],
     )
-    return sequential(target, origins, arranged)
+    return sequential(target, origins, repeat_part)
 
 
 # -- neighbours ------------------------------------------------------------------------------------

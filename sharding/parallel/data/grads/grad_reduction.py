@@ -62,7 +62,7 @@ class Bucket:
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
-        return self.policy.reduced_as(self.storage.shard.dtype)
+        return self.policy.reduction_dtype(self.storage.shard.dtype)
 
     @property
     def flat(self) -> FlatBucket:

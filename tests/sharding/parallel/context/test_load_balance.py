@@ -11,7 +11,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.context.load_balance import (
     balance_sequence,
-    balanced,
+    balanced_runs,
     balanced_sizes,
     causal_blocks,
     contiguous,
@@ -31,7 +31,7 @@ def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
     """Every visible pair is in exactly one block, and no other pair is in any; diagonal blocks are
     squares of the same positions.
     """
-    of_q = list(balanced(sum(sizes), len(sizes))) if zigzag else contiguous(sizes)
+    of_q = list(balanced_runs(sum(sizes), len(sizes))) if zigzag else contiguous(sizes)
     of_k = contiguous(others) if data.draw(st.booleans()) else of_q
     queries, keys = data.draw(st.sampled_from(of_q)), data.draw(st.sampled_from(of_k))
     q, k = _positions(queries), _positions(keys)
@@ -53,11 +53,13 @@ def test_balanced_parts_have_the_same_work(ranks):
     """
     w = 3
     length, work = 2 * ranks * w, []
-    everyone = [i for runs in balanced(length, ranks) for i in _positions(runs)]
+    everyone = [i for runs in balanced_runs(length, ranks) for i in _positions(runs)]
     assert sorted(everyone) == list(range(length))
-    for mine in balanced(length, ranks):
+    for mine in balanced_runs(length, ranks):
         blocks = [
-            block for theirs in balanced(length, ranks) for block in causal_blocks(mine, theirs)
+            block
+            for theirs in balanced_runs(length, ranks)
+            for block in causal_blocks(mine, theirs)
         ]
         work.append(sum((b.q_stop - b.q_start) * (b.k_stop - b.k_start) for b in blocks))
     assert work == [(2 * ranks + 1) * w * w] * ranks
@@ -84,7 +86,7 @@ CASES = [
 def test_balance_and_unbalance(shape, spec, axis):
     whole = torch.randn(3, 13, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ranks = sm.AbstractMesh(shape, ("a", "b")[: len(shape)]).size(axis)
-    order = torch.tensor([i for runs in balanced(13, ranks) for i in _positions(runs)])
+    order = torch.tensor([i for runs in balanced_runs(13, ranks) for i in _positions(runs)])
     pull = torch.arange(whole.numel(), dtype=torch.float64).view_as(whole)
 
     def program(mesh):
